@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from bexp.api import peers
 from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.peers import Peer, read_proxy
 from bexp.api.settings import ServiceSettings
 from bexp.api.turns import AT_ONCE, FEW, TurnMiddleware
+from tests.api.conftest import wait_until
+from tests.api.serving import Served
 
 HALF = {"type": "http.request", "body": b"{", "more_body": True}
 WHOLE = {"type": "http.request", "body": b""}  # without the key, nothing follows
@@ -216,3 +227,49 @@ def test_whose_turn_it_is(peers: list[Peer], headers: dict[str, str], begun: int
         assert len(work.begun) == begun
 
     asyncio.run(run())
+
+
+PATHS = ("/openapi.json", "/web/charts.js", "/healthz", "/readyz", "/v1/explorations", "/docs", "/nothing")
+NUM_PIPELINED = 2 * len(PATHS)
+
+
+def test_who_sends_many_requests_over_many_connections_keeps_nobody_else_waiting(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it asks for, and whether or not it reads an answer before it sends the next request."""
+    crowd, begun, may_answer = set[int](), list[str](), list[bool]()
+    monkeypatch.setattr(peers, "_find_uid", lambda client, server: 4712 if client[1] in crowd else os.geteuid())
+    served = serve(replace(settings, is_open=True))
+    router = served.server._app.router
+    route = router.middleware_stack
+
+    async def hold(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["client"][1] in crowd:
+            begun.append(scope["path"])
+            while not may_answer:
+                await asyncio.sleep(0.01)
+        await route(scope, receive, send)
+
+    router.middleware_stack = hold
+    host, port = urlsplit(served.url).hostname, urlsplit(served.url).port
+
+    def ask(stack: ExitStack, first: int) -> socket.socket:
+        connection = stack.enter_context(socket.socket())
+        connection.bind(("127.0.0.1", 0))
+        crowd.add(connection.getsockname()[1])
+        connection.connect((host, port))
+        paths = islice(cycle(PATHS), first, first + NUM_PIPELINED)
+        connection.sendall("".join(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n" for path in paths).encode())
+        return connection
+
+    with ExitStack() as stack:
+        connections = [ask(stack, 0)]
+        wait_until(lambda: bool(begun))
+        time.sleep(0.2)
+        assert len(begun) == 1, "one request of a connection at a time"
+        connections += [ask(stack, first) for first in range(1, len(PATHS) * 2)]
+        wait_until(lambda: len(begun) == AT_ONCE)
+        assert {httpx.get(f"{served.url}{path}").status_code for path in PATHS} == {200, 404}
+        assert len(begun) == AT_ONCE
+        may_answer.append(True)
+        wait_until(lambda: len(begun) == NUM_PIPELINED * len(connections))

@@ -27,7 +27,7 @@ from tests.chaos.databases import ChaosDatabase, PostgresServer, SqliteFile
 from tests.chaos.failpoints import OF_CALLS, OF_JOBS, Failpoints, list_edges
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import violations_of
-from tests.chaos.processes import Service
+from tests.chaos.processes import TABLES, Service
 from tests.chaos.promises import Stored, broken_promises, read_stored
 from tests.chaos.result import Result, read_commit
 from tests.chaos.undisturbed import Outcome, UndisturbedSearches
@@ -88,6 +88,7 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
                 plan.trial_seconds,
                 require_token=True,
                 failpoints_folder=folder / "failpoints",
+                tables=TABLES,
             )
             try:
                 failpoints = Failpoints(folder / "failpoints", Random(plan.seed))
@@ -199,7 +200,7 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
     for job in ended:
         asked = Counter(call.operation for call in calls_of.get(job.id, ()))
         found += violations_of(opened, job, num_resumes=asked["resume"], num_cancels=asked["cancel"])
-        differs = _difference(opened, job, undisturbed)
+        differs = difference_of(opened, job, undisturbed)
         found += [f"{job.id}: it differs from the search without faults: {differs}"] if differs else []
         result.different_answers += bool(differs)
     result.jobs = len(ended)
@@ -210,7 +211,7 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
     return bool(found)
 
 
-def _difference(opened: Database, job: Job, undisturbed: UndisturbedSearches) -> str:
+def difference_of(opened: Database, job: Job, undisturbed: UndisturbedSearches) -> str:
     """Return how a job differs from the search without faults, of which a cancelled one has gone a part of the way."""
     if job.request is None:
         return "its request cannot be read"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -105,9 +106,9 @@ class Clients:
 
 
 @cache
-def document_of(seed: int, num_trials: int) -> dict[str, Any]:
-    """Return a request that the recorded table answers, and that is always measured."""
-    request = Recording.read(TABLE).header.request
+def document_of(seed: int, num_trials: int, table: Path = TABLE) -> dict[str, Any]:
+    """Return a request that a recorded table answers, and that is always measured."""
+    request = Recording.read(table).header.request
     changes = {"max_trials": num_trials, "confidence_target": 99, "max_seconds": 40_000.0}
     request = request.model_copy(update={"budget": request.budget.model_copy(update=changes)})
     return {**request.model_dump(mode="json"), "seed": seed, "fresh": True}

@@ -19,9 +19,9 @@ from bexp.storage.jobs import JobState
 from bexp.storage.pruning import find_prunable, prune
 from bexp.storage.tables import jobs
 from bexp.storage.tokens import create_token
-from tests.chaos.clients import document_of
 from tests.chaos.history import Call, History, Seen
 from tests.chaos.processes import Service
+from tests.chaos.searches import search_of, seeds_of
 
 OWNERS = ("red", "blue")
 NUM_THREADS = 4
@@ -33,11 +33,6 @@ WRITE_SECONDS = 3.0
 KEPT_JOBS = 12
 NUM_PRUNED = 4
 """So many at a time: what is left is judged in the end."""
-SMALL = {"micro_batch_size": [1, 4, 6]}
-"""A search of seven to ten trials, which costs a tenth of a second of processor time. Its last message has the figures
-of its answer, with each seed, as the check of a campaign's end wants it.
-"""
-NUM_SEEDS = 3
 NUM_RECENT = 10
 """So many of the latest explorations and keys of an owner are used again."""
 OPEN_STATES = (JobState.QUEUED.value, JobState.RUNNING.value)
@@ -56,6 +51,7 @@ class Crowd:
         self._database = database
         self._num_trials = num_trials
         self._open_jobs = open_jobs
+        self._seeds = seeds_of(service.tables)
         self._numbers = itertools.count(1)
         self._known: dict[str, list[str]] = {owner: [] for owner in OWNERS}
         self._keys: dict[str, list[tuple[str, int]]] = {owner: [] for owner in OWNERS}
@@ -145,7 +141,7 @@ class Crowd:
         return PAUSE_SECONDS
 
     def _submit(self, http: httpx.Client, rng: Random, owner: str) -> None:
-        key, seed = f"key-{next(self._numbers) // 2}", rng.randrange(NUM_SEEDS)  # owners often have the same key
+        key, seed = f"key-{next(self._numbers) // 2}", rng.choice(self._seeds)  # owners often have the same key
         self._keys[owner].append((key, seed))
         self.num_open += 1
         self._send(http, owner, key, seed)
@@ -155,10 +151,10 @@ class Crowd:
 
     def _send_another(self, http: httpx.Client, rng: Random, owner: str) -> None:
         key, seed = rng.choice(self._keys[owner][-NUM_RECENT:])
-        self._send(http, owner, key, (seed + 1) % NUM_SEEDS)
+        self._send(http, owner, key, rng.choice([other for other in self._seeds if other != seed]))
 
     def _send(self, http: httpx.Client, owner: str, key: str, seed: int) -> None:
-        document = {**document_of(seed, self._num_trials), **SMALL, "labels": {"key": key}}
+        document = {**search_of(seed, self._num_trials), "labels": {"key": key}}
         call = self._call(http, "submit", owner, "POST", "", key=key, number=seed, document=document)
         if call.seen is not None and call.seen.id not in self._known[owner]:
             self._known[owner].append(call.seen.id)

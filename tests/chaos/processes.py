@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -30,14 +31,19 @@ END_SECONDS = 90.0
 STACK_BEGINS = ("Fatal Python error", "Thread 0x", "Current thread", "  File ")
 """Of the lines that Python writes when a signal aborts it."""
 
-TABLE = ROOT / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
+TABLES = tuple(
+    ROOT / "benchmarks" / "results" / "tables" / f"{name}.jsonl"
+    for name in ("llama-8k", "gpt2-124m", "llama-2k-32gib", "switch-like")
+)
+"""None of them answers what another one does."""
+TABLE = TABLES[0]
 
 
 class Service:
     """Starts processes on one database, and starts another for each that has ended.
 
-    `cold_share` of them are started by the interpreter, the others by a fork server. A trial of its workers takes
-    `trial_seconds`. Edges can be armed in `failpoints_folder`.
+    Its workers answer from `tables` in turn. `cold_share` of the processes are started by the interpreter, the others
+    by a fork server. A trial of its workers takes `trial_seconds`. Edges can be armed in `failpoints_folder`.
     """
 
     def __init__(
@@ -51,8 +57,10 @@ class Service:
         require_token: bool = False,
         failpoints_folder: Path | None = None,
         lease_seconds: float = LEASE_SECONDS,
+        tables: Sequence[Path] = (TABLE,),
     ) -> None:
         self.database_url = database_url
+        self.tables = tables[:num_workers]
         self.disturbances: list[list[float]] = []
         """When the API was killed, frozen or starting: from and until, in seconds since 1970."""
         self.api_pids: set[int] = set()
@@ -73,7 +81,6 @@ class Service:
             "BEXP_LEASE_SECONDS": str(lease_seconds),
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
-            "BEXP_MAX_ATTEMPTS": "1000",  # an exploration that is struck all the time is not given up
             VARIABLE: str(trial_seconds),
             "TMPDIR": str(folder),
             "BEXP_LOCK_DIRECTORY": str(folder),
@@ -89,7 +96,7 @@ class Service:
         self._rng = Random(num_workers)
         self._fork_server = ForkServer(self._environment, self._log)
         self._start_api()
-        self.workers = [self._start_worker() for _ in range(num_workers)]
+        self.workers = [self._start_worker(index) for index in range(num_workers)]
 
     @property
     def url(self) -> str:
@@ -115,7 +122,7 @@ class Service:
         for index, worker in enumerate(self.workers):
             if worker.poll() is not None:
                 self._note("worker", worker)
-                self.workers[index] = self._start_worker()
+                self.workers[index] = self._start_worker(index)
 
     def end(self) -> list[int]:
         """End all processes; return the exit statuses of the workers. Who does not end in time says where it is."""
@@ -164,8 +171,9 @@ class Service:
             self.disturbances.append([self._api_seen_at, float("inf")])
         self.api_answers_since = None
 
-    def _start_worker(self) -> StartedProcess:
-        return self._start("tests.chaos.slow_worker", "--device", f"replay:{TABLE}")
+    def _start_worker(self, index: int) -> StartedProcess:
+        table = self.tables[index % len(self.tables)]
+        return self._start("tests.chaos.slow_worker", "--device", f"replay:{table}")
 
     def _start(self, module: str, *arguments: str) -> StartedProcess:
         if self._rng.random() >= self._cold_share:

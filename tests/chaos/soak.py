@@ -58,7 +58,7 @@ def soak(service: Service, minutes: float) -> dict[str, Any]:
             client.get("/v1/explorations")
             client.delete(f"/v1/explorations/{job_id}").raise_for_status()
             time.sleep(PAUSE_SECONDS)
-    grown = {name: _growth(found) for name, found in samples.items()}
+    grown = {name: growth(found) for name, found in samples.items()}
     too_much = [
         f"{name} grows by {each['bytes_an_hour']} bytes and {each['files_an_hour']} files an hour"
         for name, each in grown.items()
@@ -70,7 +70,7 @@ def soak(service: Service, minutes: float) -> dict[str, Any]:
     return told | {"processes": each, "violations": failed + too_much + ended}
 
 
-def _growth(samples: list[Sample]) -> dict[str, int]:
+def growth(samples: list[Sample]) -> dict[str, int]:
     """Fit a line through what a process held after its warm-up."""
     kept = samples[int(len(samples) * WARM_UP_SHARE) :]
     hours = np.array([sample.seconds for sample in kept]) / (60 * MINUTE)

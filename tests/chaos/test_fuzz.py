@@ -21,9 +21,9 @@ def test_a_service_stands_a_short_fuzz() -> None:
     found = fuzz(400, seed=1, seconds=60.0)
     assert found["violations"] == []
     assert found["requests"] >= 400
-    # Of the first 200 requests 29 to 40% are accepted, because there are few explorations yet; of 400 it is 47 to 48%.
-    assert found["accepted_share"] >= 0.35
-    assert {"200", "202", "401", "404", "422"} <= set(found["statuses"])
+    # Of the first 200 requests 29 to 40% are accepted, because there are few explorations yet; of 400 it is 47 to 51%.
+    assert found["accepted_share"] >= 0.4
+    assert {"200", "201", "202", "401", "404", "422"} <= set(found["statuses"])
     assert 0 < found["median_seconds"] <= found["p99_9_seconds"] <= found["slowest_seconds"] * 1.05
 
 

@@ -4,25 +4,77 @@ import os
 import signal
 import threading
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bexp.api.settings import ServiceSettings
+from bexp.storage.database import Database
+from tests.api.conftest import wait_until
+from tests.api.serving import start
+from tests.chaos import crowd
 from tests.chaos.campaign import Plan, run_campaign
 from tests.chaos.clients import START_SECONDS
+from tests.chaos.crowd import Crowd
+from tests.chaos.processes import TABLES
+from tests.chaos.promises import EXPECTED, broken_promises, read_stored
 from tests.chaos.result import Result, document_of_result
 from tests.chaos.rounds import read_rounds, run_rounds
+from tests.chaos.soak import Sample, growth
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_few_faults_break_no_promise() -> None:
-    result = run_campaign(Plan(seconds=2.0, seed=1, fault_seconds=0.3, num_workers=2, num_trials=6, num_cancels=1))
+    result = run_campaign(Plan(seconds=2.0, seed=1, fault_seconds=0.3, num_workers=2, num_cancels=1))
     assert result.violations == []
     assert result.jobs >= 1
     assert result.faults
     assert result.calls["submit"] >= result.jobs
     (seconds,) = result.cancel_seconds
     assert seconds < START_SECONDS, "a busy host takes longer than is promised, but not for ever"
+
+
+def test_clients_do_everything_and_each_answer_or_its_lack_is_judged(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowd, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(crowd, "PRUNE_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(crowd, "KEPT_JOBS", 2)
+    served = start(ServiceSettings(sqlite_database.url, require_token=True, token_rate=0, address_rate=0))
+    service: Any = SimpleNamespace(url=served.url, tables=TABLES, api=None, note_answer=lambda api: None)
+    clients = Crowd(service, sqlite_database, Random(1), num_trials=6, open_jobs=9)
+    calls = clients.history.calls
+    clients.start()
+    try:
+        wait_until(lambda: {call.operation for call in list(calls)} == {*EXPECTED, "prune"})
+        wait_until(lambda: {"cancel", "resume", "delete"} <= {call.operation for call in list(calls) if call.is_done})
+    finally:
+        clients.stop()
+        served.stop()
+    sent = [call for call in calls if call.operation == "submit" and call.seen is not None]
+    assert {call.owner for call in sent} == set(crowd.OWNERS)
+    assert len({(call.owner, call.key) for call in sent}) < len(sent), "keys are sent again"
+    assert all(call.seen.labels == {"key": call.key} for call in sent if call.seen is not None)
+    assert broken_promises(clients.history, read_stored(sqlite_database), lambda *_: False) == []
+    clients.show_all()
+    assert (calls[-1].status, calls[-1].error) == (None, "ConnectError")
+    (told, *_) = broken_promises(clients.history, read_stored(sqlite_database), lambda *_: False)
+    assert told.startswith("no answer within")
+
+
+@pytest.mark.parametrize(("bytes_a_minute", "files_a_minute"), [(0, 0), (1000, 0), (0, 2)])
+def test_a_soak_tells_what_a_process_grows_by_in_an_hour_after_its_warm_up(
+    bytes_a_minute: int, files_a_minute: int
+) -> None:
+    samples = [
+        Sample(60.0 * minute, (minute > 15) * 10**8 + minute * bytes_a_minute, 20 + minute * files_a_minute)
+        for minute in range(60)
+    ]
+    grown = growth(samples)
+    assert (grown["bytes_an_hour"], grown["files_an_hour"]) == (60 * bytes_a_minute, 60 * files_a_minute)
 
 
 def test_a_result_names_cancels_that_took_too_long() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import zip_longest
+from pathlib import Path
 
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.recommendation import Recommendation
@@ -15,7 +15,7 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.profiler import ReplayProfiler
 from tests.chaos.invariants import is_of_storage
-from tests.chaos.processes import TABLE
+from tests.chaos.searches import TABLE_OF
 
 TIME_TAKEN = re.compile(r" in [0-9.]+ s(?=\))")
 """How long a trial took. It is the only thing in a text that differs from run to run."""
@@ -53,10 +53,11 @@ class Outcome:
 
 
 class UndisturbedSearches:
-    """Runs each request once, in this process, over the same recorded table as the workers."""
+    """Runs each request once, in this process, over the recorded table of its seed, as the workers do."""
 
     def __init__(self) -> None:
         self._known: dict[str, Outcome] = {}
+        self._replays: dict[Path, ReplayProfiler] = {}
 
     def outcome_of(self, request: ExplorationRequest) -> Outcome:
         """Return the outcome of a request."""
@@ -66,12 +67,11 @@ class UndisturbedSearches:
             self._known[key] = self._search(request)
         return self._known[key]
 
-    @cached_property
-    def _replay(self) -> ReplayProfiler:
-        return ReplayProfiler(TABLE)
-
     def _search(self, request: ExplorationRequest) -> Outcome:
-        replay = self._replay
+        table = TABLE_OF[request.seed]
+        if table not in self._replays:
+            self._replays[table] = ReplayProfiler(table)
+        replay = self._replays[table]
         steps = explore(request, replay.begin(request), replay.measure, clock=replay.clock)
         trials: list[Trial] = []
         events: list[EventDraft] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.storage.database import Database
+from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
@@ -20,6 +21,8 @@ def test_a_queued_job_is_cancelled_at_once(database: Database) -> None:
     assert claim_next(queue) is None
     assert queue.request_cancel(job.id).state is JobState.CANCELLED
     assert codes(database, job.id) == [101, 404]
+    told = [event.message for event in read_events(database, job.id)]
+    assert told == [f"Exploration {job.id} of tiny is queued", "Exploration cancelled"]
 
 
 def test_a_running_job_is_cancelled_by_its_worker(database: Database) -> None:

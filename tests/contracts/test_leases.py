@@ -145,7 +145,9 @@ def test_a_resumed_job_brings_its_history(database: Database) -> None:
     assert second.history == (make_trial(0), make_trial(1))
     assert second.job.recommendation == make_recommendation(2)
     assert codes(database, job.id) == [101, 102, 201, 106, 201, 106]
-    assert "2 stored trials" in read_events(database, job.id)[-1].message
+    told = read_events(database, job.id)[-1].message
+    assert told.startswith("Exploration resumed by worker b")
+    assert "2 stored trials" in told
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,9 @@ def test_a_cancelled_job_stops_its_trial_soon(queue: Queue, monkeypatch: pytest.
         end = pool.submit(run, queue, claim_next(queue), profiler)
         assert profiler.is_hanging.wait(60)
         queue.request_cancel(job.id)
+        asked = time.monotonic()
         assert end.result(timeout=60) is JobEnd.CANCELLED
+        assert time.monotonic() - asked < 5.0, "as is promised"
     assert get_job(queue.database, job.id).state is JobState.CANCELLED
     assert codes(queue, job) == [101, 102, 201, 404]
     assert [stored.trial for stored in read_trials(queue.database, job.id)] == kept

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import os
 from pathlib import Path
 
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import LOCAL
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
+from bexp.workers.process.profiler import Profiler
 from bexp.workers.targets.choice import find_source
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, candidate, measure, open_custom, write
 
@@ -117,6 +122,25 @@ def test_the_process_imports_bexp_and_the_folder_of_the_target_alone(tmp_path: P
         assert target.report(HARDWARE).parts is not None
     finally:
         target.close()
+
+
+@pytest.mark.slow
+def test_the_process_sees_no_secret_of_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {"BEXP_DATABASE_URL": "postgresql://me:secret@db/bexp", "BEXP_API_TOKEN": "secret"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    told = tmp_path / "told"
+    source = PLAIN.replace("self.config = config", f"import os; open({str(told)!r}, 'w').write(repr(dict(os.environ)))")
+    monkeypatch.setenv("BEXP_LOCAL_TARGET", write(tmp_path, source))
+    profiler = Profiler(["cpu"], lock_directory=tmp_path)
+    try:
+        profiler.start()
+        assert profiler.begin(ExplorationRequest(target=LOCAL, target_config={})).parts is not None
+    finally:
+        profiler.close()
+    environment = ast.literal_eval(told.read_text())
+    assert environment["PATH"] == os.environ["PATH"]
+    assert not {name for name, value in environment.items() if name in secrets or value in secrets.values()}
 
 
 def test_a_target_is_found_by_its_file_or_among_the_installed_ones(
