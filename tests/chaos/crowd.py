@@ -21,7 +21,7 @@ from bexp.storage.tables import jobs
 from bexp.storage.tokens import create_token
 from tests.chaos.history import Call, History, Seen
 from tests.chaos.processes import Service
-from tests.chaos.searches import search_of, seeds_of
+from tests.chaos.searches import draw_seed, search_of
 
 OWNERS = ("red", "blue")
 NUM_THREADS = 4
@@ -51,7 +51,6 @@ class Crowd:
         self._database = database
         self._num_trials = num_trials
         self._open_jobs = open_jobs
-        self._seeds = seeds_of(service.tables)
         self._numbers = itertools.count(1)
         self._known: dict[str, list[str]] = {owner: [] for owner in OWNERS}
         self._keys: dict[str, list[tuple[str, int]]] = {owner: [] for owner in OWNERS}
@@ -141,7 +140,7 @@ class Crowd:
         return PAUSE_SECONDS
 
     def _submit(self, http: httpx.Client, rng: Random, owner: str) -> None:
-        key, seed = f"key-{next(self._numbers) // 2}", rng.choice(self._seeds)  # owners often have the same key
+        key, seed = f"key-{next(self._numbers) // 2}", self._draw_seed(rng)  # owners often have the same key
         self._keys[owner].append((key, seed))
         self.num_open += 1
         self._send(http, owner, key, seed)
@@ -151,7 +150,13 @@ class Crowd:
 
     def _send_another(self, http: httpx.Client, rng: Random, owner: str) -> None:
         key, seed = rng.choice(self._keys[owner][-NUM_RECENT:])
-        self._send(http, owner, key, rng.choice([other for other in self._seeds if other != seed]))
+        other = seed
+        while other == seed:
+            other = self._draw_seed(rng)
+        self._send(http, owner, key, other)
+
+    def _draw_seed(self, rng: Random) -> int:
+        return draw_seed(rng, self._service.tables, measures=self._service.measures)
 
     def _send(self, http: httpx.Client, owner: str, key: str, seed: int) -> None:
         document = {**search_of(seed, self._num_trials), "labels": {"key": key}}

@@ -130,7 +130,7 @@ class Faults:
         """Return the worker to strike: mostly one that runs a job. Null if there is none."""
         owners = self._owners()
         alive = [worker for worker in among if worker.poll() is None]
-        busy = [worker for worker in alive if any(f"-{worker.pid}-replay-" in owner for owner in owners)]
+        busy = [worker for worker in alive if any(f"-{worker.pid}-" in owner for owner in owners)]
         choices = busy if self._rng.random() < AIMED_SHARE else alive
         if not choices:
             return None

@@ -35,7 +35,6 @@ from typing import Any
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.options import BTASpec, Budget
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database, open_database
@@ -52,6 +51,7 @@ from tests.chaos.forked_profilers import Starts, faulty_profilers
 from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds
 from tests.chaos.gpu_tenant import HOLDS
 from tests.chaos.result import read_commit
+from tests.chaos.searches import SMALL_MODEL
 
 JOB_SECONDS = {"cpu": 240.0, "cuda": 60.0}
 """After this time without an end, a job is stuck."""
@@ -87,17 +87,6 @@ ALONE = ("foreign_process", "leak", "out_of_memory", "hang")
 """What touches other processes on the device, or depends on them. A hang takes the device's time from them."""
 
 KINDS = (*EXPECTED, *KILLS, "leak", *CALM_KINDS)
-
-MODEL = ModelSpec(
-    name="small",
-    num_layers=2,
-    hidden_size=64,
-    ffn_hidden_size=128,
-    num_attention_heads=4,
-    vocab_size=512,
-    seq_length=64,
-    dtype=DType.FLOAT32,
-)
 
 
 class Bench:
@@ -162,7 +151,7 @@ class Bench:
     def submit(self, **changes: Any) -> str:
         """Queue a small job; return its id."""
         fields: dict[str, Any] = {
-            "model": MODEL,
+            "model": SMALL_MODEL,
             "micro_batch_size": (1, 2, 4, 8),
             "bta": BTASpec(enable=False),
             "attention_backends": ("math",),

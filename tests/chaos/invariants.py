@@ -15,7 +15,7 @@ from bexp.storage.trials import read_trials
 OF_A_TRIAL = {EventCode.TRIAL, EventCode.WHOLE_MODEL, EventCode.INFEASIBLE, EventCode.WARNING}
 """One of these is stored with each trial."""
 
-WORKER = r"worker [\w.-]+-\d+-replay-[0-9a-f]+ \(.+\)"
+WORKER = r"worker [\w.-]+-\d+-(replay|cpu)-[0-9a-f]+ \(.+\)"
 ENDS = {
     JobState.SUCCEEDED: {EventCode.SUCCEEDED},
     JobState.FAILED: {EventCode.FAILED, EventCode.NOTHING_FITS},

@@ -42,7 +42,8 @@ TABLE = TABLES[0]
 class Service:
     """Starts processes on one database, and starts another for each that has ended.
 
-    Its workers answer from `tables` in turn. `cold_share` of the processes are started by the interpreter, the others
+    Its workers answer from `tables` in turn; where it `measures`, one more has a profiler process that measures on this
+    machine's processor. `cold_share` of the processes are started by the interpreter, the others
     by a fork server. A trial of its workers takes `trial_seconds`. Edges can be armed in `failpoints_folder`.
     """
 
@@ -58,8 +59,11 @@ class Service:
         failpoints_folder: Path | None = None,
         lease_seconds: float = LEASE_SECONDS,
         tables: Sequence[Path] = (TABLE,),
+        measures: bool = False,
     ) -> None:
         self.database_url = database_url
+        self.measures = measures
+        self._folder = str(folder)
         self.tables = tables[:num_workers]
         self.disturbances: list[list[float]] = []
         """When the API was killed, frozen or starting: from and until, in seconds since 1970."""
@@ -96,7 +100,7 @@ class Service:
         self._rng = Random(num_workers)
         self._fork_server = ForkServer(self._environment, self._log)
         self._start_api()
-        self.workers = [self._start_worker(index) for index in range(num_workers)]
+        self.workers = [self._start_worker(index) for index in range(num_workers + measures)]
 
     @property
     def url(self) -> str:
@@ -153,11 +157,11 @@ class Service:
         return [line for line in errors if "the database cannot be used" not in line]
 
     def orphans(self) -> int:
-        """The number of processes on this database that are still there."""
+        """The number of processes of this service that are still there, profilers included."""
         found = 0
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                found += process.environ().get("BEXP_DATABASE_URL") == self.database_url
+                found += process.environ().get("BEXP_LOCK_DIRECTORY") == self._folder
         return found
 
     def _note(self, name: str, process: StartedProcess) -> None:
@@ -172,6 +176,8 @@ class Service:
         self.api_answers_since = None
 
     def _start_worker(self, index: int) -> StartedProcess:
+        if index == self._num_workers:
+            return self._start("bexp.workers", "--device", "cpu")
         table = self.tables[index % len(self.tables)]
         return self._start("tests.chaos.slow_worker", "--device", f"replay:{table}")
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_few_faults_break_no_promise() -> None:
-    result = run_campaign(Plan(seconds=2.0, seed=1, fault_seconds=0.3, num_workers=2, num_cancels=1))
+    result = run_campaign(Plan(seconds=2.0, seed=1, fault_seconds=0.3, num_workers=2, num_cancels=1, measures=False))
     assert result.violations == []
     assert result.jobs >= 1
     assert result.faults
@@ -44,7 +44,9 @@ def test_clients_do_everything_and_each_answer_or_its_lack_is_judged(
     monkeypatch.setattr(crowd, "PRUNE_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(crowd, "KEPT_JOBS", 2)
     served = start(ServiceSettings(sqlite_database.url, require_token=True, token_rate=0, address_rate=0))
-    service: Any = SimpleNamespace(url=served.url, tables=TABLES, api=None, note_answer=lambda api: None)
+    service: Any = SimpleNamespace(
+        url=served.url, tables=TABLES, measures=False, api=None, note_answer=lambda api: None
+    )
     clients = Crowd(service, sqlite_database, Random(1), num_trials=6, open_jobs=9)
     calls = clients.history.calls
     clients.start()
