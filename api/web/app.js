@@ -13,13 +13,20 @@ const loginField = document.getElementById("token");
 const loginReason = document.getElementById("login-reason");
 const logout = document.getElementById("logout");
 
+const LOST = "The connection is lost. The page tries again.";
+
 let shown = new AbortController();
+let mayPass = false; // whether what is said ends once the service answers
 
 const shell = {
-  /** Say whether the service answers. */
+  /** Say whether the service answers. What it has refused stays said. */
   connection(isOpen) {
-    say(isOpen ? "" : "The connection is lost. The page tries again.");
+    if (!isOpen) say(LOST, true);
+    else if (mayPass) say("");
   },
+
+  /** Forget what was said, because a person tries something else. */
+  clear: () => say(""),
 
   /** Show the view again, from its beginning. */
   show: () => show(),
@@ -31,12 +38,13 @@ const shell = {
   report(error, signal) {
     if (signal.aborted) return;
     if (error instanceof Problem && error.isUnauthorized) askForToken();
-    else if (error instanceof Problem) say(error.message);
-    else say(`The service does not answer: ${error.message}`);
+    else if (error instanceof Problem) say(error.message, error.isTemporary);
+    else say(`The service does not answer: ${error.message}`, true);
   },
 };
 
-function say(text) {
+function say(text, isPassing = false) {
+  mayPass = isPassing;
   if (notice.textContent !== text) notice.textContent = text;
 }
 

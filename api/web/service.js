@@ -58,12 +58,13 @@ export const deleteExploration = (id) => send(one(id), { method: "DELETE" });
 /** Return how likely the answer of exploration `b` is faster than that of `a`. */
 export const compareExplorations = (a, b, signal) => json(`${one(a)}/comparison?${new URLSearchParams({ other: b })}`, { signal });
 
-/** Return the answer in a format of a training framework, as a blob, and the name of its file. */
+/** Return the answer in a format of a training framework, as a blob, the name of its file, and what it has no place for. */
 export async function exportAnswer(id, format, signal) {
   const query = new URLSearchParams({ format });
   const response = await send(`${one(id)}/recommendation?${query}`, { signal });
   const named = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition") ?? "");
-  return { blob: await response.blob(), name: named?.[1] ?? `bexp-${format}.txt` };
+  const notes = response.headers.get("Bexp-Export-Note") ?? "";
+  return { blob: await response.blob(), name: named?.[1] ?? `bexp-${format}.txt`, notes };
 }
 
 /** Submit a document, which is JSON if it starts with a brace, and YAML otherwise; `fields` replace those it has. */

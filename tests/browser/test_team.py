@@ -107,7 +107,11 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     before = len(rows)
     compared = service.client.connection.request("GET", f"/v1/explorations/{service.finished}/comparison?other={other}")
     text = browser.evaluate("document.querySelector('.compared').innerText")
-    assert f"{compared['probability_b_faster']:.0%} likely; {compared['speedup']:.3f}x" in text
+    assert f" likely; {compared['speedup']:.3f}x" in text
+    peaks = browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('peak')).innerText").split("\t")[1:]
+    found = [service.client.result(job_id) for job_id in (service.finished, other)]
+    bests = [one.recommendation for one in found if one and one.recommendation]
+    assert peaks == [f"{best.expected_peak_bytes / 2**30:.1f}\xa0GiB" for best in bests]
     browser.evaluate("document.querySelector('main label input').click()")
     assert browser.evaluate(f"{shown}.length") > before
     check_view(browser)
