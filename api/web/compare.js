@@ -41,6 +41,7 @@ export async function showComparison(given, root, signal, shell) {
     return;
   }
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
+  shell.connection(true);
   const all = el("input", { type: "checkbox" });
   const unknown = ids.map((id, index) => el("td", {}, index === 0 ? "–" : "…"));
   const faster = el("tr", {}, el("th", { scope: "row" }, "faster than the first"), unknown);

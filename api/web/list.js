@@ -107,7 +107,7 @@ export async function showList(root, signal, shell) {
       offer();
     } catch (error) {
       if (signal.aborted) return;
-      if (shell.isPassing(error)) shell.connection(false);
+      if (shell.isPassing(error)) shell.connection(false, error);
       else shell.report(error, signal); // such as a search that the service refuses, until it is another one
     }
   }

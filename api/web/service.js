@@ -92,13 +92,17 @@ export async function readTrials(id, cursor, signal) {
 
 /**
  * Yield lists of events, each event once, to the one that ends the exploration. A broken stream is opened again, later
- * each time; `onState` is told whether the stream is open. Throws a `Problem` if the service refuses.
+ * each time; `onState` is told whether the stream is open, and else why not. A hidden tab holds no stream, because a
+ * browser has six connections to a service for all of its tabs. Throws a `Problem` if the service refuses.
  */
 export async function* followEvents(id, signal, onState) {
   let seq = 0;
   let delay = 500;
   let hasEnded = false;
   while (!signal.aborted) {
+    if (document.hidden) await change(document, "visibilitychange", signal);
+    if (signal.aborted) return;
+    let fault = null;
     try {
       for await (const events of streamOnce(id, seq, signal)) {
         onState(true);
@@ -112,16 +116,24 @@ export async function* followEvents(id, signal, onState) {
       if (hasEnded) return; // the service closes the stream of one that has ended; one that was resumed goes on
     } catch (error) {
       if (signal.aborted) return;
+      if (document.hidden) continue;
       if (error instanceof Complete) return;
       if (error instanceof Problem && !error.isTemporary) throw error;
+      fault = error;
     }
-    onState(false);
+    onState(false, fault);
     await pause(delay, signal);
     delay = Math.min(10_000, 2 * delay);
   }
 }
 
 class Complete extends Error {}
+
+/** Wait for an event of `target`; the wait ends early if `signal` is aborted. */
+const change = (target, name, signal) => new Promise((resolve) => {
+  target.addEventListener(name, resolve, { once: true, signal });
+  signal.addEventListener("abort", resolve, { once: true });
+});
 
 /** Yield the events of one connection, in lists as they arrive. `EventSource` cannot send a token. */
 async function* streamOnce(id, after, signal) {
@@ -132,6 +144,8 @@ async function* streamOnce(id, after, signal) {
     timer = setTimeout(() => silence.abort(), SILENCE_MILLISECONDS);
   };
   wait();
+  const leave = () => document.hidden && silence.abort();
+  document.addEventListener("visibilitychange", leave);
   try {
     const response = await send(`${one(id)}/events`, {
       signal: AbortSignal.any([signal, silence.signal]),
@@ -149,6 +163,7 @@ async function* streamOnce(id, after, signal) {
       yield blocks.map(dataOf).filter((data) => data !== "").map((data) => JSON.parse(data));
     }
   } finally {
+    document.removeEventListener("visibilitychange", leave);
     clearTimeout(timer);
     silence.abort();
   }

@@ -90,6 +90,31 @@ def test_a_list_shows_what_was_asked_for_last_and_moves_nobody(browser: Chromium
     assert browser.evaluate("window.last.id") == "wanted"
 
 
+def test_each_view_appears_once_the_service_is_back(browser: Chromium, service: Service) -> None:
+    log_in(browser, service)
+    browser.wait_for("document.querySelector('.list tbody a')")
+    browser.evaluate(FAST)
+    intercept(
+        browser,
+        "if (window.away) return refuse(503, 'It is away.');"
+        "if (window.full && url.includes('/events')) return refuse(429, 'There are too many streams.');",
+    )
+    another = service.queue.enqueue(request(seed=64))[0].id
+    for view, shown in (
+        (f"explorations/{service.finished}", ".headline"),
+        ("", ".list tbody a"),
+        (f"compare/{service.finished},{another}", ".compared"),
+    ):
+        browser.evaluate(f"(window.away = true, location.hash = '#/{view}')")
+        browser.wait_for(f"{NOTICE} === 'It is away.'")
+        browser.evaluate("window.away = false")
+        browser.wait_for(f"document.querySelector('{shown}') && {NOTICE} === ''", 10)
+    browser.evaluate(f"(window.full = true, location.hash = '#/explorations/{service.finished}')")
+    browser.wait_for(f"{NOTICE} === 'There are too many streams. The page tries again.'", 10)
+    browser.evaluate("window.full = false")
+    browser.wait_for(f"document.querySelector('.log li') && {NOTICE} === ''", 10)
+
+
 def test_what_was_typed_is_there_after_the_login(browser: Chromium, service: Service) -> None:
     browser.open(f"{service.url}/#/submit")
     browser.wait_for("document.querySelectorAll('#trainer option').length > 5")
@@ -148,6 +173,27 @@ def test_an_end_is_shown_although_the_service_was_away(browser: Chromium, servic
     browser.wait_for("window.broken && document.querySelector('.log .end')")
     browser.wait_for(f"{NOTICE}.includes('lost')")
     browser.wait_for(f"{NOTICE} === ''", 10)
+
+
+def test_a_hidden_tab_holds_no_stream_and_misses_nothing(browser: Chromium, service: Service) -> None:
+    job_id = hold(service, seed=65)
+    turn = "(window.isHidden = HIDDEN, document.dispatchEvent(new Event('visibilitychange')), 1)"
+    try:
+        log_in(browser, service)
+        browser.evaluate("Object.defineProperty(document, 'hidden', { get: () => window.isHidden ?? false }), 1")
+        intercept(browser, "if (url.includes('/events')) (window.streams ??= []).push(options.signal);")
+        browser.evaluate(f"location.hash = '#/explorations/{job_id}'")
+        browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
+        browser.evaluate(turn.replace("HIDDEN", "true"))
+        browser.wait_for("streams.length === 1 && streams[0].aborted")
+    finally:
+        service.profiler.gate.set()
+    assert list(service.client.events(job_id))
+    browser.evaluate("wait(1000)")
+    assert browser.evaluate(f"[streams.length, {NOTICE}]") == [1, ""]
+    browser.evaluate(turn.replace("HIDDEN", "false"))
+    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelector('.log .end')", 10)
+    assert count(browser, ".log li") == len(service.client.stored_events(job_id))
 
 
 def test_a_log_has_the_words_of_the_lines_and_is_made_fast(browser: Chromium, service: Service) -> None:
