@@ -9,17 +9,17 @@ import { Problem, readOpenApi, submitExploration } from "./service.js";
  * at fault belong to it, its label, and how its text becomes a value.
  */
 const FIELDS = [
-  { option: "batch-size", field: "batch_size", label: "Batch size", help: "sequences of an optimizer step, over all devices" },
-  { option: "seq-length", field: "model.seq_length", faults: /seq_length$/, label: "Sequence length", help: "tokens" },
+  { option: "batch-size", field: "batch_size", label: "Batch size", help: "sequences of an optimizer step, over all devices", value: number },
+  { option: "seq-length", field: "model.seq_length", faults: /seq_length$/, label: "Sequence length", help: "tokens", value: number },
   { option: "trainer", field: "trainer", label: "Trainer", help: "who will run the answer", isChoice: true },
-  { option: "max-seconds", field: "budget.max_seconds", label: "Time budget, minutes", help: "of all trials together", value: minutes },
+  { option: "max-seconds", field: "budget.max_seconds", label: "Time budget, minutes", help: "of all trials together", value: (text) => number(text, 60) },
 ];
 
 let kept = null; // what was given when the service asked for a token; the form is made anew after the login
 
-/** Minutes as seconds; what is no number stays as it is, for the service to refuse. */
-function minutes(text) {
-  return Number.isFinite(Number(text)) ? String(60 * Number(text)) : text;
+/** A number in decimals, times `factor`. What is none is sent as a text, to be refused: YAML reads `0100` as 64, `1:30` as 90. */
+function number(text, factor = 1) {
+  return Number.isFinite(Number(text)) ? String(factor * Number(text)) : JSON.stringify(text);
 }
 
 /** Show the form. */
@@ -93,7 +93,7 @@ export function showSubmit(root, signal, shell) {
   }
 
   function given() {
-    return inputs.filter((input) => input.text !== "").map((input) => ({ ...input, sent: (input.value ?? String)(input.text) }));
+    return inputs.filter((input) => input.text !== "").map((input) => ({ ...input, sent: input.value?.(input.text) ?? input.text }));
   }
 
   function showCommand() {

@@ -136,7 +136,7 @@ def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, 
     )
     browser.wait_for("document.getElementById('document').value.includes('hidden_size')")
     check_view(browser)
-    for name, value in (("batch-size", "-4"), ("seq-length", "long"), ("max-seconds", "0")):
+    for name, value in (("batch-size", "-4"), ("seq-length", "34:08"), ("max-seconds", "0")):
         browser.evaluate(f"document.getElementById('{name}').focus()")
         browser.type(value)
     browser.evaluate("(trainer.value = 'trl', document.querySelector('form.card').requestSubmit())")
@@ -149,7 +149,7 @@ def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, 
         said = browser.evaluate(f"document.getElementById('{name}-error').innerText")
         assert rule in said, (name, said)
         browser.evaluate(f"document.getElementById('{name}').select()")
-        browser.type({"batch-size": "64", "seq-length": "2048", "max-seconds": "5"}[name])
+        browser.type({"batch-size": "064", "seq-length": "2048", "max-seconds": "5"}[name])
     check_view(browser)
     assert browser.evaluate("document.querySelector('.command code').innerText") == (
         "bexp submit config.json --batch-size 64 --seq-length 2048 --trainer trl --max-seconds 300"
