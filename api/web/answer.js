@@ -28,7 +28,7 @@ function headline(best, exploration) {
   const figure = (label, value, detail) =>
     el("div", { class: "figure" }, el("dt", {}, label), el("dd", {}, el("strong", {}, value), detail && el("span", {}, detail)));
   const tolerance = exploration.request?.tolerance;
-  const within = tolerance === undefined ? "out of 100" : `out of 100 that it is within ${format.percent(tolerance, 0)} of the best`;
+  const within = tolerance === undefined ? "out of 100" : `out of 100 that it is within ${Number((100 * tolerance).toFixed(2))}% of the best`;
   return el(
     "dl",
     { class: "headline" },

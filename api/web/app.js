@@ -3,7 +3,7 @@
 import { showComparison } from "./compare.js";
 import { showList } from "./list.js";
 import { showExploration } from "./live.js";
-import { listExplorations, Problem, token } from "./service.js";
+import { listExplorations, pause, Problem, token } from "./service.js";
 import { showSubmit } from "./submit.js";
 
 const main = document.getElementById("main");
@@ -13,13 +13,20 @@ const loginField = document.getElementById("token");
 const loginReason = document.getElementById("login-reason");
 const logout = document.getElementById("logout");
 
+const AGAIN_MILLISECONDS = 5_000;
+
 let shown = new AbortController();
+let mayPass = false; // whether what is said ends once the service answers
 
 const shell = {
-  /** Say whether the service answers. */
-  connection(isOpen) {
-    say(isOpen ? "" : "The connection is lost. The page tries again.");
+  /** Say whether the service answers, or why not. What it has refused stays said. */
+  connection(isOpen, error = null) {
+    if (!isOpen) say(`${error instanceof Problem ? error.message : "The connection is lost."} The page tries again.`, true);
+    else if (mayPass) say("");
   },
+
+  /** Forget what was said, because a person tries something else. */
+  clear: () => say(""),
 
   /** Show the view again, from its beginning. */
   show: () => show(),
@@ -31,12 +38,13 @@ const shell = {
   report(error, signal) {
     if (signal.aborted) return;
     if (error instanceof Problem && error.isUnauthorized) askForToken();
-    else if (error instanceof Problem) say(error.message);
-    else say(`The service does not answer: ${error.message}`);
+    else if (error instanceof Problem) say(error.message, error.isTemporary);
+    else say(`The service does not answer: ${error.message}`, true);
   },
 };
 
-function say(text) {
+function say(text, isPassing = false) {
+  mayPass = isPassing;
   if (notice.textContent !== text) notice.textContent = text;
 }
 
@@ -68,14 +76,19 @@ async function show() {
     if (isHere) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  main.replaceChildren();
-  try {
-    if (page === "explorations" && id) await showExploration(decodeURIComponent(id), main, signal, shell);
-    else if (page === "compare") await showComparison(decodeURIComponent(id), main, signal, shell);
-    else if (page === "submit") showSubmit(main, signal, shell);
-    else await showList(main, signal, shell);
-  } catch (error) {
-    shell.report(error, signal);
+  for (let isOver = false; !isOver && !signal.aborted; ) {
+    main.replaceChildren();
+    try {
+      if (page === "explorations" && id) await showExploration(decodeURIComponent(id), main, signal, shell);
+      else if (page === "compare") await showComparison(decodeURIComponent(id), main, signal, shell);
+      else if (page === "submit") showSubmit(main, signal, shell);
+      else await showList(main, signal, shell);
+      isOver = true;
+    } catch (error) {
+      shell.report(error, signal);
+      isOver = signal.aborted || !shell.isPassing(error);
+      if (!isOver) await pause(AGAIN_MILLISECONDS, signal);
+    }
   }
 }
 

@@ -23,7 +23,7 @@ const FOUND = [
   ["confidence", (one) => one.confidence],
   ["step", bestOf((best) => format.seconds((best.whole_model ?? best).step_seconds))],
   ["measured as", bestOf((best) => (best.whole_model ? "a whole model" : "blocks that compose it"))],
-  ["peak memory", bestOf((best) => format.bytes(best.measured_peak_bytes))],
+  ["peak memory", bestOf((best) => format.bytes(best.whole_model?.measurement.peak_bytes ?? best.measured_peak_bytes))],
   ["memory limit", bestOf((best) => format.bytes(best.memory_limit_bytes))],
   ["duration", (one) => one.started_at && format.duration(one.started_at, one.finished_at)],
   ["owner", (one) => one.owner],
@@ -41,6 +41,7 @@ export async function showComparison(given, root, signal, shell) {
     return;
   }
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
+  shell.connection(true);
   const all = el("input", { type: "checkbox" });
   const unknown = ids.map((id, index) => el("td", {}, index === 0 ? "–" : "…"));
   const faster = el("tr", {}, el("th", { scope: "row" }, "faster than the first"), unknown);
@@ -90,7 +91,7 @@ async function chance(first, id, signal) {
   try {
     const found = await compareExplorations(first, id, signal);
     const [least, most] = found.speedup_90_percent;
-    return `${format.percent(found.probability_b_faster, 0)} likely; ${found.speedup.toFixed(3)}x its speed, ` +
+    return `${format.likely(found.probability_b_faster)} likely; ${found.speedup.toFixed(3)}x its speed, ` +
       `${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%`;
   } catch (error) {
     if (error instanceof Problem && error.status === 409) return "unknown: no recommendation";

@@ -93,7 +93,7 @@ export class ExplorationView {
     const common = {
       trials: shown,
       best,
-      steps: exploration.answered_from ? [] : confidenceOver(events, exploration.started_at),
+      steps: exploration.answered_from ? [] : confidenceOver(events, exploration.started_at, this.variant),
       target: exploration.request?.budget.confidence_target ?? null,
     };
     for (const { root, body, draw } of this.figures) {

@@ -9,10 +9,13 @@ export function exportControl(id, signal, shell) {
   const save = el("button", { type: "button" }, "Export");
   save.addEventListener("click", async () => {
     save.disabled = true;
+    said.textContent = "";
+    shell.clear();
     try {
-      const { blob, name } = await exportAnswer(id, formats.value, signal);
+      const { blob, name, notes } = await exportAnswer(id, formats.value, signal);
       const address = URL.createObjectURL(blob);
       el("a", { href: address, download: name }).click();
+      if (notes) said.textContent = `Not in ${name}, which takes no comments: ${notes}`;
       setTimeout(() => URL.revokeObjectURL(address), 10_000);
     } catch (error) {
       shell.report(error, signal);
@@ -20,7 +23,8 @@ export function exportControl(id, signal, shell) {
       save.disabled = false;
     }
   });
-  const root = el("span", { class: "export" }, el("label", {}, "For ", formats), save);
+  const said = el("span", { class: "quiet", role: "status" });
+  const root = el("span", { class: "export" }, el("label", {}, "For ", formats), save, said);
   let offered = "";
   return {
     root,

@@ -43,12 +43,19 @@ export const isProvisional = ({ state, confidence, confidence_target }) =>
 
 export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}%`;
 
+/** The probability of one of two: that of the likelier one is floored, as a confidence is, and no certainty. */
+export function likely(probability) {
+  const score = Math.min(99, Math.floor(100 * Math.max(probability, 1 - probability)));
+  return `${probability >= 0.5 ? score : 100 - score}%`;
+}
+
+const local = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" }); // slow to make
+
 /** The local date and time of an ISO timestamp. */
-export const moment = (iso) =>
-  new Date(iso).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
+export const moment = (iso) => local.format(new Date(iso));
 
 /** The UTC time of an ISO timestamp, as BEXP lines show it. */
-export const clock = (iso) => new Date(iso).toISOString().slice(11, 19);
+export const clock = (iso) => `${new Date(iso).toISOString().slice(11, 19)} GMT`;
 
 export const words = (name) => name.replaceAll("_", " ");
 

@@ -7,6 +7,7 @@ import * as format from "./format.js";
 import { listExplorations, pause } from "./service.js";
 
 const AGAIN_MILLISECONDS = 5_000;
+const MOST_WORDS = 8; // of a search
 const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
 const or = (value, text = String) => (value === null || value === undefined ? "–" : text(value));
 
@@ -57,14 +58,20 @@ export async function showList(root, signal, shell) {
   );
 
   let pages = 1;
+  let asked = 0;
+  /** Read and show what is wanted, unless something else is wanted by the time that the service answers. */
   const read = async () => {
+    const mine = (asked += 1);
     const items = [];
     let cursor = null;
     for (let page = 0; page < pages; page += 1) {
       const search = wanted.value.trim();
       const filter = { ...(state.value && { state: state.value }), ...(search && { search }) };
       const query = { limit: 50, ...filter, ...(cursor && { cursor }) };
-      const listed = await listExplorations(query, signal);
+      const listed = await listExplorations(query, signal).catch((error) => {
+        if (mine === asked) throw error;
+      });
+      if (mine !== asked) return;
       items.push(...listed.items);
       cursor = listed.next_cursor;
       if (cursor === null) break;
@@ -73,7 +80,7 @@ export async function showList(root, signal, shell) {
     const line = focused?.closest("tr[data-id]");
     const place = line && usable(line).indexOf(focused);
     body.replaceChildren(...items.map((item) => row(item, find, chosen, offer)));
-    if (line) usable(body.querySelector(`[data-id="${line.dataset.id}"]`))[place]?.focus();
+    if (line) usable(body.querySelector(`[data-id="${line.dataset.id}"]`))[place]?.focus({ preventScroll: true });
     empty.hidden = items.length > 0;
     older.hidden = cursor === null;
     shell.connection(true);
@@ -84,14 +91,14 @@ export async function showList(root, signal, shell) {
     compare.href = `#/compare/${[...chosen].join(",")}`;
     for (const box of body.querySelectorAll("input")) box.disabled = !box.checked && chosen.size >= MOST_COMPARED;
   };
-  const readNow = () => read().then(offer).catch((error) => shell.report(error, signal));
+  const readNow = () => (shell.clear(), read().then(offer).catch((error) => shell.report(error, signal)));
   const readFirst = () => ((pages = 1), readNow());
-  const find = (words) => ((wanted.value = words), readFirst());
+  const find = (text) => ((wanted.value = text.split(" ", MOST_WORDS).join(" ")), readFirst());
   state.addEventListener("change", readFirst);
   wanted.addEventListener("change", readFirst);
   older.addEventListener("click", () => ((pages += 1), readNow()));
   await read();
-  title.focus({ preventScroll: true });
+  if (!root.contains(document.activeElement)) title.focus({ preventScroll: true }); // a reader may be faster
   while (!signal.aborted) {
     await pause(AGAIN_MILLISECONDS, signal);
     if (signal.aborted || document.hidden) continue;
@@ -99,8 +106,9 @@ export async function showList(root, signal, shell) {
       await read();
       offer();
     } catch (error) {
-      if (!shell.isPassing(error)) throw error;
-      shell.connection(false);
+      if (signal.aborted) return;
+      if (shell.isPassing(error)) shell.connection(false, error);
+      else shell.report(error, signal); // such as a search that the service refuses, until it is another one
     }
   }
 }

@@ -6,6 +6,7 @@ import { ExplorationView, isFinal } from "./exploration.js";
 import { cancelExploration, deleteExploration, followEvents, getExploration, readTrials, resumeExploration } from "./service.js";
 
 const READ_MILLISECONDS = 700;
+const AGAIN_MILLISECONDS = 5_000;
 
 /** Show the exploration with this id until `signal` is aborted. `shell` shows problems. */
 export async function showExploration(id, root, signal, shell) {
@@ -34,11 +35,16 @@ export async function showExploration(id, root, signal, shell) {
       trials.push(...stored.trials);
       cursor = stored.cursor;
       show();
+      shell.connection(true);
     });
-    reading = reading.catch((error) => shell.report(error, signal));
+    reading = reading.catch((error) => {
+      shell.report(error, signal);
+      if (shell.isPassing(error)) readAgain(); // no event may follow that would ask for it
+    });
     return reading;
   };
   const readSoon = throttle(() => void read(), READ_MILLISECONDS);
+  const readAgain = throttle(() => signal.aborted || void read(), AGAIN_MILLISECONDS);
   cancel.addEventListener("click", async () => {
     if (!confirm("Cancel this exploration? What it has found so far is kept.")) return;
     try {

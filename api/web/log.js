@@ -13,13 +13,15 @@ export class Log {
     this.list = el("div", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-labelledby": "log-title" }, this.lines);
     this.summary = el("p", { class: "quiet", role: "status", "aria-live": "polite" });
     this.shown = 0;
+    this.isFinal = false;
     this.spoken = -Infinity;
   }
 
   /** Append the events that are new, and say at most every few seconds where the exploration is. */
   update(events, best, isFinal) {
     const fresh = events.slice(this.shown);
-    if (fresh.length === 0 && this.shown > 0) return;
+    if (fresh.length === 0 && this.shown > 0 && isFinal === this.isFinal) return;
+    this.isFinal = isFinal;
     const follows = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 8;
     this.lines.append(...fresh.map(row));
     this.shown = events.length;

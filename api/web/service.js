@@ -58,12 +58,13 @@ export const deleteExploration = (id) => send(one(id), { method: "DELETE" });
 /** Return how likely the answer of exploration `b` is faster than that of `a`. */
 export const compareExplorations = (a, b, signal) => json(`${one(a)}/comparison?${new URLSearchParams({ other: b })}`, { signal });
 
-/** Return the answer in a format of a training framework, as a blob, and the name of its file. */
+/** Return the answer in a format of a training framework, as a blob, the name of its file, and what it has no place for. */
 export async function exportAnswer(id, format, signal) {
   const query = new URLSearchParams({ format });
   const response = await send(`${one(id)}/recommendation?${query}`, { signal });
   const named = /filename="([^"]+)"/.exec(response.headers.get("Content-Disposition") ?? "");
-  return { blob: await response.blob(), name: named?.[1] ?? `bexp-${format}.txt` };
+  const notes = response.headers.get("Bexp-Export-Note") ?? "";
+  return { blob: await response.blob(), name: named?.[1] ?? `bexp-${format}.txt`, notes };
 }
 
 /** Submit a document, which is JSON if it starts with a brace, and YAML otherwise; `fields` replace those it has. */
@@ -91,13 +92,17 @@ export async function readTrials(id, cursor, signal) {
 
 /**
  * Yield lists of events, each event once, to the one that ends the exploration. A broken stream is opened again, later
- * each time; `onState` is told whether the stream is open. Throws a `Problem` if the service refuses.
+ * each time; `onState` is told whether the stream is open, and else why not. A hidden tab holds no stream, because a
+ * browser has six connections to a service for all of its tabs. Throws a `Problem` if the service refuses.
  */
 export async function* followEvents(id, signal, onState) {
   let seq = 0;
   let delay = 500;
   let hasEnded = false;
   while (!signal.aborted) {
+    if (document.hidden) await change(document, "visibilitychange", signal);
+    if (signal.aborted) return;
+    let fault = null;
     try {
       for await (const events of streamOnce(id, seq, signal)) {
         onState(true);
@@ -111,16 +116,24 @@ export async function* followEvents(id, signal, onState) {
       if (hasEnded) return; // the service closes the stream of one that has ended; one that was resumed goes on
     } catch (error) {
       if (signal.aborted) return;
+      if (document.hidden) continue;
       if (error instanceof Complete) return;
       if (error instanceof Problem && !error.isTemporary) throw error;
+      fault = error;
     }
-    onState(false);
+    onState(false, fault);
     await pause(delay, signal);
     delay = Math.min(10_000, 2 * delay);
   }
 }
 
 class Complete extends Error {}
+
+/** Wait for an event of `target`; the wait ends early if `signal` is aborted. */
+const change = (target, name, signal) => new Promise((resolve) => {
+  target.addEventListener(name, resolve, { once: true, signal });
+  signal.addEventListener("abort", resolve, { once: true });
+});
 
 /** Yield the events of one connection, in lists as they arrive. `EventSource` cannot send a token. */
 async function* streamOnce(id, after, signal) {
@@ -131,6 +144,8 @@ async function* streamOnce(id, after, signal) {
     timer = setTimeout(() => silence.abort(), SILENCE_MILLISECONDS);
   };
   wait();
+  const leave = () => document.hidden && silence.abort();
+  document.addEventListener("visibilitychange", leave);
   try {
     const response = await send(`${one(id)}/events`, {
       signal: AbortSignal.any([signal, silence.signal]),
@@ -148,6 +163,7 @@ async function* streamOnce(id, after, signal) {
       yield blocks.map(dataOf).filter((data) => data !== "").map((data) => JSON.parse(data));
     }
   } finally {
+    document.removeEventListener("visibilitychange", leave);
     clearTimeout(timer);
     silence.abort();
   }

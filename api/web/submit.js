@@ -9,15 +9,17 @@ import { Problem, readOpenApi, submitExploration } from "./service.js";
  * at fault belong to it, its label, and how its text becomes a value.
  */
 const FIELDS = [
-  { option: "batch-size", field: "batch_size", label: "Batch size", help: "sequences of an optimizer step, over all devices" },
-  { option: "seq-length", field: "model.seq_length", faults: /seq_length$/, label: "Sequence length", help: "tokens" },
+  { option: "batch-size", field: "batch_size", label: "Batch size", help: "sequences of an optimizer step, over all devices", value: number },
+  { option: "seq-length", field: "model.seq_length", faults: /seq_length$/, label: "Sequence length", help: "tokens", value: number },
   { option: "trainer", field: "trainer", label: "Trainer", help: "who will run the answer", isChoice: true },
-  { option: "max-seconds", field: "budget.max_seconds", label: "Time budget, minutes", help: "of all trials together", value: minutes },
+  { option: "max-seconds", field: "budget.max_seconds", label: "Time budget, minutes", help: "of all trials together", value: (text) => number(text, 60) },
 ];
 
-/** Minutes as seconds; what is no number stays as it is, for the service to refuse. */
-function minutes(text) {
-  return Number.isFinite(Number(text)) ? String(60 * Number(text)) : text;
+let kept = null; // what was given when the service asked for a token; the form is made anew after the login
+
+/** A number in decimals, times `factor`. What is none is sent as a text, to be refused: YAML reads `0100` as 64, `1:30` as 90. */
+function number(text, factor = 1) {
+  return Number.isFinite(Number(text)) ? String(factor * Number(text)) : JSON.stringify(text);
 }
 
 /** Show the form. */
@@ -33,6 +35,10 @@ export function showSubmit(root, signal, shell) {
   const example = el("button", { type: "button" }, "Fill in an example");
   const next = el("div", {});
   const inputs = FIELDS.map(fieldOf);
+  const controls = [text, ...inputs.map((input) => input.control)];
+  const before = kept;
+  kept = null;
+  const restore = (control) => before && (control.value = before[controls.indexOf(control)]);
   const form = el(
     "form",
     { class: "card", onsubmit: submit, oninput: showCommand },
@@ -51,12 +57,15 @@ export function showSubmit(root, signal, shell) {
     el("h2", { id: "command-title" }, "The same in a terminal"), next);
   root.replaceChildren(el("header", { class: "page-head" }, title), form, command);
   title.focus({ preventScroll: true });
+  controls.forEach(restore);
   showCommand();
 
   const described = readOpenApi(signal);
   described.then(({ components }) => {
     const select = inputs.find((input) => input.isChoice).control;
     select.append(...components.schemas.TrainerName.enum.map((name) => el("option", {}, name)));
+    restore(select);
+    showCommand();
   }).catch((error) => shell.report(error, signal));
   example.addEventListener("click", async () => {
     const { paths } = await described;
@@ -84,7 +93,7 @@ export function showSubmit(root, signal, shell) {
   }
 
   function given() {
-    return inputs.filter((input) => input.text !== "").map((input) => ({ ...input, sent: (input.value ?? String)(input.text) }));
+    return inputs.filter((input) => input.text !== "").map((input) => ({ ...input, sent: input.value?.(input.text) ?? input.text }));
   }
 
   function showCommand() {
@@ -100,6 +109,7 @@ export function showSubmit(root, signal, shell) {
       const exploration = await submitExploration(text.value, given().map(({ field, sent }) => [field, sent]));
       if (!signal.aborted) location.hash = `#/explorations/${exploration.id}`;
     } catch (error) {
+      if (error.isUnauthorized) kept = controls.map((control) => control.value);
       if (!(error instanceof Problem) || error.isUnauthorized) shell.report(error, signal);
       else refuse(error);
     } finally {

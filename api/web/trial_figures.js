@@ -1,5 +1,7 @@
 /** What the charts show of trials. Nothing here draws. */
 
+import * as format from "./format.js";
+
 /** Every recomputation policy without a number, in the order of the service. */
 const POLICIES = [
   "none",
@@ -116,11 +118,11 @@ export function heatCells(trials) {
   return cells;
 }
 
-/** The confidence after each recommendation, with the seconds since the exploration started. */
-export function confidenceOver(events, startedAt) {
+/** The confidence after each recommendation of a variant, with the seconds since the exploration started. */
+export function confidenceOver(events, startedAt, variant) {
   const zero = Date.parse(startedAt ?? events[0]?.at);
   return events
-    .filter((event) => event.data.recommendation)
+    .filter(({ data }) => data.recommendation && format.variant(data.recommendation.candidate) === variant)
     .map((event) => ({
       seconds: Math.max(0, (Date.parse(event.at) - zero) / 1000),
       confidence: event.data.recommendation.confidence,

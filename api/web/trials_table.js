@@ -74,7 +74,7 @@ export class TrialsTable {
         ),
       ),
     );
-    if (focused) this.head.querySelector(`[data-column="${focused}"]`)?.focus();
+    if (focused) this.head.querySelector(`[data-column="${focused}"]`)?.focus({ preventScroll: true });
   }
 
   #sortBy(column) {

@@ -55,6 +55,15 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     browser.wait_for("window.saved")
     assert browser.evaluate("window.saved[0]") == "bexp-deepspeed.json"
     assert browser.evaluate("window.saved[1].startsWith('blob:')")
+    said = "document.querySelector('.export [role=status]').textContent"
+    assert browser.evaluate(said) == ""
+    browser.evaluate(
+        "(document.querySelector('.export select').value = 'transformers', "
+        "document.querySelector('.export button').click())"
+    )
+    notes = service.client.export(service.finished, "transformers").notes
+    browser.wait_for(f"{said}.startsWith('Not in bexp-transformers.json')")
+    assert notes and all(note in browser.evaluate(said) for note in notes)
 
     refused = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
     assert [problem for problem in browser.problems if problem != refused] == []

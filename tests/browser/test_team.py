@@ -107,7 +107,11 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     before = len(rows)
     compared = service.client.connection.request("GET", f"/v1/explorations/{service.finished}/comparison?other={other}")
     text = browser.evaluate("document.querySelector('.compared').innerText")
-    assert f"{compared['probability_b_faster']:.0%} likely; {compared['speedup']:.3f}x" in text
+    assert f" likely; {compared['speedup']:.3f}x" in text
+    peaks = browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('peak')).innerText").split("\t")[1:]
+    found = [service.client.result(job_id) for job_id in (service.finished, other)]
+    bests = [one.recommendation for one in found if one and one.recommendation]
+    assert peaks == [f"{best.expected_peak_bytes / 2**30:.1f}\xa0GiB" for best in bests]
     browser.evaluate("document.querySelector('main label input').click()")
     assert browser.evaluate(f"{shown}.length") > before
     check_view(browser)
@@ -132,7 +136,7 @@ def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, 
     )
     browser.wait_for("document.getElementById('document').value.includes('hidden_size')")
     check_view(browser)
-    for name, value in (("batch-size", "-4"), ("seq-length", "long"), ("max-seconds", "0")):
+    for name, value in (("batch-size", "-4"), ("seq-length", "34:08"), ("max-seconds", "0")):
         browser.evaluate(f"document.getElementById('{name}').focus()")
         browser.type(value)
     browser.evaluate("(trainer.value = 'trl', document.querySelector('form.card').requestSubmit())")
@@ -145,7 +149,7 @@ def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, 
         said = browser.evaluate(f"document.getElementById('{name}-error').innerText")
         assert rule in said, (name, said)
         browser.evaluate(f"document.getElementById('{name}').select()")
-        browser.type({"batch-size": "64", "seq-length": "2048", "max-seconds": "5"}[name])
+        browser.type({"batch-size": "064", "seq-length": "2048", "max-seconds": "5"}[name])
     check_view(browser)
     assert browser.evaluate("document.querySelector('.command code').innerText") == (
         "bexp submit config.json --batch-size 64 --seq-length 2048 --trainer trl --max-seconds 300"
