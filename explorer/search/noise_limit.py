@@ -187,7 +187,7 @@ def _share_told(posterior: Posterior, rows: Ints, seconds: float) -> Floats:
     """Return the share of the variance of each candidate's micro-step that further runs would take away, shape (A,)."""
     table, surrogate = posterior.table, posterior.surrogate
     columns_AP = table.columns_CP[rows]
-    used = np.unique(columns_AP)
+    used = np.unique(columns_AP[table.used_CP[rows]])
     runs_K = np.zeros(len(table.components))
     runs_K[used] = [max(0, MOST_RUNS - posterior.knowledge.log.count_attempts(table.components[k])) for k in used]
     cost = float((runs_K * posterior.measuring_seconds_K)[used].sum())

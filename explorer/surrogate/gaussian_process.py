@@ -161,7 +161,8 @@ class Surrogate:
         column = self._column[component]
         device = float(self.device_mean_K[column])
         overlap = self.overlap if component in self._table.communications else None
-        host, once = device if self._host_is_device else float(self.host_K[column]), None
+        waits = self.host_K[column] == 0.0  # the host is busy as long as the device
+        host, once = device if waits else float(self.host_K[column]), None
         if overlap is not None:
             host, once = (float(seconds) for seconds in overlap.host_overhead_2K[:, column])
         saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
@@ -217,7 +218,7 @@ class Surrogate:
             return None
         drawn_BK = np.ones((NUM_DRAWN, len(self.components)))
         for component, observed in mine.items():
-            batches = observed.runs[-1].batches
+            batches = next((run.batches for run in reversed(observed.runs) if run.batches is not None), None)
             if batches is not None and len(batches) > NUM_DRAWN:
                 seconds = np.array([max(one.device_seconds, SHORTEST_SECONDS) for one in batches[:NUM_DRAWN]])
                 drawn_BK[:, self._column[component]] = seconds / seconds.mean()
