@@ -138,8 +138,9 @@ class Surrogate:
         self.fit({})
 
     def fit(self, observed: Mapping[Component, ComponentObservations]) -> None:
-        """Condition on all runs; components of other variants among them are ignored."""
-        self._observed = {c: r for c, r in observed.items() if c in self._column}
+        """Condition on all runs, whatever their order; components of other variants among them are ignored."""
+        mine = sorted((self._column[c], c) for c in observed if c in self._column)
+        self._observed = {c: observed[c] for _, c in mine}
         self._condition(self._observed)
 
     def expecting(self, pending: Iterable[Component]) -> Surrogate:
