@@ -133,7 +133,7 @@ def _run_of_pair(
     for i in range(2):
         np.add.at(shares_K[i], table.columns_CP[rows[i]], shares[i])
     blur_K = np.abs(shares_K[0] - shares_K[1]) * surrogate.log_std_K
-    blur = blur_K[table.columns_CP[rows]]
+    blur = np.where(table.used_CP[rows], blur_K[table.columns_CP[rows]], 0.0)
     for i, p in zip(*np.nonzero(blur), strict=True):
         if not 0 < posterior.count_attempts(table.components[table.columns_CP[rows[i], p]]) < MOST_RUNS:
             blur[i, p] = 0.0

@@ -63,10 +63,10 @@ class CandidateSpace(SearchSpace):
         self._table = space.table
         self._plainest = space.bases[0]
         self._bases = tuple(c for c in space.bases if c in space.table.row)
-        self._base: Candidate | None = None
         report = context.report
         restored = restore_knowledge(space, context.request, report, context.history, context.index)
         self._posterior, self._noise, self._whole_models = restored.posterior, restored.noise, restored.whole_models
+        self._base = restored.base
         if self._posterior.knowledge.reported and not context.trials:
             log.add(reported_event(self._posterior.knowledge.reported))
         if report.earlier.num_ignored and context.is_main and not context.trials:
@@ -91,7 +91,7 @@ class CandidateSpace(SearchSpace):
             check = self._reuse.check
             yield Suggestion(check.row, check.components, reason="a check of earlier measurements")
         yield from self._communication()
-        for candidate in self._bases:
+        for candidate in self._bases if self._base is None else ():
             row = self._table.row[candidate]
             if not self._posterior.is_known(row) and self._posterior.is_open(row):
                 yield Suggestion(row, self._posterior.missing(row), reason="a base")

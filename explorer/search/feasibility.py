@@ -53,19 +53,23 @@ class Failures:
         """Return the rows whose whole model ran out of memory."""
         return sorted(table.row[c] for c in self._too_large if c in table.row)
 
-    def rejected(self, table: Composition, required_C: Floats, explained: Collection[int] = ()) -> Mask:
+    def rejected(
+        self, table: Composition, required_C: Floats, explained: Collection[int] = (), ran: Collection[int] = ()
+    ) -> Mask:
         """Return the rows that are ruled out, given their composed bytes, shape (C,).
 
-        A whole model that was too large rules out all that need as much as composed, unless the error of its composed
-        peak explains it (`explained`): then another's own error may be smaller, and a few of them are tried.
+        A whole model that was too large rules out all that need as much as composed, but for those that `ran` whole,
+        and unless the error of its composed peak explains it (`explained`): then another's own error may be smaller,
+        and a few of them are tried.
         """
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
-        rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
         too_large = self.too_large(table)
         if len(too_large) < MOST_TOO_LARGE:
             too_large = [row for row in too_large if row not in explained]
         if too_large:
             rejected_C |= required_C >= required_C[too_large].min()
+            rejected_C[list(ran)] = False
+        rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
         return rejected_C
 
     def failing(self, table: Composition, log: ObservationLog) -> Mask:

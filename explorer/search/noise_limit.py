@@ -39,9 +39,12 @@ this share of its variant's budget.
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """What is computed once for a version of the knowledge: whether noise limits the search, and whether it ends it."""
+    """What is computed once for a version of the knowledge and a number of trials, some of which teach nothing.
 
-    version: int
+    It is whether noise limits the search, and whether it ends it.
+    """
+
+    version: tuple[int, int]
     is_limited: bool
     ends_search: bool
 
@@ -113,12 +116,12 @@ class NoiseLimit:
 
     @property
     def _now(self) -> _Reach:
-        version = self._posterior.knowledge.version
+        version = self._posterior.knowledge.version, len(self._history.trials)
         if self._found is None or self._found.version != version:
             self._found = self._compute(version)
         return self._found
 
-    def _compute(self, version: int) -> _Reach:
+    def _compute(self, version: tuple[int, int]) -> _Reach:
         posterior, request = self._posterior, self._posterior.request
         incumbent = posterior.contenders.incumbent
         if incumbent is None or not self._is_noisy(NOISY * request.tolerance):
@@ -187,7 +190,7 @@ def _share_told(posterior: Posterior, rows: Ints, seconds: float) -> Floats:
     """Return the share of the variance of each candidate's micro-step that further runs would take away, shape (A,)."""
     table, surrogate = posterior.table, posterior.surrogate
     columns_AP = table.columns_CP[rows]
-    used = np.unique(columns_AP)
+    used = np.unique(columns_AP[table.used_CP[rows]])
     runs_K = np.zeros(len(table.components))
     runs_K[used] = [max(0, MOST_RUNS - posterior.knowledge.log.count_attempts(table.components[k])) for k in used]
     cost = float((runs_K * posterior.measuring_seconds_K)[used].sum())

@@ -300,7 +300,9 @@ class Posterior:
             knowledge.failures.too_large(table),
         )
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
-        rejected_C = knowledge.failures.rejected(table, memory.required_C, memory.explained)
+        rejected_C = knowledge.failures.rejected(
+            table, memory.required_C, memory.explained, knowledge.whole_models.found
+        )
         return _Derived(
             version=knowledge.version,
             surrogate=surrogate,

@@ -6,21 +6,27 @@ from dataclasses import dataclass
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.trial import TrialKind
+from bexp.explorer.search.base_candidate import BaseCandidate
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import NoiseLimit
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.whole_models import WholeModels
+from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredKnowledge:
-    """What the stored trials say of a variant's candidates, of its noise, and of its whole models."""
+    """What the stored trials say of a variant's candidates, of its noise, and of its whole models.
+
+    `base` was the base before a whole model was run; None if none was.
+    """
 
     posterior: Posterior
     noise: NoiseLimit
     whole_models: WholeModels
+    base: Candidate | None
 
 
 def restore_knowledge(
@@ -36,5 +42,8 @@ def restore_knowledge(
             posterior.knowledge.learn(trial.number, trial.measurement)
     for trial in history.trials:
         posterior.knowledge.learn_shared(trial.number, trial.measurement.components)
+    # The base stays what it is when its own whole model fails, or that of another shows that it fits.
+    ran_whole = history.whole_models(space.legal.model.variant)
+    base = BaseCandidate(posterior, [c for c in space.bases if c in space.table.row]).known() if ran_whole else None
     noise = NoiseLimit(posterior, history, variant)
-    return RestoredKnowledge(posterior, noise, WholeModels(posterior, history, variant, noise))
+    return RestoredKnowledge(posterior, noise, WholeModels(posterior, history, variant, noise), base)

@@ -138,8 +138,9 @@ class Surrogate:
         self.fit({})
 
     def fit(self, observed: Mapping[Component, ComponentObservations]) -> None:
-        """Condition on all runs; components of other variants among them are ignored."""
-        self._observed = {c: r for c, r in observed.items() if c in self._column}
+        """Condition on all runs, whatever their order; components of other variants among them are ignored."""
+        mine = sorted((self._column[c], c) for c in observed if c in self._column)
+        self._observed = {c: observed[c] for _, c in mine}
         self._condition(self._observed)
 
     def expecting(self, pending: Iterable[Component]) -> Surrogate:
@@ -161,7 +162,8 @@ class Surrogate:
         column = self._column[component]
         device = float(self.device_mean_K[column])
         overlap = self.overlap if component in self._table.communications else None
-        host, once = device if self._host_is_device else float(self.host_K[column]), None
+        waits = self.host_K[column] == 0.0  # the host is busy as long as the device
+        host, once = device if waits else float(self.host_K[column]), None
         if overlap is not None:
             host, once = (float(seconds) for seconds in overlap.host_overhead_2K[:, column])
         saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
@@ -217,7 +219,7 @@ class Surrogate:
             return None
         drawn_BK = np.ones((NUM_DRAWN, len(self.components)))
         for component, observed in mine.items():
-            batches = observed.runs[-1].batches
+            batches = next((run.batches for run in reversed(observed.runs) if run.batches is not None), None)
             if batches is not None and len(batches) > NUM_DRAWN:
                 seconds = np.array([max(one.device_seconds, SHORTEST_SECONDS) for one in batches[:NUM_DRAWN]])
                 drawn_BK[:, self._column[component]] = seconds / seconds.mean()

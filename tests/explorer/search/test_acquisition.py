@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from bexp.explorer.search.suggestion import Suggestion
 from tests.explorer.search.small import candidate, know, small_state
 
 
-def rival_pair(tokens: tuple[float, float], better: float, *, verify: bool = True) -> Posterior:
+def rival_pair(tokens: tuple[float, float], better: float, **changes: Any) -> Posterior:
     """Two candidates that are measured; in a share `better` of the samples the second beats the first by 2%."""
-    state = small_state(verify=verify)
+    state = small_state(**changes)
     know(state, candidate(1), candidate(2))
     rows = np.array([state.table.row[candidate(1)], state.table.row[candidate(2)]])
     number = 1000
@@ -148,6 +149,14 @@ def test_another_run_measures_what_most_blurs_the_difference() -> None:
     assert found is not None
     assert found.components == (noisy,)
     assert found.row == state.contenders.rows[1]
+
+
+def test_each_component_of_a_candidate_is_run_again_once() -> None:
+    state = rival_pair((100.0, 90.0), better=0.5, recompute=["none", "partial_50"])  # most candidates have fewer blocks
+    state.surrogate.log_std_K[0] = 10.0
+    found = suggest_measurement(state)
+    assert found is not None
+    assert found.components == (state.table.components[0],)
 
 
 def test_what_both_candidates_have_in_common_is_never_run_again() -> None:

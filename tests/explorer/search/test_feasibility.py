@@ -131,6 +131,9 @@ def test_a_whole_model_that_was_too_large_rejects_all_that_need_as_much() -> Non
     required = np.arange(len(state.table.candidates), dtype=float)
     row = state.table.row[candidate(2)]
     assert failures.rejected(state.table, required).tolist() == [i >= row for i in range(len(required))]
+    ran = [row, len(required) - 1]  # what ran whole fits, unless it was too large another time
+    found = failures.rejected(state.table, required, ran=ran)
+    assert found.tolist() == [row <= i < len(required) - 1 for i in range(len(required))]
     assert not failures.failing(state.table, ObservationLog()).any()
 
 

@@ -164,6 +164,21 @@ def test_what_is_stored_is_neither_measured_nor_told_again() -> None:
     assert search(req, SimulatedDevice(req, noise=0.0), trials) == ([], found)
 
 
+def test_a_base_whose_whole_model_failed_is_the_base_after_a_resume() -> None:
+    req = small_request(micro_batch_size=[1], attention_backends=["cudnn"])
+    device = SimulatedDevice(req, noise=0.0)
+    device.whole_model_outcomes = [Outcome.CRASHED]
+    steps, found = search(req, device)
+    assert found is not None
+    assert found.base == candidate(1) != found.candidate
+    trials = trials_of(steps)
+    crashed = next(i for i, t in enumerate(trials) if t.measurement.outcome is Outcome.CRASHED)
+    for stored in range(crashed + 1, len(trials) + 1):
+        after, resumed = search(req, SimulatedDevice(req, noise=0.0), trials[:stored])
+        assert [t.measurement for t in trials_of(after)] == [t.measurement for t in trials[stored:]]
+        assert resumed == found
+
+
 def test_a_device_on_which_everything_fails_alike_is_given_up_without_an_answer() -> None:
     req = small_request()
     space = small_space(req)

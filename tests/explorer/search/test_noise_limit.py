@@ -152,6 +152,11 @@ def test_the_limit_is_that_of_the_trials_so_far(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("bexp.explorer.search.noise_limit.WIDER_TOLERANCE", 0.01)
     assert not limit(loud, 1.0).ends_search
     assert limit(loud, 600 * LIMITED_SHARE).ends_search
+    history = TrialHistory([trial(0, seconds=1.0)], loud.request.budget, 1)
+    later = NoiseLimit(loud, history, 0)
+    assert not later.ends_search
+    history.add(trial(1, seconds=600 * LIMITED_SHARE))
+    assert later.ends_search, "a trial that taught nothing took its seconds, as a resumed search sees"
     assert not limit(quiet, 600 * LIMITED_SHARE).is_reached
     assert limit(loud, 1.0).outweighs_whole_models and not limit(quiet, 1.0).outweighs_whole_models
     assert not limit(small_state(), 1.0).is_reached, "nothing is known"

@@ -26,6 +26,7 @@ from bexp.explorer.records.measurement import (
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.lengths import compact_histogram
@@ -295,6 +296,27 @@ def test_the_host_decides_for_each_micro_batch_and_not_for_their_mean(size: int)
     assert best is not None
     rates, _ = truth(found, "chat", "padded", memory)
     assert best.tokens_per_second == pytest.approx(rates[best.candidate], rel=0.02)
+
+
+def test_another_run_in_flight_does_not_hide_how_unequal_micro_batches_are() -> None:
+    asked = request("chat", "padded", micro_batch_size=[4], recompute=["none"])
+    space = prune_space(parts(), asked, device(64))
+    assert space.table is not None
+    state = Posterior.of(space.table, space.legal.candidates, asked, device(64).hardware)
+    components = state.missing(0)
+    task = TrialTask(
+        number=0,
+        kind=TrialKind.COMPONENTS,
+        model=parts(),
+        candidate=space.table.candidates[0],
+        components=components,
+        timeout_seconds=1.0,
+    )
+    state.knowledge.learn(0, TextDevice(asked)(task))
+    known, expected = state.surrogate.texts, state.surrogate.expecting(components).texts
+    assert known is not None and expected is not None
+    assert known.drawn_BK.std() > 0
+    assert np.array_equal(known.drawn_BK, expected.drawn_BK)
 
 
 @pytest.mark.parametrize(("new_width", "attention"), [(0.0, "sdpa"), (0.3, "sdpa:efficient")])

@@ -182,6 +182,14 @@ def test_a_trial_in_flight_makes_its_component_surer_and_moves_no_mean() -> None
     assert expecting.host_K[column] == pytest.approx(made.host_K[column])
 
 
+def test_a_trial_in_flight_of_a_block_that_waits_is_expected_to_wait() -> None:
+    table = make_table()
+    made = make_surrogate(table)
+    waiting = of_kind(table, ComponentKind.HEAD)[0]
+    made.fit(observed(run(waiting, 1e-3, host_seconds=1e-3)))
+    assert made.expecting([waiting]).host_K == pytest.approx(made.host_K)
+
+
 def test_a_component_that_is_run_again_keeps_its_earlier_runs() -> None:
     table = make_table()
     made = make_surrogate(table, fixed=True)
