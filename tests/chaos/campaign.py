@@ -197,6 +197,8 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
     frozen = [[since, until] for pid, since, until in failpoints.frozen if pid in service.api_pids]
     service.disturbances += [times for times in frozen if times not in service.disturbances]
     stored = _read_stored(opened)
+    calls = [call for call in list(crowd.history.calls) if not service.was_disturbed(call.started, call.ended)]
+    result.slowest_seconds = round(max((call.seconds for call in calls), default=0.0), 2)
     found = broken_promises(crowd.history, stored, service.was_disturbed)
     calls_of = crowd.history.of_jobs()
     undisturbed = UndisturbedSearches()

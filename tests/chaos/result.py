@@ -29,6 +29,7 @@ class Result:
         faults_during_jobs: those of a worker that took or ran a job, not of one that was idle or starting.
         faults_during_calls: those at the transactions of the API that a client waited for.
         measured_jobs: whose trials a profiler process measured, and not a recorded table.
+        slowest_seconds: of a call whose API was not struck.
         cancel_seconds: taken while nothing was hurt.
     """
 
@@ -45,6 +46,7 @@ class Result:
     faults_during_calls: int = 0
     jobs: int = 0
     measured_jobs: int = 0
+    slowest_seconds: float = 0.0
     cancelled_jobs: int = 0
     attempts: int = 0
     most_attempts_of_a_job: int = 0
