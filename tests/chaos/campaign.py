@@ -26,7 +26,7 @@ from tests.chaos.crowd import OPEN_STATES, OWNERS, Crowd
 from tests.chaos.databases import ChaosDatabase, PostgresServer, SqliteFile
 from tests.chaos.failpoints import OF_CALLS, OF_JOBS, Failpoints, list_edges
 from tests.chaos.faults import Faults
-from tests.chaos.invariants import violations_of
+from tests.chaos.invariants import is_given_up, violations_of
 from tests.chaos.processes import TABLES, Service
 from tests.chaos.promises import Stored, broken_promises, read_stored
 from tests.chaos.result import Result, read_commit
@@ -197,8 +197,9 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
     frozen = [[since, until] for pid, since, until in failpoints.frozen if pid in service.api_pids]
     service.disturbances += [times for times in frozen if times not in service.disturbances]
     stored = _read_stored(opened)
-    calls = [call for call in list(crowd.history.calls) if not service.was_disturbed(call.started, call.ended)]
-    result.slowest_seconds = round(max((call.seconds for call in calls), default=0.0), 2)
+    answered = [call for call in list(crowd.history.calls) if call.operation != "prune" and call.status is not None]
+    alone = [call.seconds for call in answered if not service.was_disturbed(call.started, call.ended)]
+    result.slowest_seconds = round(max(alone, default=0.0), 2)
     found = broken_promises(crowd.history, stored, service.was_disturbed)
     calls_of = crowd.history.of_jobs()
     undisturbed = UndisturbedSearches()
@@ -211,6 +212,7 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
         result.different_answers += bool(differs)
     result.jobs = len(ended)
     result.measured_jobs = sum(job.request is not None and job.request.seed in MEASURED_SEEDS for job in ended)
+    result.given_up_jobs = sum(map(is_given_up, ended))
     result.cancelled_jobs = sum(job.state is JobState.CANCELLED for job in ended)
     result.attempts = sum(job.attempt for job in ended)
     result.most_attempts_of_a_job = max((job.attempt for job in ended), default=0)
@@ -219,7 +221,7 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
 
 
 def difference_of(opened: Database, job: Job, undisturbed: UndisturbedSearches) -> str:
-    """Return how a job differs from the search without faults, of which a cancelled one has gone a part of the way."""
+    """Return how a job differs from the search without faults, of which one that was ended has gone a part."""
     if job.request is None:
         return "its request cannot be read"
     if job.request.seed in MEASURED_SEEDS:
@@ -227,5 +229,6 @@ def difference_of(opened: Database, job: Job, undisturbed: UndisturbedSearches) 
     expected = undisturbed.outcome_of(job.request)
     trials = (each.trial for each in read_trials(opened, job.id, limit=1000))
     found = Outcome.of(trials, read_events(opened, job.id, limit=100_000), job.recommendation)
-    is_alike = found.begins(expected) if job.state is JobState.CANCELLED else found == expected
+    is_part = job.state is JobState.CANCELLED or is_given_up(job)
+    is_alike = found.begins(expected) if is_part else found == expected
     return "" if is_alike else "; ".join(found.differences(expected))

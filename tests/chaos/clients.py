@@ -55,7 +55,7 @@ class Clients:
                 if self._http.get(f"{self._service.url}/readyz", timeout=5).is_success:
                     return
             time.sleep(0.1)
-        raise RuntimeError("the API does not start")
+        raise RuntimeError(f"the API does not start: {self._service.explain_silence()}")
 
     def start_long(self) -> str:
         """Submit a job that would run for long; return its id."""

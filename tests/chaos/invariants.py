@@ -10,6 +10,7 @@ from bexp.explorer.records.event import Event, EventCode, EventDraft
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.trials import read_trials
 from tests.chaos.searches import MEASURED_SEEDS
 
@@ -17,6 +18,10 @@ OF_A_TRIAL = {EventCode.TRIAL, EventCode.WHOLE_MODEL, EventCode.INFEASIBLE, Even
 """One of these is stored with each trial."""
 
 WORKER = r"worker [\w.-]+-\d+-(replay|cpu)-[0-9a-f]+ \(.+\)"
+MAX_ATTEMPTS = QueueSettings().max_attempts
+GIVEN_UP = (
+    f"given up after {MAX_ATTEMPTS} attempts in a row that ended with the worker or its device and brought no trial"
+)
 ENDS = {
     JobState.SUCCEEDED: {EventCode.SUCCEEDED},
     JobState.FAILED: {EventCode.FAILED, EventCode.NOTHING_FITS},
@@ -32,18 +37,29 @@ TEXTS = {
     EventCode.WAITING: r"Waiting for a worker: .+",
     EventCode.WARNING: r"Put back: .+",
     EventCode.CANCELLED: r"Exploration cancelled",
+    EventCode.FAILED: rf"Exploration failed: {GIVEN_UP}",
 }
 """By code: what storage tells, with the job's id, its model's name and the number of trials stored by then."""
 
 
+BEGINS = {EventCode.WARNING: "Put back", EventCode.FAILED: "Exploration failed: given up"}
+"""Of what storage tells by a code that the search has, too."""
+
+
 def is_of_storage(event: EventDraft) -> bool:
     """Whether storage tells this, and not the search."""
-    return event.code in TEXTS and (event.code is not EventCode.WARNING or event.message.startswith("Put back"))
+    return event.code in TEXTS and event.message.startswith(BEGINS.get(event.code, ""))
+
+
+def is_given_up(job: Job) -> bool:
+    """Whether workers were lost so often, without a trial between, that no further one tries."""
+    return job.state is JobState.FAILED and re.fullmatch(GIVEN_UP, job.error or "") is not None
 
 
 def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_cancels: int = 0) -> list[str]:
     """Return what a finished job breaks, of which so many resumptions and cancels were asked for."""
-    is_cancelled = num_cancels > 0 and job.state is JobState.CANCELLED
+    given_up = is_given_up(job)
+    has_no_answer = given_up or (num_cancels > 0 and job.state is JobState.CANCELLED)
     events = read_events(database, job.id, after=0, limit=100_000)
     trials = [stored.trial for stored in read_trials(database, job.id, limit=100_000)]
     numbers = [trial.number for trial in trials]
@@ -59,14 +75,25 @@ def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_can
         and ends[-1:] == [len(events) - 1],
         "the log was queued again more often than somebody asked for that": len(queued) - 1 <= num_resumes,
         "the log ends in another way than the job": bool(events) and events[-1].code in ENDS[job.state],
-        "a healthy job failed": is_cancelled or job.state is JobState.SUCCEEDED,
-        "the answer is not the recommendation that was told last": is_cancelled
+        "a healthy job failed": has_no_answer or job.state is JobState.SUCCEEDED,
+        "the answer is not the recommendation that was told last": has_no_answer
         or (best is not None and job.answer is not None and bool(recommended) and _same(job, recommended[-1], best)),
+        "it was given up too early": not given_up or _num_fruitless(events) >= MAX_ATTEMPTS,
         "a trial is missing or doubled": numbers == list(range(len(numbers))),
         "an event of a trial is missing or doubled": told == numbers,
     }
     found = [f"{job.id}: {what} ({job.state}, {job.error})" for what, holds in checks.items() if not holds]
     return found + [f"{job.id}: a wrong text: {text}" for text in _wrong_texts(job, events)]
+
+
+def _num_fruitless(events: Sequence[Event]) -> int:
+    """Return how often workers have begun since the last trial, or since somebody asked for the job again."""
+    counted = 0
+    for event in events:
+        if "trial" in event.data or event.code is EventCode.QUEUED:
+            counted = 0
+        counted += event.code in {EventCode.STARTED, EventCode.RESUMED}
+    return counted
 
 
 def _same(job: Job, told: dict[str, Any], best: dict[str, Any]) -> bool:

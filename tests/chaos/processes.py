@@ -25,6 +25,7 @@ LEASE_SECONDS = 2.0
 CALM_SECONDS = 0.5
 """How much later than its end an API may be missed, and what it may still have to do when it answers again."""
 
+LOGGED_CHARACTERS = 8000
 END_SECONDS = 90.0
 """How long a process may take to end, on a machine that has more to do."""
 
@@ -155,6 +156,16 @@ class Service:
         errors = [line for line in lines if " ERROR " in line or line.startswith(begins)]
         self._log.close()
         return [line for line in errors if "the database cannot be used" not in line]
+
+    def explain_silence(self) -> str:
+        """How the API ended, or where its threads are, and the last that was logged. The API is ended."""
+        status = self.api.poll()
+        self.api.send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            self.api.wait(CALM_SECONDS)
+        self._log.seek(0)
+        last = self._log.read().decode(errors="replace")[-LOGGED_CHARACTERS:]
+        return f"it {'runs' if status is None else f'has ended with status {status}'}; the log ends with: {last}"
 
     def orphans(self) -> int:
         """The number of processes of this service that are still there, profilers included."""

@@ -29,6 +29,7 @@ class Result:
         faults_during_jobs: those of a worker that took or ran a job, not of one that was idle or starting.
         faults_during_calls: those at the transactions of the API that a client waited for.
         measured_jobs: whose trials a profiler process measured, and not a recorded table.
+        given_up_jobs: whose workers were struck so often in a row that production gives them up, too.
         slowest_seconds: of a call whose API was not struck.
         cancel_seconds: taken while nothing was hurt.
     """
@@ -48,6 +49,7 @@ class Result:
     measured_jobs: int = 0
     slowest_seconds: float = 0.0
     cancelled_jobs: int = 0
+    given_up_jobs: int = 0
     attempts: int = 0
     most_attempts_of_a_job: int = 0
     different_answers: int = 0

@@ -42,7 +42,7 @@ from tests.chaos.failpoints import (
 )
 from tests.chaos.history import Call, History, Seen
 from tests.chaos.interposition import environment_with
-from tests.chaos.invariants import violations_of
+from tests.chaos.invariants import GIVEN_UP, violations_of
 from tests.chaos.processes import TABLE, TABLES
 from tests.chaos.promises import Stored, broken_promises
 from tests.chaos.rounds import read_rounds
@@ -155,6 +155,11 @@ STORED_WRONGLY = {
     "not end once": [f"UPDATE bexp_events SET code = {int(EventCode.SUCCEEDED)} WHERE seq = 3"],
     "ends in another way": ["UPDATE bexp_events SET code = 404 WHERE seq = (SELECT max(seq) FROM bexp_events)"],
     "a healthy job failed": ["UPDATE bexp_jobs SET state = 'failed'"],
+    "it was given up too early": [
+        f"UPDATE bexp_jobs SET state = 'failed', error = '{GIVEN_UP}'",
+        f"UPDATE bexp_events SET code = 403, message = 'Exploration failed: {GIVEN_UP}'"
+        " WHERE seq = (SELECT max(seq) FROM bexp_events)",
+    ],
     "a trial is missing": ["DELETE FROM bexp_trials WHERE number = 1"],
     "not the recommendation that was told": [
         "UPDATE bexp_recommendations SET confidence = 1 WHERE seq = (SELECT max(seq) FROM bexp_recommendations)"
