@@ -87,11 +87,14 @@ def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_can
 
 
 def _num_fruitless(events: Sequence[Event]) -> int:
-    """Return how often workers have begun since the last trial, or since somebody asked for the job again."""
+    """Return how often workers have begun since the last trial, or since somebody asked for the job again.
+
+    Who brings a trial counts for the future: it may be lost, too.
+    """
     counted = 0
     for event in events:
         if "trial" in event.data or event.code is EventCode.QUEUED:
-            counted = 0
+            counted = int(event.code is not EventCode.QUEUED)
         counted += event.code in {EventCode.STARTED, EventCode.RESUMED}
     return counted
 
