@@ -71,15 +71,14 @@ test-frameworks: $(STAMP)
 setup: $(STAMP)
 
 # An interrupted set-up leaves a .venv whose pip does not run. It is built again. The pip that comes with Python 3.11 takes
-# twice as long to choose among versions as a newer one, which is used where there is one.
+# twice as long to choose among versions as the newest.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || \
 	  { echo "bexp needs Python 3.11 or 3.12, but $(PYTHON) is: $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "python3-venv is missing. On Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }
 	@echo "Setting up $(VENV); the first time, this downloads PyTorch and takes minutes."
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --upgrade pip 2>/dev/null || true
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear --upgrade-deps $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)

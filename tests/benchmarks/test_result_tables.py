@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 
