@@ -70,8 +70,8 @@ test-frameworks: $(STAMP)
 
 setup: $(STAMP)
 
-# An interrupted set-up leaves a .venv whose pip does not run. It is built again. The pip that comes with Python 3.11 takes
-# twice as long to choose among versions as the newest.
+# An interrupted set-up leaves a .venv whose pip does not run. It is built again. The pip that comes with Python 3.11 is
+# slower to choose among versions than the newest.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || \
 	  { echo "bexp needs Python 3.11 or 3.12, but $(PYTHON) is: $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }

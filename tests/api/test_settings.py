@@ -185,7 +185,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("operations", r"PostgreSQL frees such locks after (\S+) s", DatabaseLimits().idle_transaction.total_seconds()),
         ("operations", r"why explorations have waited for (\S+) s", WAITING_GRACE.total_seconds()),
         ("operations", r"Its worker looks (\S+) a second", 1 / heartbeat.POLL.total_seconds()),
-        ("configuration", r"in a row that stored no trial \| (\S+) \|", QueueSettings().max_attempts),
+        ("configuration", r"of which the first may have stored trials \| (\S+) \|", QueueSettings().max_attempts),
         ("configuration", r"without a stored trial between them \| (\S+) \|", QueueSettings().max_faults),
         ("configuration", r"up to \S+ s \| (\S+) \|", QueueSettings().retry_pause.total_seconds()),
         ("configuration", r"it doubles each time, up to (\S+) s", LONGEST_PAUSE.total_seconds()),

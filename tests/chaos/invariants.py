@@ -41,7 +41,6 @@ TEXTS = {
 }
 """By code: what storage tells, with the job's id, its model's name and the number of trials stored by then."""
 
-
 BEGINS = {EventCode.WARNING: "Put back", EventCode.FAILED: "Exploration failed: given up"}
 """Of what storage tells by a code that the search has, too."""
 
@@ -87,9 +86,9 @@ def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_can
 
 
 def _num_fruitless(events: Sequence[Event]) -> int:
-    """Return how often workers have begun since the last trial, or since somebody asked for the job again.
+    """Return how often workers have begun since the job was queued, or from the one that brought its last trial on.
 
-    Who brings a trial counts for the future: it may be lost, too.
+    Those that put the job back are counted, though the service does not: it gives a job up no earlier than this says.
     """
     counted = 0
     for event in events:

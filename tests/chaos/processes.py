@@ -43,9 +43,9 @@ TABLE = TABLES[0]
 class Service:
     """Starts processes on one database, and starts another for each that has ended.
 
-    Its workers answer from `tables` in turn; where it `measures`, one more has a profiler process that measures on this
-    machine's processor. `cold_share` of the processes are started by the interpreter, the others
-    by a fork server. A trial of its workers takes `trial_seconds`. Edges can be armed in `failpoints_folder`.
+    Its workers answer from `tables` in turn, and each of their trials takes `trial_seconds`; where it `measures`, one
+    more has a profiler process that measures on this machine's processor. `cold_share` of the processes are started by
+    the interpreter, the others by a fork server. Edges can be armed in `failpoints_folder`.
     """
 
     def __init__(
