@@ -169,9 +169,12 @@ def test_an_end_is_shown_although_the_service_was_away(browser: Chromium, servic
         "if (parts.length) return to.enqueue(new TextEncoder().encode(parts.pop())); await wait(1000);"
         "to.error(new TypeError('network error')); } }));",
     )
+    browser.evaluate(  # it says so for a moment
+        f"(new MutationObserver(() => window.wasLost ||= {NOTICE}.includes('lost'))"
+        ".observe(document.getElementById('notice'), { childList: true, characterData: true, subtree: true }), 1)"
+    )
     browser.evaluate(f"location.hash = '#/explorations/{service.finished}'")
-    browser.wait_for("window.broken && document.querySelector('.log .end')")
-    browser.wait_for(f"{NOTICE}.includes('lost')")
+    browser.wait_for("window.broken && window.wasLost && document.querySelector('.log .end')")
     browser.wait_for(f"{NOTICE} === ''", 10)
 
 
