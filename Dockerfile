@@ -36,7 +36,7 @@ RUN if [ -n "${TORCH}" ]; then sed --in-place "s/^torch==.*/${TORCH}/" constrain
 # Optional parts of bexp, separated by commas: transformers, lora, liger, ray.
 ARG EXTRAS=transformers
 
-COPY pyproject.toml setup.py README.md ./
+COPY pyproject.toml README.md ./
 COPY bexp ./bexp
 COPY explorer ./explorer
 COPY storage ./storage

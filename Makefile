@@ -6,8 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
-# The packages as they are installed, for tools that read folders instead of importing: bexp/ with the service's folders.
-HOUSE := $(VENV)/house
 # Python caches what it compiles, even where the environment forbids it: tests start hundreds of processes.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest
 RECORDED := benchmarks/tables/olmoe-zipf
@@ -20,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # collect all tests again, which takes nine seconds of a core.
 TEST_PROCESSES ?= 3
 
-.PHONY: demo test style types tests test-gpu test-frameworks setup clean house
+.PHONY: demo test style types tests test-gpu test-frameworks setup clean
 
 demo: $(STAMP)
 	@echo "1 of 2: a recording. OLMoE-1B-7B was measured on one H200."
@@ -38,18 +36,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=3 --keep-going style types tests
 
-style: $(STAMP) house
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd $(HOUSE) && $(CURDIR)/$(BIN)/lint-imports --config ../../pyproject.toml
+	$(BIN)/lint-imports
 
-types: $(STAMP) house
-	cd $(HOUSE) && $(CURDIR)/$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
-
-house: $(STAMP)
-	@rm -rf $(HOUSE) && mkdir -p $(HOUSE)/bexp
-	@ln -s $(CURDIR)/bexp/* $(CURDIR)/api $(CURDIR)/explorer $(CURDIR)/storage $(CURDIR)/workers $(HOUSE)/bexp
-	@ln -s $(CURDIR)/benchmarks $(CURDIR)/tests $(HOUSE)
+types: $(STAMP)
+	$(BIN)/mypy
 
 tests: $(COMPILED)
 	$(PYTEST) --numprocesses=$(TEST_PROCESSES) --dist=worksteal
@@ -72,7 +65,7 @@ setup: $(STAMP)
 
 # An interrupted set-up leaves a .venv whose pip does not run. It is built again. The pip that comes with Python 3.11 is
 # slower to choose among versions than the newest.
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null || \
 	  { echo "bexp needs Python 3.11 or 3.12, but $(PYTHON) is: $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \

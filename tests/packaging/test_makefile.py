@@ -34,7 +34,7 @@ class Checkout:
         self.folder = folder
         self.log = folder / "log"
         self.python = folder / "python"
-        for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, folder)
         self.behave()
 
