@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import uvicorn
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from bexp.api.app import create_app
-from bexp.api.connections import BACKLOG, ConnectionLimits, guarded_protocol
+from bexp.api.listener import Server, bind, url_of
 from bexp.api.peers import Peer
-from bexp.api.serve import Server, bind
+from bexp.api.serve import end_streams
 from bexp.api.settings import ServiceSettings
 
 GRACE_SECONDS = 10
@@ -27,12 +27,13 @@ class Served:
     """An application on a port."""
 
     url: str
+    app: FastAPI
     server: Server
     thread: threading.Thread
 
     @property
     def num_watchers(self) -> int:
-        number: int = self.server._app.state.service.feed.num_watchers
+        number: int = self.app.state.service.feed.num_watchers
         return number
 
     def stop(self) -> float:
@@ -79,19 +80,15 @@ def start(settings: ServiceSettings) -> Served:
     """Serve until `stop` is called."""
     ready = threading.Event()
     listener = bind("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = create_app(settings)
-    protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
-    config = uvicorn.Config(
+    server = Server(
         app,
-        http=protocol,
-        backlog=BACKLOG,
-        log_level="warning",
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        proxy_headers=False,
+        settings,
+        on_ready=ready.set,
+        on_shutdown=lambda: end_streams(app),
+        shutdown_seconds=GRACE_SECONDS,
     )
-    server = Server(config, app, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     assert ready.wait(60)
-    return Served(url, server, thread)
+    return Served(url_of("127.0.0.1", listener), app, server, thread)

@@ -7,19 +7,19 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import uvicorn
+from starlette.types import Receive, Scope, Send
 
-from bexp.api.connections import BACKLOG, ConnectionLimits, allow_connections, guarded_protocol
-from bexp.api.serve import OneLineFormatter, RateFilter
-from bexp.api.settings import ServiceSettings
+from bexp.api.connections import BACKLOG, allow_connections
+from bexp.api.listener import Server
+from bexp.api.process_log import OneLineFormatter, RateFilter
+from bexp.api.settings import Limits, ServiceSettings
 from tests.api.serving import Served
 from tests.api.test_serve import started
 
@@ -181,13 +181,13 @@ def test_a_slow_reader_gets_the_whole_of_a_large_response() -> None:
     """The response lies in memory when it is complete, and the time for the next header runs since then."""
     body = b"x" * 16_000_000
 
-    async def app(_scope: object, _receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
         headers = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    protocol = guarded_protocol(ConnectionLimits(max_connections=20, header_seconds=0.3))
-    server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_config=None))
+    server = Server(app, Limits(max_connections=20, header_seconds=0.3))
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

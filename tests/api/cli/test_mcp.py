@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ import anyio
 import anyio.to_thread
 import httpx
 import pytest
-import uvicorn
 from typer.testing import CliRunner
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
@@ -30,14 +29,15 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.server.mcpserver import MCPServer
 from starlette.responses import Response
 
+from bexp.api import connections
 from bexp.api.agents import http, server
 from bexp.api.agents.commands import Commands
 from bexp.api.agents.http import Guard, create_app
 from bexp.api.cli import app
 from bexp.api.cli.errors import CommandError
+from bexp.api.listener import Server, bind, url_of
 from bexp.api.peers import Peer
-from bexp.api.serve import bind
-from bexp.api.settings import ServiceSettings
+from bexp.api.settings import Limits, ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.owners import Scope
 from bexp.storage.queue import Queue
@@ -77,10 +77,11 @@ def talk(server: Any, conversation: Callable[[Client, Call], Awaitable[None]], *
 def serve(service_url: str, host: str = "127.0.0.1") -> Iterator[str]:
     listener = bind(host, 0)
     listener.listen()  # a client may connect before the thread has begun
-    server = uvicorn.Server(uvicorn.Config(create_app(service_url, host), log_level="warning"))
+    limits = Limits()
+    server = Server(create_app(service_url, host, limits), limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield f"http://{host}:{listener.getsockname()[1]}/mcp"
+    yield f"{url_of(host, listener)}/mcp"
     server.should_exit = True
     thread.join(20)
 
@@ -168,7 +169,7 @@ def test_without_a_token_another_user_is_refused(open_service: str, monkeypatch:
     assert status() == 200
     assert status(**{"X-Forwarded-For": "10.1.1.1"}) == 401
     assert status(Authorization="Bearer x") == 401  # the service requires none, and checks it all the same
-    monkeypatch.setattr(http, "find_peer", lambda *_: Peer("127.0.0.1", 12_345))
+    monkeypatch.setattr(connections, "find_peer", lambda *_: Peer("127.0.0.1", 12_345))
     assert status() == status(Authorization="Bearer x") == 401
 
 
@@ -190,18 +191,19 @@ def test_a_page_that_rebinds_its_name_is_refused(service: str, host: str) -> Non
 def test_other_machines_are_served_only_if_the_service_requires_tokens(
     service: str, requiring: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served: list[tuple[str, bool]] = []
-    monkeypatch.setattr(uvicorn, "run", lambda *_, host, proxy_headers, **__: served.append((host, proxy_headers)))
+    served: list[str] = []
+    monkeypatch.setattr(http, "listen", lambda listener, *_, **__: served.append(listener.getsockname()[0]))
     with pytest.raises(CommandError, match="--require-token"):
-        http.serve(service, "0.0.0.0", 1)
-    http.serve(requiring, "0.0.0.0", 1)
-    http.serve(service, "127.0.0.1", 1)
-    assert served == [("0.0.0.0", False), ("127.0.0.1", False)], "a header makes nobody this user"
+        http.serve(service, "0.0.0.0", 0)
+    http.serve(requiring, "0.0.0.0", 0)
+    http.serve(service, "127.0.0.1", 0)
+    assert served == ["0.0.0.0", "127.0.0.1"]
+    with bind("127.0.0.1", 0) as taken, pytest.raises(CommandError, match=r"cannot listen on 127\.0\.0\.1:"):
+        taken.listen()
+        http.serve(service, "127.0.0.1", taken.getsockname()[1])
 
 
-def test_the_guard_waits_for_no_tool_and_hands_on_what_it_has_checked(
-    service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guard_waits_for_no_tool_and_hands_on_what_it_has_checked(service: str) -> None:
     seen: list[list[tuple[bytes, bytes]]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -209,15 +211,18 @@ def test_the_guard_waits_for_no_tool_and_hands_on_what_it_has_checked(
         await Response()(scope, receive, send)
 
     async def main() -> None:
-        guard = Guard(app, service, "127.0.0.1")
+        guard = Guard(app, service, "127.0.0.1", Limits())
+
+        async def own(scope: Any, receive: Any, send: Any) -> None:
+            await guard({**scope, "state": {"peer": Peer("127.0.0.1", os.geteuid())}}, receive, send)
+
         threads = anyio.to_thread.current_default_thread_limiter()
         for _ in range(int(threads.total_tokens)):  # as many tools
             threads.acquire_on_behalf_of_nowait(object())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(own), base_url="http://127.0.0.1") as client:
             with anyio.fail_after(20):
                 assert (await client.get("/", headers={"Authorization": "Basic eDp5"})).status_code == 200
 
-    monkeypatch.setattr(http, "find_peer", lambda *_: Peer("127.0.0.1", os.geteuid()))
     anyio.run(main)
     assert seen == [[]]
 
@@ -339,7 +344,7 @@ class Started:
 def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
     monkeypatch: pytest.MonkeyPatch, service: bool, device: str | None, started: tuple[str, ...] | None
 ) -> None:
-    commands, tools = list[Started](), dict[str, Callable[..., dict[str, Any]]]()
+    commands, tools = list[Started](), dict[str, Callable[..., Any]]()
 
     def start(*arguments: str, **others: Any) -> Started:
         commands.append(Started(*arguments, **others))
@@ -348,12 +353,14 @@ def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
     def last() -> Started:
         return commands[-1]
 
-    monkeypatch.setattr(server, "connect", lambda: nullcontext("client"))
-    monkeypatch.setattr(server, "_submit", lambda *given: {"submitted": given[1:]})
+    async def submit(_: Any, given: Callable[[], dict[str, Any]], seconds: float, __: Any) -> dict[str, Any]:
+        return {"submitted": (given(), seconds)}
+
+    monkeypatch.setattr(server, "_submit", submit)
     here: Any = SimpleNamespace(add_tool=lambda tool: tools.setdefault(tool.__name__, tool))
     server.add_local_tools(here, SimpleNamespace(start=start), service=service)  # type: ignore[arg-type]  # all it asks
     expected = {**TINY, "batch_size": 48}
-    answer = tools["explore"](TINY, {"batch_size": 48}, device, 5.0)
+    answer = anyio.run(tools["explore"], TINY, {"batch_size": 48}, device, 5.0)
     if started is None:
         assert (answer, commands) == ({"submitted": (expected, 5.0)}, [])
         return
@@ -363,7 +370,7 @@ def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
     assert tools["tune"](["python", "x.py"], ["--batch-size", "8"], "/data", 0.0) == starting
     assert last().arguments == ("tune", "--json", "--batch-size", "8", "--", "python", "x.py")
     assert last().folder == Path("/data")
-    assert tools["explore"](TINY, None, "cpu") == tools["tune"](["true"]) == {"waited": 30.0}
+    assert anyio.run(tools["explore"], TINY, None, "cpu") == tools["tune"](["true"]) == {"waited": 30.0}
     assert (last().arguments, last().folder) == (("tune", "--json", "--", "true"), None)
     assert tools["doctor"]() == {"waited": math.inf}
     assert last().arguments == ("doctor", "--json")
