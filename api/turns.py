@@ -9,8 +9,9 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from http import HTTPStatus
+from typing import Self
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -38,7 +39,8 @@ class TurnMiddleware:
     """Gives each request a turn of its address, or of its user on this machine.
 
     A request leaves its turn to the next one when its response starts, so that streams take none. Until its body has
-    come it takes one only for what is done before, as for the check of its token.
+    come it takes one only for what is done before, as for the check of its token. The state of the request has its
+    `turn`, for what a response still has to read when it has started.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
@@ -59,16 +61,17 @@ class TurnMiddleware:
 
     async def _take(self, turn: Turn, scope: Scope, receive: Receive, send: Send) -> None:
         is_whole = not has_body(scope)
+        has_started = False
 
         async def receive_without_turn() -> Message:
             nonlocal is_whole
-            if is_whole:
+            if is_whole or has_started:
                 return await receive()
             leaving = asyncio.get_running_loop().call_soon(turn.leave)  # at once, unless the message is there
             message = await receive()
             leaving.cancel()
             is_whole = not message.get("more_body", False)
-            if is_whole:
+            if is_whole and not has_started:
                 try:
                     await turn.begin()
                 except asyncio.CancelledError:  # by the limit on the time that a body takes: this one was there
@@ -76,9 +79,13 @@ class TurnMiddleware:
             return message
 
         async def start_and_leave(message: Message) -> None:
-            turn.end()
+            nonlocal has_started
+            if not has_started:
+                has_started = True
+                turn.leave()
             await send(message)
 
+        scope.setdefault("state", {})["turn"] = turn
         await turn.begin()
         await self.app(scope, receive_without_turn, start_and_leave)
 
@@ -119,7 +126,7 @@ class Turns:
         try:
             yield turn
         finally:
-            turn.end()
+            turn.leave()
             self._num[key] -= 1
             if not self._num[key]:
                 del self._num[key], self._turns[key]
@@ -129,14 +136,17 @@ class Turns:
         return ProblemException(HTTPStatus.TOO_MANY_REQUESTS, detail, headers={"Retry-After": "1"})
 
 
-class Turn:
-    """One request's, which may wait for it so many `seconds` in all; `refuse` makes what is raised then."""
+class Turn(AbstractAsyncContextManager["Turn"]):
+    """One request's. It may wait for it so many `seconds` in all, and then raises what `refuse` makes.
+
+    Where it is entered as a context, it waits as long as it takes.
+    """
 
     def __init__(self, turns: asyncio.Semaphore, seconds: float, refuse: Refuse) -> None:
         self._turns = turns
         self._seconds_left = seconds
         self.refuse = refuse
-        self._is_held = self._has_ended = False
+        self._is_held = False
 
     async def begin(self) -> None:
         """Wait for the turn.
@@ -144,15 +154,14 @@ class Turn:
         Raises:
             ProblemException: 429 or 503, it did not come in time.
         """
-        if self._is_held or self._has_ended:
+        if self._is_held:
             return
         since = time.monotonic()
         try:
-            await asyncio.wait_for(self._turns.acquire(), self._seconds_left)
+            await asyncio.wait_for(self.__aenter__(), self._seconds_left)
         except TimeoutError:
             raise self.refuse() from None
         self._seconds_left -= time.monotonic() - since
-        self._is_held = True
 
     def leave(self) -> None:
         """Leave the turn to the next one; it can be begun again."""
@@ -160,7 +169,10 @@ class Turn:
             self._turns.release()
         self._is_held = False
 
-    def end(self) -> None:
-        """Leave the turn for good."""
+    async def __aenter__(self) -> Self:
+        await self._turns.acquire()
+        self._is_held = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         self.leave()
-        self._has_ended = True

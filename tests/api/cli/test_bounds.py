@@ -41,7 +41,7 @@ COMMANDS = {
         Bounds("--micro-batch-size", 1, stop=("--device", "replay:x", "--", "true")),
     ],
     "list": [Bounds("--limit", 1, 1000)],
-    "mcp --http": [Bounds("--port", 1, 65535)],
+    "mcp --http": [Bounds("--port", 0, 65535)],
     "prune": [
         Bounds("--older-than-days", 0, 36_500, stop=("--dry-run",)),
         Bounds("--audit-older-than-days", 0, 36_500, stop=("--dry-run",)),
