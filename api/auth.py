@@ -6,7 +6,6 @@ A token has an owner and scopes. Each route says which scope it needs; what belo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from http import HTTPStatus
@@ -17,7 +16,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from bexp.api.peers import Peer, peer_of
-from bexp.api.rate_limits import RateLimiter, address_key
+from bexp.api.rate_limits import address_key, limit_rate
 from bexp.api.refusals import ProblemException
 from bexp.api.service import ServiceDep
 from bexp.api.settings import ServiceSettings
@@ -62,7 +61,7 @@ async def authorize(
     known = None if credentials is None else service.tokens.remembered(credentials.credentials)
     if known is None or known.has_expired:
         # Behind a proxy or `bexp mcp --http`, many clients have one address: a token that is known counts by itself.
-        _limit(service.address_limiter, address_key(origin), "address")
+        limit_rate(service.address_limiter, address_key(origin), "address")
     if credentials is None:
         raise _unauthorized(_TOKEN if settings.require_token else _OTHER_USER, "Bearer")
     token = await service.tokens.find(credentials.credentials)
@@ -71,7 +70,7 @@ async def authorize(
     if token.has_expired:
         detail = f"The token expired at {token.expires_at:%Y-%m-%d %H:%M:%S} UTC."
         raise _unauthorized(detail, 'Bearer error="invalid_token", error_description="The token expired"')
-    _limit(service.token_limiter, token.name, "token")
+    limit_rate(service.token_limiter, token.name, "token")
     request.state.secret = credentials.credentials
     request.state.caller = Caller(token.owner, token.scopes, token.name, origin)
 
@@ -94,16 +93,6 @@ Reader = Annotated[Caller, Depends(_caller_with(Scope.READ))]
 Submitter = Annotated[Caller, Depends(_caller_with(Scope.SUBMIT))]
 Canceller = Annotated[Caller, Depends(_caller_with(Scope.CANCEL))]
 Administrator = Annotated[Caller, Depends(_caller_with(Scope.ADMIN))]
-
-
-def _limit(limiter: RateLimiter, key: str, what: str) -> None:
-    if wait := limiter.wait_seconds(key):
-        raise ProblemException(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            f"This {what} has sent more than {limiter.rate:g} requests a second.",
-            name="rate-limited",
-            headers={"Retry-After": str(math.ceil(wait))},
-        )
 
 
 def _origin(request: Request, peer: Peer, settings: ServiceSettings) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from email.message import Message
 from http import HTTPStatus
 
-from fastapi import Request
+from starlette.requests import Request
 
 from bexp.api.refusals import ProblemException, invalid_body
 
@@ -23,17 +23,26 @@ async def read_text(request: Request, max_bytes: int, max_seconds: float) -> str
             takes longer than `max_seconds` to arrive, 422 for bytes that are not UTF-8.
     """
     _check_media_type(request)
-    try:
-        async with asyncio.timeout(max_seconds):
-            body = await _read_body(request, max_bytes)
-    except TimeoutError:
-        raise ProblemException(
-            HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive.", headers={"Connection": "close"}
-        ) from None
+    body = await read_body(request, max_bytes, max_seconds)
     try:
         return body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise invalid_body([((), f"is not UTF-8: invalid byte at offset {error.start}")]) from None
+
+
+async def read_body(request: Request, max_bytes: int, max_seconds: float) -> bytes:
+    """Return the body of `request`.
+
+    Raises:
+        ProblemException: 413 if it has more than `max_bytes`, 408 if it takes longer than `max_seconds` to arrive.
+    """
+    try:
+        async with asyncio.timeout(max_seconds):
+            return await _receive(request, max_bytes)
+    except TimeoutError:
+        raise ProblemException(
+            HTTPStatus.REQUEST_TIMEOUT, "The request took too long to arrive.", headers={"Connection": "close"}
+        ) from None
 
 
 def _check_media_type(request: Request) -> None:
@@ -54,7 +63,7 @@ def _check_media_type(request: Request) -> None:
     )
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def _receive(request: Request, max_bytes: int) -> bytes:
     too_large = ProblemException(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"A request may have {max_bytes // 1024} KiB at most."
     )

@@ -15,12 +15,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bexp.api.peers import find_peer
 
-BACKLOG = 128
+BACKLOG = 32
 """Connections that are accepted at once, before the first of them is refused."""
 QUEUED = 1024
 """Connections that wait in the kernel. A client whose connection comes beyond tries again after a second."""
 
-_SPARE_FILES = 128 + BACKLOG
+_SPARE_FILES = 128 + 4 * BACKLOG  # the event loop accepts more before those that are too many are closed
 
 logger = logging.getLogger(__name__)
 

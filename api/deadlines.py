@@ -1,16 +1,16 @@
-"""A limit on the time to the start of a response, for a database that neither answers nor refuses."""
+"""A limit on the time to the start of a response, for a database or a service that neither answers nor refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from http import HTTPStatus
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bexp.api.problems import database_unavailable
+from bexp.api.problem_responses import refused
+from bexp.api.refusals import Refuse, database_unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 class DeadlineMiddleware:
     """Answers 503 if a response has not started after `seconds`, in which no time counts that the body is awaited.
 
-    A thread that waits for the database cannot be stopped. It is left to its own time limits, and what it returns is
-    dropped.
+    `refuse` makes the answer. A thread that waits for the database cannot be stopped. It is left to its own time
+    limits, and what it returns is dropped.
     """
 
-    def __init__(self, app: ASGIApp, seconds: float) -> None:
+    def __init__(self, app: ASGIApp, seconds: float, refuse: Refuse = database_unavailable) -> None:
         self.app = app
         self.seconds = seconds
+        self._refuse = refuse
         self._abandoned: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +67,9 @@ class DeadlineMiddleware:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if started.done() and not started.result():  # even if the task has ended since: its answer was dropped
                 self._abandon(task)
-                await _refuse(scope, receive, send)
+                refusal = self._refuse()
+                logger.warning("no answer in time: %d is sent", refusal.status)
+                await refused(Request(scope), refusal)(scope, receive, send)
             else:
                 await task
         except asyncio.CancelledError:
@@ -87,11 +90,6 @@ class DeadlineMiddleware:
 
 async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     await app(scope, receive, send)
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    logger.warning("no answer in time: %d is sent", HTTPStatus.SERVICE_UNAVAILABLE)
-    await database_unavailable(Request(scope))(scope, receive, send)
 
 
 def has_body(scope: Scope) -> bool:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
-from bexp.api.problems import MEDIA_TYPE
+from bexp.api.problem_responses import MEDIA_TYPE
 from bexp.api.refusals import Problem
 from bexp.api.resources import Links
 from bexp.explorer.cost_model.step import MemoryParts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -14,60 +13,27 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
+from bexp.api.problem_responses import problem_response, refused
 from bexp.api.refusals import (
     MAX_ERRORS,
     MAX_MESSAGE,
     REFUSED,
     FieldError,
-    Problem,
     ProblemException,
+    database_unavailable,
     readable,
     refusal_of,
 )
 from bexp.explorer.spec.base import rule_of
 from bexp.storage.database import DATABASE_TROUBLE
 
-MEDIA_TYPE = "application/problem+json"
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 logger = logging.getLogger(__name__)
 
 
-def problem_response(
-    request: Request,
-    status: int,
-    detail: str | None = None,
-    *,
-    name: str | None = None,
-    errors: list[FieldError] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-    """Return the response for a problem; `name` makes its type, which is `about:blank` without a name."""
-    problem = Problem.of(status, detail, name=name, errors=errors, instance=readable(request.url.path, 256))
-    return JSONResponse(
-        problem.model_dump(mode="json", exclude_none=True), status, headers=dict(headers or {}), media_type=MEDIA_TYPE
-    )
-
-
-def database_unavailable(request: Request) -> JSONResponse:
-    """Return the response while the database does not do its work."""
-    return problem_response(
-        request,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "The database does not answer as it should; /readyz and the service's log say more.",
-        name="database-unavailable",
-        headers={"Retry-After": "2"},
-    )
-
-
 def install_problem_handlers(app: FastAPI) -> None:
     """Answer every error of `app` with a problem document."""
-
-    @app.exception_handler(ProblemException)
-    async def refused(request: Request, error: ProblemException) -> JSONResponse:
-        return problem_response(
-            request, error.status, error.detail, name=error.name, errors=error.errors, headers=error.headers
-        )
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -91,17 +57,17 @@ def install_problem_handlers(app: FastAPI) -> None:
             errors=errors,
         )
 
-    async def refused_elsewhere(request: Request, error: Exception) -> JSONResponse:
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
         refusal = refusal_of(error)
         assert refusal is not None, "only what refusal_of knows has this handler"
-        return await refused(request, refusal)
+        return refused(request, refusal)
 
-    for kind in REFUSED:
-        app.add_exception_handler(kind, refused_elsewhere)
+    for kind in (ProblemException, *REFUSED):
+        app.add_exception_handler(kind, refuse)
 
     async def no_database(request: Request, error: Exception) -> JSONResponse:
         logger.warning("the database failed: %s", getattr(error, "orig", error))
-        return database_unavailable(request)
+        return refused(request, database_unavailable())
 
     for trouble in (*DATABASE_TROUBLE, ProgrammingError):  # the last: PostgreSQL without our tables
         app.add_exception_handler(trouble, no_database)

@@ -7,8 +7,12 @@ thread for its memory. Here one number for each key does.
 from __future__ import annotations
 
 import ipaddress
+import math
 import time
 from collections.abc import Callable
+from http import HTTPStatus
+
+from bexp.api.refusals import ProblemException
 
 BURST_SECONDS = 4.0
 MAX_KEYS = 20_000
@@ -36,6 +40,21 @@ class RateLimiter:
         if len(self._empty_at) > MAX_KEYS:  # the key that has been silent for longest
             del self._empty_at[next(iter(self._empty_at))]
         return max(0.0, too_much)
+
+
+def limit_rate(limiter: RateLimiter, key: str, what: str) -> None:
+    """Count a request of a key. `what` it is, an address or a token, is told.
+
+    Raises:
+        ProblemException: 429 if it has sent too many.
+    """
+    if wait := limiter.wait_seconds(key):
+        raise ProblemException(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"This {what} has sent more than {limiter.rate:g} requests a second.",
+            name="rate-limited",
+            headers={"Retry-After": str(math.ceil(wait))},
+        )
 
 
 def address_key(address: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Annotated, Self
 
@@ -106,6 +106,19 @@ def invalid_parameter(name: str, message: str) -> ProblemException:
         f"{name}: {message}",
         name="invalid-parameter",
         errors=[FieldError(field=name, message=message)],
+    )
+
+
+Refuse = Callable[[], ProblemException]
+
+
+def database_unavailable() -> ProblemException:
+    """Return the 503 while the database does not do its work."""
+    return ProblemException(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "The database does not answer as it should; /readyz and the service's log say more.",
+        name="database-unavailable",
+        headers={"Retry-After": "2"},
     )
 
 

@@ -6,11 +6,9 @@ import asyncio
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Annotated
 
 from anyio.to_thread import run_sync
@@ -22,53 +20,14 @@ from bexp.api.housekeeping import Housekeeper
 from bexp.api.log_folder import WRITE_SECONDS, LogFolder
 from bexp.api.metrics import Metrics
 from bexp.api.rate_limits import RateLimiter
-from bexp.api.refusals import ProblemException
 from bexp.api.settings import ServiceSettings
+from bexp.api.stream_limits import StreamLimits
 from bexp.api.streams import LISTENING_POLL_SECONDS, EventFeed
 from bexp.api.tokens import Tokens
 from bexp.measure.heap import trim
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError, try_write
-
-RETRY_SECONDS = 10
-
-
-class StreamLimits:
-    """Counts the open streams: at most `per_token` of each token (0: no such limit) and `total` together.
-
-    A stream counts from its first byte on. Requests that arrive in the same moment may exceed a limit by a few.
-    """
-
-    def __init__(self, *, per_token: int, total: int) -> None:
-        self._per_token = per_token
-        self._total = total
-        self._open: Counter[str | None] = Counter()
-
-    def check(self, token: str | None) -> None:
-        """Check that one more stream may begin. `token` is the name of its token, if it has one.
-
-        Raises:
-            ProblemException: 429 if the token has too many, 503 if the service has.
-        """
-        if token is not None and self._per_token and self._open[token] >= self._per_token:
-            status, detail = HTTPStatus.TOO_MANY_REQUESTS, f"This token has {self._per_token} open streams."
-        elif self._open.total() >= self._total:
-            status, detail = HTTPStatus.SERVICE_UNAVAILABLE, f"The service has {self._total} open streams."
-        else:
-            return
-        headers = {"Retry-After": str(RETRY_SECONDS)}
-        raise ProblemException(status, f"{detail} It allows no more.", name="too-many-streams", headers=headers)
-
-    @contextmanager
-    def count(self, token: str | None) -> Iterator[None]:
-        """Count a stream while it is open."""
-        self._open[token] += 1
-        try:
-            yield
-        finally:
-            self._open -= Counter([token])  # which leaves out what is 0
-
 
 TRIM_SECONDS = 30.0
 

@@ -29,49 +29,57 @@ class Environment:
     port: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a listener grants its clients.
+
+    `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
+    start of a response may take. `token_rate` limits the requests a second with one token, `address_rate` those of an
+    address without a token that is known, where one is sent or required; `token_streams` limits what one token may have
+    open at once of streams, and of calls that wait; 0 is no limit. All of these together leave a quarter of
+    `max_connections` to other requests.
+    """
+
+    max_body_bytes: int = 256 * 1024
+    max_connections: int = 4096
+    header_seconds: float = 10.0
+    body_seconds: float = 10.0
+    answer_seconds: float = 4.5
+    token_rate: float = DEFAULT_TOKEN_RATE
+    address_rate: float = DEFAULT_ADDRESS_RATE
+    token_streams: int = DEFAULT_TOKEN_STREAMS
+
+    @property
+    def max_streams(self) -> int:
+        """How many streams may be open at once, those of all tokens."""
+        return 3 * self.max_connections // 4
+
+
 @dataclass(frozen=True, slots=True)
-class ServiceSettings:
+class ServiceSettings(Limits):
     """How one application serves.
 
     `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name, and it asks
     other users of this machine for a token unless it `is_open`. `trusted_proxies` may say whose requests they
-    forward.
-    `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
-    start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
-    deleted after `keep_days`, and the oldest beyond `keep_jobs`; None: all stay. A token is looked up again after
-    `token_check_seconds`, so a revoked one works no longer than that. `token_rate` limits the
-    requests a second with one token, `address_rate` those of an address without a token that is known, where one is
-    sent or required; `token_streams` limits the streams of events of a token that are open at once; 0 is no limit. All
-    streams together leave a quarter of `max_connections` to other requests. The logs of all explorations are kept in
-    files below `log_dir`; None: in the database alone.
+    forward. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are deleted after
+    `keep_days`, and the oldest beyond `keep_jobs`; None: all stay. A token is looked up again after
+    `token_check_seconds`, so a revoked one works no longer than that. The logs of all explorations are kept in files
+    below `log_dir`; None: in the database alone.
     """
 
     database_url: str
     require_token: bool = False
     is_open: bool = False
     trusted_proxies: tuple[Proxy, ...] = ()
-    max_body_bytes: int = 256 * 1024
-    max_connections: int = 4096
-    header_seconds: float = 10.0
-    body_seconds: float = 10.0
-    answer_seconds: float = 4.5
     max_wait_seconds: float = 3600 * MAX_WAIT_HOURS
     keep_days: float | None = None
     keep_jobs: int | None = None
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
     token_check_seconds: float = 2.0
-    token_rate: float = DEFAULT_TOKEN_RATE
-    address_rate: float = DEFAULT_ADDRESS_RATE
-    token_streams: int = DEFAULT_TOKEN_STREAMS
     waiting_check_seconds: float = 2.0
     log_dir: Path | None = None
-
-    @property
-    def max_streams(self) -> int:
-        """How many streams of events may be open at once, those of all tokens."""
-        return 3 * self.max_connections // 4
 
     @property
     def keeps_all(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from anyio.to_thread import run_sync
@@ -18,7 +19,25 @@ from bexp.storage.notifications import NEW_EVENTS, Listener, parse_events_messag
 LISTENING_POLL_SECONDS = 5.0
 """How often PostgreSQL is asked although it tells of new events: a notification can be lost with its connection."""
 
+Turn = AbstractAsyncContextManager[object]
+NO_TURN: Turn = nullcontext()
+
 logger = logging.getLogger(__name__)
+
+
+Render = Callable[[Sequence[Event]], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a job's events, as `text`; empty if there are none."""
+
+    text: bytes
+    last_seq: int
+    has_end: bool
+    """Its last event ends the job."""
+    is_last: bool
+    """Nothing follows that event, so the job was not resumed."""
 
 
 @dataclass(slots=True)
@@ -31,7 +50,7 @@ class _Watch:
     is_lost: bool = False
     """The job is gone, or the database does not answer."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    reads: dict[tuple[int, int], asyncio.Task[list[Event]]] = field(default_factory=dict)
+    reads: dict[tuple[int, int, Render], asyncio.Task[Page]] = field(default_factory=dict)
 
     def wake(self) -> None:
         self.changed.set()
@@ -100,12 +119,19 @@ class EventFeed:
                 watch.wake()
 
     async def follow(
-        self, job_id: str, after: int, may_continue: Callable[[], bool] = lambda: True
-    ) -> AsyncIterator[list[Event]]:
+        self,
+        job_id: str,
+        after: int,
+        render: Render,
+        *,
+        may_continue: Callable[[], bool] = lambda: True,
+        turn: Turn = NO_TURN,
+    ) -> AsyncIterator[bytes]:
         """Yield the events with seq > `after`, page by page, to the one that ends the job.
 
-        An empty page means that nothing happened for a while. Ends early on `close`, when the job is deleted, when
-        the database does not answer, and when it may not continue.
+        Each page is read and rendered in a `turn`. Streams with the same `render` that ask for one share it. An empty
+        text means that nothing happened for a while. Ends early on `close`, when the job is deleted, when the database
+        does not answer, and when it may not continue.
         """
         watch = self._watches.setdefault(job_id, _Watch())
         watch.num_streams += 1
@@ -114,39 +140,47 @@ class EventFeed:
             while may_continue() and not (self._closing or watch.is_lost):
                 known = watch.last_seq  # before the read, which then sees at least these events
                 try:
-                    events = await self._read_together(watch, job_id, after)
+                    page = await self._read_together(watch, job_id, after, render, turn)
                 except SQLAlchemyError:
                     return
-                if events:
-                    yield events
-                    after, has_ended = events[-1].seq, events[-1].code.ends_job
-                    if has_ended and len(events) < PAGE:  # nothing follows, so the job was not resumed
+                if page.last_seq > after:
+                    yield page.text
+                    after, has_ended = page.last_seq, page.has_end
+                    if page.is_last:
                         return
                 elif known > after:
                     return  # the job was deleted
                 elif has_ended:
                     return
                 elif not await self._wait(watch, after, may_continue):
-                    yield []
+                    yield b""
         finally:
             watch.num_streams -= 1
             if not watch.num_streams and self._watches.get(job_id) is watch:
                 del self._watches[job_id]
 
-    async def read(self, job_id: str, after: int) -> list[Event]:
-        """Return one page of the stored events."""
-        return await run_sync(lambda: read_events(self._database, job_id, after=after))
+    async def read(self, job_id: str, after: int, render: Render, turn: Turn) -> Page:
+        """Return one page of the stored events, which is read and rendered in a `turn`."""
+        async with turn:
+            return await run_sync(self._read, job_id, after, render)
 
-    async def _read_together(self, watch: _Watch, job_id: str, after: int) -> list[Event]:
+    def _read(self, job_id: str, after: int, render: Render) -> Page:
+        events = read_events(self._database, job_id, after=after)
+        if not events:
+            return Page(b"", after, has_end=False, is_last=False)
+        has_end = events[-1].code.ends_job
+        return Page(render(events), events[-1].seq, has_end, is_last=has_end and len(events) < PAGE)
+
+    async def _read_together(self, watch: _Watch, job_id: str, after: int, render: Render, turn: Turn) -> Page:
         """`read`, shared by all streams that know of the same events and want the same page."""
-        page = (after, watch.last_seq)
+        page = (after, watch.last_seq, render)
         if page not in watch.reads:
 
-            def forget(task: asyncio.Task[list[Event]]) -> None:
+            def forget(task: asyncio.Task[Page]) -> None:
                 del watch.reads[page]
                 task.cancelled() or task.exception()  # whoever waited for it has been told
 
-            watch.reads[page] = asyncio.create_task(self.read(job_id, after))
+            watch.reads[page] = asyncio.create_task(self.read(job_id, after, render, turn))
             watch.reads[page].add_done_callback(forget)
         return await asyncio.shield(watch.reads[page])
 

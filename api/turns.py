@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from http import HTTPStatus
+from typing import Self
 
-from fastapi import Request
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bexp.api.deadlines import has_body
-from bexp.api.peers import peer_of
-from bexp.api.problems import database_unavailable, problem_response
+from bexp.api.peers import Proxy, peer_of
+from bexp.api.problem_responses import refused
 from bexp.api.rate_limits import address_key
-from bexp.api.settings import ServiceSettings
+from bexp.api.refusals import ProblemException, Refuse, database_unavailable
+from bexp.api.settings import Limits, ServiceSettings
 
 WAITING_SHARE = 0.8
 """How much of the time to the start of a response a request may wait for its turn; the rest is for its answer."""
@@ -32,108 +36,143 @@ FEW = 32
 
 
 class TurnMiddleware:
-    """Begins a request when fewer than AT_ONCE of its address are in work: neither answered yet nor awaiting a body.
+    """Gives each request a turn of its address, or of its user on this machine.
 
     A request leaves its turn to the next one when its response starts, so that streams take none. Until its body has
-    come it takes one only for what is done before, as for the check of its token. More of an address
-    than there may be connections are refused, and one that waits too long. If fewer than FEW were there before it, it
-    is not they who keep it waiting: the database does not answer those in work.
+    come it takes one only for what is done before, as for the check of its token. The state of the request has its
+    `turn`, for what a response still has to read when it has started.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
         self.app = app
-        self._settings = settings
-        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
-        self._num: defaultdict[str, int] = defaultdict(int)
+        self._proxies = settings.trusted_proxies
+        self._turns = Turns(settings, "address", database_unavailable)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        key = self._key(scope)
-        if self._num[key] >= self._settings.max_connections:  # those whose clients have gone still wait
-            await _refuse(scope, receive, send)
-            return
-        turn = _Turn(self._turns[key], WAITING_SHARE * self._settings.answer_seconds)
-        is_among_few = self._num[key] < FEW
-        self._num[key] += 1
+        try:
+            with self._turns.enter(client_key(scope, self._proxies)) as turn:
+                await self._take(turn, scope, receive, send)
+        except ProblemException as refusal:
+            await refused(Request(scope), refusal)(scope, receive, send)
 
+    async def _take(self, turn: Turn, scope: Scope, receive: Receive, send: Send) -> None:
         is_whole = not has_body(scope)
+        has_started = False
 
         async def receive_without_turn() -> Message:
             nonlocal is_whole
-            if is_whole:
+            if is_whole or has_started:
                 return await receive()
             leaving = asyncio.get_running_loop().call_soon(turn.leave)  # at once, unless the message is there
             message = await receive()
             leaving.cancel()
             is_whole = not message.get("more_body", False)
-            if is_whole:
+            if is_whole and not has_started:
                 try:
                     await turn.begin()
                 except asyncio.CancelledError:  # by the limit on the time that a body takes: this one was there
-                    raise TurnError from None
+                    raise turn.refuse() from None
             return message
 
         async def start_and_leave(message: Message) -> None:
-            turn.end()
+            nonlocal has_started
+            if not has_started:
+                has_started = True
+                turn.leave()
             await send(message)
 
+        scope.setdefault("state", {})["turn"] = turn
+        await turn.begin()
+        await self.app(scope, receive_without_turn, start_and_leave)
+
+
+def client_key(scope: Scope, proxies: Collection[Proxy] = ()) -> str:
+    """Return whose turn a request needs: its user's on this machine, else its address's, as `proxies` name it."""
+    peer = peer_of(scope)
+    client = peer.forwards_for(Headers(scope=scope), proxies)
+    return f"user {peer.uid}" if client is None and peer.uid is not None else address_key(client or peer.address)
+
+
+class Turns:
+    """Lets AT_ONCE requests of each key be in work at a time. `what` a key is, an address or a token, is told.
+
+    More of a key than there may be connections are refused, and one that waits too long. If fewer than FEW were there
+    before it, it is not they who keep it waiting, but what those in work wait for: `stalled` makes what is raised then.
+    """
+
+    def __init__(self, limits: Limits, what: str, stalled: Refuse) -> None:
+        self._most = limits.max_connections  # those whose clients have gone still wait
+        self._seconds = WAITING_SHARE * limits.answer_seconds
+        self._what = what
+        self._stalled = stalled
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+        self._num: defaultdict[str, int] = defaultdict(int)
+
+    @contextmanager
+    def enter(self, key: str) -> Iterator[Turn]:
+        """Enter a request, whose turn has not begun yet.
+
+        Raises:
+            ProblemException: 429, there are too many of this key.
+        """
+        if self._num[key] >= self._most:
+            raise self._too_many()
+        turn = Turn(self._turns[key], self._seconds, self._stalled if self._num[key] < FEW else self._too_many)
+        self._num[key] += 1
         try:
-            await turn.begin()
-            await self.app(scope, receive_without_turn, start_and_leave)
-        except TurnError:
-            if is_among_few:
-                await database_unavailable(Request(scope))(scope, receive, send)
-            else:
-                await _refuse(scope, receive, send)
+            yield turn
         finally:
-            turn.end()
+            turn.leave()
             self._num[key] -= 1
             if not self._num[key]:
                 del self._num[key], self._turns[key]
 
-    def _key(self, scope: Scope) -> str:
-        peer = peer_of(scope)
-        client = peer.forwards_for(Headers(scope=scope), self._settings.trusted_proxies)
-        return f"user {peer.uid}" if client is None and peer.uid is not None else address_key(client or peer.address)
+    def _too_many(self) -> ProblemException:
+        detail = f"This {self._what} has too many requests."
+        return ProblemException(HTTPStatus.TOO_MANY_REQUESTS, detail, headers={"Retry-After": "1"})
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    detail = "This address has too many requests."
-    status = HTTPStatus.TOO_MANY_REQUESTS
-    await problem_response(Request(scope), status, detail, headers={"Retry-After": "1"})(scope, receive, send)
+class Turn(AbstractAsyncContextManager["Turn"]):
+    """One request's. It may wait for it so many `seconds` in all, and then raises what `refuse` makes.
 
+    Where it is entered as a context, it waits as long as it takes.
+    """
 
-class TurnError(Exception):
-    """A request has waited too long for its turn."""
-
-
-class _Turn:
-    """One request's, which may wait for it so many `seconds` in all."""
-
-    def __init__(self, turns: asyncio.Semaphore, seconds: float) -> None:
+    def __init__(self, turns: asyncio.Semaphore, seconds: float, refuse: Refuse) -> None:
         self._turns = turns
         self._seconds_left = seconds
-        self._is_held = self._has_ended = False
+        self.refuse = refuse
+        self._is_held = False
 
     async def begin(self) -> None:
-        if self._is_held or self._has_ended:
+        """Wait for the turn.
+
+        Raises:
+            ProblemException: 429 or 503, it did not come in time.
+        """
+        if self._is_held:
             return
         since = time.monotonic()
         try:
-            await asyncio.wait_for(self._turns.acquire(), self._seconds_left)
+            await asyncio.wait_for(self.__aenter__(), self._seconds_left)
         except TimeoutError:
-            raise TurnError from None
+            raise self.refuse() from None
         self._seconds_left -= time.monotonic() - since
-        self._is_held = True
 
     def leave(self) -> None:
+        """Leave the turn to the next one; it can be begun again."""
         if self._is_held:
             self._turns.release()
         self._is_held = False
 
-    def end(self) -> None:
+    async def __aenter__(self) -> Self:
+        await self._turns.acquire()
+        self._is_held = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         self.leave()
-        self._has_ended = True

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 
 import anyio
 import anyio.to_thread
-import uvicorn
 from mcp.server.mcpserver import Context
 from mcp.server.transport_security import TransportSecuritySettings
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bexp.api.agents.server import add_remote_tools, build_server
+from bexp.api.agents.server import POLL_SECONDS, REMOTE_SECONDS, add_remote_tools, build_server
+from bexp.api.bodies import read_body
 from bexp.api.cli.errors import CommandError, ExitCode, say
-from bexp.api.peers import find_peer
+from bexp.api.deadlines import DeadlineMiddleware
+from bexp.api.listener import ListenError, bind, listen, url_of
+from bexp.api.peers import peer_of
+from bexp.api.problem_responses import refused
+from bexp.api.rate_limits import MAX_KEYS, RateLimiter, address_key, limit_rate
+from bexp.api.refusals import ProblemException
+from bexp.api.settings import Limits
+from bexp.api.stream_limits import StreamLimits
+from bexp.api.turns import Turn, Turns, client_key
 from bexp.client.address import is_loopback, without_secrets
 from bexp.client.client import Client
 from bexp.client.connection import EXPLORATIONS
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Explorations
+from bexp.storage.tokens import digest_of
 
+PATH = "/mcp"
 _NO_TOKEN = "A bearer token of the service is required: this connection is not known to be its user's."  # noqa: S105 - a message, and no secret
 _TWO_TOKENS = "There are several Authorization headers."
 _NEEDS_TOKENS = (
@@ -30,84 +46,176 @@ _NEEDS_TOKENS = (
 )
 NUM_CHECKS = 20
 """Requests whose token is checked at a time. They wait for no tool, because tools have other threads."""
+CHECK_SECONDS = 2.0
+"""A token that the service has accepted is not checked again for so long. The service checks it with each call."""
+SHARE_OF_CHECKS = 4
+"""One address may have this part of the checks that the service grants this process, which has one address for all."""
+LOOKS_PER_SECOND = 20.0
+"""How often all calls of a token together look whether their explorations have ended."""
 
 
-def create_app(service_url: str, host: str) -> ASGIApp:
+def create_app(service_url: str, host: str, limits: Limits) -> ASGIApp:
     """Return the application for an address `host`, whose tools work on the service at `service_url`.
 
     Each call acts with the token of its own request, never with one of this process.
     """
+    patience = 2 * limits.answer_seconds
 
     @contextmanager
     def open_(ctx: Context) -> Iterator[Explorations]:
-        with Client(service_url, _token(ctx.headers or {})) as client:
+        with Client(service_url, _token(ctx.headers or {}), patience) as client:
             yield client
 
+    async def pause(ctx: Context, seconds: float) -> None:
+        call: Call = ctx.request_context.request.state.call
+        await call.pause(seconds)
+
     server = build_server(open_)
-    add_remote_tools(server, open_)
+    add_remote_tools(server, open_, pause)
     app = server.streamable_http_app(
         host=host, stateless_http=True, json_response=True, transport_security=_own_names(host)
     )
-    return Guard(app, service_url, host)
+    guard = Guard(app, service_url, host, limits)
+    return DeadlineMiddleware(guard, REMOTE_SECONDS + limits.answer_seconds, service_unavailable)
 
 
 def serve(service_url: str, host: str, port: int) -> None:
     """Serve until a signal ends it.
 
-    Raises CommandError for an address that other machines reach if the service requires no token, and ServiceError if
-    it does not answer.
+    Raises CommandError for an address that other machines reach if the service requires no token, and for one that
+    cannot be listened on, and ServiceError if the service does not answer.
     """
     if not is_loopback(host):
         with suppress(ProblemError):
             _ask(service_url, "")
             raise CommandError(ExitCode.USAGE, _NEEDS_TOKENS)
-    say(f"serving http://{host}:{port}/mcp for {without_secrets(service_url)}")
-    uvicorn.run(create_app(service_url, host), host=host, port=port, log_level="warning", proxy_headers=False)
+    try:
+        listener = bind(host, port)
+    except ListenError as error:
+        raise CommandError(ExitCode.SERVICE, str(error)) from None
+    with listener:
+        serving = f"serving {url_of(host, listener)}{PATH} for {without_secrets(service_url)}"
+        listen(listener, Limits(), partial(create_app, service_url, host), on_ready=lambda: say(serving))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that is admitted, and its turn among those with its token."""
+
+    turn: Turn
+    num_open: Callable[[], int]
+
+    async def pause(self, at_most: float) -> None:
+        """Wait without a turn, the longer the more of this token are open, and then for a turn."""
+        self.turn.leave()
+        await asyncio.sleep(min(at_most, max(POLL_SECONDS, self.num_open() / LOOKS_PER_SECOND)))
+        await self.turn.begin()
 
 
 class Guard:
-    """Refuses a request whose token the service refuses.
+    """Refuses a request whose token the service refuses, and what exceeds the limits of its address or its token.
 
     A request without one is this user's own or refused, because the service takes this process for its user. On an
     address that other machines reach, each request needs a token.
     """
 
-    def __init__(self, app: ASGIApp, service_url: str, host: str) -> None:
+    def __init__(self, app: ASGIApp, service_url: str, host: str, limits: Limits) -> None:
         self._app = app
         self._url = service_url
         self._is_loopback = is_loopback(host)
+        self._limits = limits
+        self._patience = 2 * limits.answer_seconds
         self._checks = anyio.CapacityLimiter(NUM_CHECKS)
+        self._accepted: dict[str | None, float] = {}
+        self._address_turns = Turns(limits, "address", service_unavailable)
+        self._token_turns = Turns(limits, "token", service_unavailable)
+        self._address_rate = RateLimiter(limits.address_rate / SHARE_OF_CHECKS)
+        self._token_rate = RateLimiter(limits.token_rate)
+        self._open = StreamLimits(per_token=limits.token_streams, total=limits.max_streams, what="calls")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] == "http":
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
-            token = _token({"authorization": given[0].decode("latin-1")} if given else {})
-            refusal = (
-                _refusal(400, _TWO_TOKENS)
-                if len(given) > 1
-                else await anyio.to_thread.run_sync(self._refuse, scope, token, limiter=self._checks)
-            )
-            if refusal is not None:
-                await refusal(scope, receive, send)
-                return
-            headers = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
-            if token:  # tools get what was checked
-                headers.append((b"authorization", f"Bearer {token}".encode("latin-1")))
-            scope = {**scope, "headers": headers}
-        await self._app(scope, receive, send)
-
-    def _refuse(self, scope: Scope, token: str) -> JSONResponse | None:
-        headers = {name.decode("latin-1") for name, _ in scope["headers"]}
-        if not token and not (self._is_loopback and _is_own(scope, headers)):
-            return _refusal(401, _NO_TOKEN)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         try:
-            _ask(self._url, token)
+            await self._answer(scope, receive, send)
+        except ProblemException as refusal:
+            await refused(Request(scope), refusal)(scope, receive, send)
+        except ClientDisconnect:  # nobody is there to be told
+            return
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        token = await self._admit(scope)
+        if scope["path"] == PATH and scope["method"] != "POST":
+            # A GET would open a stream of what this server never sends.
+            raise ProblemException(HTTPStatus.METHOD_NOT_ALLOWED, "Send messages by POST.", headers={"Allow": "POST"})
+        body = await read_body(Request(scope, receive), self._limits.max_body_bytes, self._limits.body_seconds)
+        given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return given.pop() if given else await receive()
+
+        headers = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
+        if token:  # tools get what was checked
+            headers.append((b"authorization", f"Bearer {token}".encode("latin-1")))
+        key = _key(token)
+        self._open.check(key)
+        with self._open.count(key), self._token_turns.enter(key or "") as turn:
+            await turn.begin()
+            state = {**scope.get("state", {}), "call": Call(turn, partial(self._open.num_open, key))}
+            await self._app({**scope, "headers": headers, "state": state}, replay, send)
+
+    async def _admit(self, scope: Scope) -> str:
+        """Return the token of a request, which the service accepts; empty without one.
+
+        Raises ProblemException if it may not use this server, or has sent too many requests.
+        """
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) > 1:
+            raise ProblemException(HTTPStatus.BAD_REQUEST, _TWO_TOKENS)
+        token = _token({"authorization": given[0].decode("latin-1")} if given else {})
+        if not token and not (self._is_loopback and _is_own(scope)):
+            raise _unauthorized(_NO_TOKEN)
+        key = _key(token)
+        if not self._is_accepted(key):
+            with self._address_turns.enter(client_key(scope)) as turn:
+                await turn.begin()
+                if not self._is_accepted(key):
+                    limit_rate(self._address_rate, address_key(peer_of(scope).address), "address")
+                    await anyio.to_thread.run_sync(self._check, token, limiter=self._checks)
+                    self._accept(key)
+        if key is not None:
+            limit_rate(self._token_rate, key, "token")
+        return token
+
+    def _is_accepted(self, key: str | None) -> bool:
+        return time.monotonic() - self._accepted.get(key, -math.inf) < CHECK_SECONDS
+
+    def _accept(self, key: str | None) -> None:
+        self._accepted.pop(key, None)
+        self._accepted[key] = time.monotonic()
+        if len(self._accepted) > MAX_KEYS:
+            del self._accepted[next(iter(self._accepted))]
+
+    def _check(self, token: str) -> None:
+        """Raise ProblemException if the service does not accept a token."""
+        try:
+            _ask(self._url, token, self._patience)
         except ProblemError as error:
-            return _refusal(error.status, "; ".join(error.lines()))
+            detail = "; ".join(error.lines())
+            if error.status == HTTPStatus.UNAUTHORIZED:
+                raise _unauthorized(detail) from None
+            status = HTTPStatus.TOO_MANY_REQUESTS if error.status == 429 else HTTPStatus.FORBIDDEN
+            raise ProblemException(status, detail) from None
         except ServiceError as error:
-            return _refusal(502, str(error))
-        return None
+            raise ProblemException(HTTPStatus.BAD_GATEWAY, str(error)) from None
+
+
+def service_unavailable() -> ProblemException:
+    """Return the 503 while the service does not do its work."""
+    detail = "The service does not answer in time."
+    return ProblemException(HTTPStatus.SERVICE_UNAVAILABLE, detail, headers={"Retry-After": "2"})
 
 
 def _own_names(host: str) -> TransportSecuritySettings:
@@ -121,15 +229,16 @@ def _own_names(host: str) -> TransportSecuritySettings:
     )
 
 
-def _ask(service_url: str, token: str) -> None:
+def _ask(service_url: str, token: str, patience: float = 30.0) -> None:
     """Ask the service for something with a token; an empty one is not sent. Raises ProblemError if it refuses."""
-    with Client(service_url, token) as client:
+    with Client(service_url, token, patience) as client:
         client.connection.request("GET", EXPLORATIONS, params={"limit": 1})
 
 
-def _is_own(scope: Scope, headers: Set[str]) -> bool:
+def _is_own(scope: Scope) -> bool:
     """Return whether this user has sent a request, and no proxy of theirs has forwarded it."""
-    return not {"forwarded", "x-forwarded-for"} & headers and find_peer(scope["client"], scope["server"]).is_own
+    headers = {name for name, _ in scope["headers"]}
+    return not {b"forwarded", b"x-forwarded-for"} & headers and peer_of(scope).is_own
 
 
 def _token(headers: Mapping[str, str]) -> str:
@@ -138,6 +247,10 @@ def _token(headers: Mapping[str, str]) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _refusal(status: int, detail: str) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"status": status, "detail": detail}, status, headers, "application/problem+json")
+def _key(token: str) -> str | None:
+    """Return what stands for a token, which is kept nowhere; None without one."""
+    return digest_of(token) if token else None
+
+
+def _unauthorized(detail: str) -> ProblemException:
+    return ProblemException(HTTPStatus.UNAUTHORIZED, detail, headers={"WWW-Authenticate": "Bearer"})

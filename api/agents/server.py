@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import anyio
+from anyio.to_thread import run_sync
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
@@ -23,6 +26,7 @@ from bexp.api.cli.failures import describe_failure
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import document
 from bexp.api.comparison import compare_answers
+from bexp.api.refusals import ProblemException
 from bexp.client.configuration import read_configuration
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.formats.request import parse_request
@@ -55,11 +59,20 @@ LocalConfig = Annotated[
 Device = Annotated[str | None, Field(description="cpu, cuda:0, cuda:0-3 or replay:TABLE, of this machine.")]
 Open = Callable[[Context], AbstractContextManager[Explorations]]
 """Opens the explorations for one call of a tool, which has the headers of its request if it came over HTTP."""
+Pause = Callable[[Context, float], Awaitable[None]]
+"""Waits a moment until an exploration is looked at again, for so many seconds at most."""
+T = TypeVar("T")
 
 
 def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
     """Return a server whose tools read explorations; `named` gives the id of one that has another name here."""
-    server = MCPServer("bexp", instructions=INSTRUCTIONS, version=metadata.version("bexp"), log_level="WARNING")
+    server = MCPServer(
+        "bexp",
+        instructions=INSTRUCTIONS,
+        version=metadata.version("bexp"),
+        log_level="WARNING",
+        subscriptions=False,  # nothing here ever changes, and each would hold a connection
+    )
 
     def status(exploration: Job, ctx: Context) -> dict[str, Any]:
         """Say in which state an exploration is, and how far to trust it."""
@@ -92,37 +105,41 @@ def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
     return server
 
 
-def add_remote_tools(server: MCPServer, open_: Open) -> None:
+def add_remote_tools(server: MCPServer, open_: Open, pause: Pause) -> None:
     """Add the tools that leave all work to a service: they read no file of this machine and start nothing on it."""
 
-    def explore(
+    async def explore(
         config: Config, ctx: Context, fields: Fields = None, wait_seconds: RemoteWait = REMOTE_SECONDS
     ) -> dict[str, Any]:
         """Explore a model on the service's workers."""
-        with open_(ctx) as client:
-            return _submit(client, read_configuration(config, **(fields or {})), wait_seconds)
+        given = partial(read_configuration, config, **(fields or {}))
+        return await _submit(partial(open_, ctx), given, wait_seconds, partial(pause, ctx))
 
     def doctor(ctx: Context) -> dict[str, Any]:
         """List the service's workers: their devices, versions and targets, and what they do."""
         with open_(ctx) as client:
             return {"workers": [worker.model_dump(mode="json") for worker in client.workers()]}
 
-    _add(server, explore, doctor)
+    _add(server, doctor)
+    server.add_tool(explore)
 
 
 def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> None:
     """Add the tools that work on this machine; `service` says that explorations go to a service all the same."""
 
-    def explore(
+    async def explore(
         config: LocalConfig, fields: Fields = None, device: Device = None, wait_seconds: Wait = 30.0
     ) -> dict[str, Any]:
         """Explore a model: on the service that BEXP_API_URL names, else, or with a device, on this machine."""
-        given = read_configuration(config, **(fields or {}))
+        given = partial(read_configuration, config, **(fields or {}))
         if service and device is None:
-            with connect() as client:
-                return _submit(client, given, wait_seconds)
+            return await _submit(connect, given, wait_seconds, lambda left: anyio.sleep(min(left, POLL_SECONDS)))
+        return await run_sync(explore_here, given, device, wait_seconds)
+
+    @_known_failures()
+    def explore_here(given: Callable[[], dict[str, Any]], device: str | None, seconds: float) -> dict[str, Any]:
         chosen = [] if device is None else ["--device", device]
-        return _follow(commands.start("explore", "-", "--json", *chosen, stdin=json.dumps(given)), wait_seconds)
+        return _follow(commands.start("explore", "-", "--json", *chosen, stdin=json.dumps(given())), seconds)
 
     def tune(
         command: Annotated[list[str], Field(description="The arguments of the training command.", min_length=1)],
@@ -143,7 +160,8 @@ def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> 
         assert found is not None, "it has ended"
         return found
 
-    _add(server, explore, tune, doctor)
+    _add(server, tune, doctor)
+    server.add_tool(explore)
 
 
 def _add(server: MCPServer, *tools: Callable[..., dict[str, Any]]) -> None:
@@ -151,13 +169,29 @@ def _add(server: MCPServer, *tools: Callable[..., dict[str, Any]]) -> None:
         server.add_tool(_known_failures()(tool))
 
 
-def _submit(client: Explorations, given: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    job = client.submit(parse_request(given))
+async def _submit(
+    open_: Callable[[], AbstractContextManager[Explorations]],
+    given: Callable[[], Mapping[str, Any]],
+    seconds: float,
+    pause: Callable[[float], Awaitable[None]],
+) -> dict[str, Any]:
+    """Submit an exploration, and wait for its end without a thread. What is submitted is told, whatever fails then."""
+
+    def ask(what: Callable[[Explorations], T]) -> T:
+        with _known_failures(), open_() as client:
+            return what(client)
+
+    def look(client: Explorations) -> Exploration:
+        return client.get(job.id)
+
     deadline = time.monotonic() + seconds
-    while not job.is_final and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        job = client.get(job.id)
-    return document(client, job)
+    job = await run_sync(ask, lambda client: client.submit(parse_request(given())))
+    with suppress(ToolError, ProblemException):
+        while not job.is_final and (left := deadline - time.monotonic()) > 0:
+            await pause(left)
+            job = await run_sync(ask, look)
+        return await run_sync(ask, lambda client: document(client, job))
+    return {"job": job.model_dump(mode="json", exclude=LARGE), "certainty": None}
 
 
 def _follow(command: Command, seconds: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def mcp(
     host: Annotated[
         str, typer.Option(help="Address to bind; beyond loopback, the service must require tokens.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to bind.")] = PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to bind.")] = PORT,
 ) -> None:
     """Serve tools for an agent over the Model Context Protocol.
 

@@ -80,7 +80,7 @@ def serve(
 
     Example: bexp serve --host 0.0.0.0 --port 8642
     """
-    from bexp.api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
+    from bexp.api.listener import ListenError  # noqa: PLC0415 - the web framework takes long to import
     from bexp.api.serve import serve as serve_api  # noqa: PLC0415 - for this command alone
 
     variables = environment()
@@ -109,7 +109,7 @@ def serve(
                 on_ready=lambda url: say(f"serving {url}"),
                 notify=say,
             )
-    except ServeError as error:
+    except ListenError as error:
         raise CommandError(ExitCode.SERVICE, str(error)) from None
 
 

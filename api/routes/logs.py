@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
@@ -104,9 +104,8 @@ async def read_log(
     """The log for people: `curl -N '.../log?follow=true'` shows it live."""
     choose_media_type(request, (PLAIN_TEXT,))
     await run_sync(partial(get_summary, service.database, job_id, owner=caller.sees))
-    if follow:
-        service.stream_limits.check(caller.token)
-    lines = _follow_lines(service, request, job_id, after) if follow else _lines(service, job_id, after)
+    service.stream_limits.check(caller.token)
+    lines = (_follow_lines if follow else _stored_lines)(service, request, job_id, after)
     return StreamingResponse(lines, media_type=PLAIN_TEXT, headers=_LIVE)
 
 
@@ -127,26 +126,35 @@ def _open_stream(service: Service, request: Request, job_id: str) -> Iterator[Ca
 async def _server_sent(service: Service, request: Request, job_id: str, after: int) -> AsyncIterator[bytes]:
     with _open_stream(service, request, job_id) as may_continue:
         yield format_sse_event(retry=RETRY_MILLISECONDS)
-        async for events in service.feed.follow(job_id, after, may_continue):
-            yield b"".join(map(_frame, events)) or KEEPALIVE_COMMENT
+        turn = request.state.turn
+        async for frames in service.feed.follow(job_id, after, _frames, may_continue=may_continue, turn=turn):
+            yield frames or KEEPALIVE_COMMENT
 
 
-def _frame(event: Event) -> bytes:
-    return format_sse_event(id=str(event.seq), event=event.code.name.lower(), data_str=event.model_dump_json())
+def _frames(events: Iterable[Event]) -> bytes:
+    return b"".join(
+        format_sse_event(id=str(event.seq), event=event.code.name.lower(), data_str=event.model_dump_json())
+        for event in events
+    )
 
 
-async def _follow_lines(service: Service, request: Request, job_id: str, after: int) -> AsyncIterator[str]:
+async def _follow_lines(service: Service, request: Request, job_id: str, after: int) -> AsyncIterator[bytes]:
     with _open_stream(service, request, job_id) as may_continue:
-        async for events in service.feed.follow(job_id, after, may_continue):
-            if events:
-                yield _text(events)
+        turn = request.state.turn
+        async for lines in service.feed.follow(job_id, after, _lines, may_continue=may_continue, turn=turn):
+            if lines:
+                yield lines
 
 
-async def _lines(service: Service, job_id: str, after: int) -> AsyncIterator[str]:
-    while events := await service.feed.read(job_id, after):
-        yield _text(events)
-        after = events[-1].seq
+async def _stored_lines(service: Service, request: Request, job_id: str, after: int) -> AsyncIterator[bytes]:
+    with _open_stream(service, request, job_id) as may_continue:
+        while may_continue():
+            page = await service.feed.read(job_id, after, _lines, request.state.turn)
+            if page.last_seq == after:
+                return
+            yield page.text
+            after = page.last_seq
 
 
-def _text(events: list[Event]) -> str:
-    return "".join(render_line(event) + "\n" for event in events)
+def _lines(events: Iterable[Event]) -> bytes:
+    return "".join(render_line(event) + "\n" for event in events).encode()

@@ -6,18 +6,18 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import uvicorn
 from fastapi.testclient import TestClient
 
 from bexp.api.app import create_app
-from bexp.api.connections import BACKLOG, ConnectionLimits, guarded_protocol
+from bexp.api.listener import Server, bind, url_of
 from bexp.api.peers import Peer
-from bexp.api.serve import Server, bind
-from bexp.api.settings import ServiceSettings
+from bexp.api.serve import end_streams
+from bexp.api.settings import Limits, ServiceSettings
 
 GRACE_SECONDS = 10
 
@@ -27,12 +27,13 @@ class Served:
     """An application on a port."""
 
     url: str
+    app: Any
     server: Server
     thread: threading.Thread
 
     @property
     def num_watchers(self) -> int:
-        number: int = self.server._app.state.service.feed.num_watchers
+        number: int = self.app.state.service.feed.num_watchers
         return number
 
     def stop(self) -> float:
@@ -76,22 +77,18 @@ def _declared() -> list[tuple[str, set[int]]]:
 
 
 def start(settings: ServiceSettings) -> Served:
-    """Serve until `stop` is called."""
+    """Serve the API until `stop` is called."""
+    return start_app(create_app(settings), settings, end_streams)
+
+
+def start_app(
+    app: Any, limits: Limits, end: Callable[[Any], None] = lambda app: None, *, host: str = "127.0.0.1"
+) -> Served:
+    """Serve an application until `stop` is called."""
     ready = threading.Event()
-    listener = bind("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app = create_app(settings)
-    protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
-    config = uvicorn.Config(
-        app,
-        http=protocol,
-        backlog=BACKLOG,
-        log_level="warning",
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        proxy_headers=False,
-    )
-    server = Server(config, app, ready.set)
+    listener = bind(host, 0)
+    server = Server(app, limits, on_ready=ready.set, on_shutdown=lambda: end(app), shutdown_seconds=GRACE_SECONDS)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     assert ready.wait(60)
-    return Served(url, server, thread)
+    return Served(url_of(host, listener), app, server, thread)

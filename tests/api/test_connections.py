@@ -7,29 +7,22 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import uvicorn
+from starlette.types import Receive, Scope, Send
 
-from bexp.api.connections import BACKLOG, ConnectionLimits, allow_connections, guarded_protocol
-from bexp.api.serve import OneLineFormatter, RateFilter
-from bexp.api.settings import ServiceSettings
+from bexp.api.connections import BACKLOG, allow_connections
+from bexp.api.listener import Server
+from bexp.api.process_log import OneLineFormatter, RateFilter
+from bexp.api.settings import Limits, ServiceSettings
 from tests.api.serving import Served
 from tests.api.test_serve import started
 
 HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture
-def hasty(serve: Callable[[ServiceSettings], Served], settings: ServiceSettings) -> Served:
-    """A service with short patience and few connections."""
-    return serve(replace(settings, max_connections=20, header_seconds=0.4))
 
 
 @pytest.fixture
@@ -46,61 +39,6 @@ def connect(url: str, stack: ExitStack, sent: bytes = b"") -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", HEAD])
-def test_a_connection_without_a_whole_header_is_closed(hasty: Served, opened: ExitStack, sent: bytes) -> None:
-    connection = connect(hasty.url, opened, sent)
-    with suppress(ConnectionResetError):  # an orderly end is as good
-        assert connection.recv(1) == b""
-
-
-def test_single_bytes_do_not_extend_the_time_for_a_header(hasty: Served, opened: ExitStack) -> None:
-    connection = connect(hasty.url, opened)
-    with pytest.raises(OSError, match=r"reset|[Bb]roken|closed"):
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            connection.sendall(b"G")
-            time.sleep(0.05)
-
-
-def test_a_body_that_does_not_arrive_is_refused(
-    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
-) -> None:
-    url = serve(replace(settings, header_seconds=60.0, body_seconds=0.4)).url
-    connection = connect(url, opened, HEAD + b"Content-Length: 100\r\n\r\n{")
-    assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
-
-
-def test_idle_connections_make_room_for_a_new_one(
-    serve: Callable[[ServiceSettings], Served],
-    settings: ServiceSettings,
-    opened: ExitStack,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    url = serve(replace(settings, max_connections=20, header_seconds=60.0)).url
-    connections = [connect(url, opened, b"G") for _ in range(60)]
-    assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
-    for oldest in connections[:40]:
-        assert was_closed(oldest)
-    told = "there are 20 connections, which is the limit: the one that has waited longest for a request is closed"
-    assert set(caplog.messages) == {told}
-    connections[41].settimeout(10)
-    connections[41].sendall(HEAD[1:] + b"Content-Length: 2\r\n\r\n{}")
-    assert connections[41].recv(9) == b"HTTP/1.1 ", "19 and the new one are not too many"
-
-
-def test_a_new_connection_is_closed_if_all_others_have_a_request(
-    serve: Callable[[ServiceSettings], Served],
-    settings: ServiceSettings,
-    opened: ExitStack,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    url = serve(replace(settings, max_connections=2)).url
-    busy = [connect(url, opened, HEAD + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n") for _ in range(2)]
-    assert [connection.recv(12) for connection in busy] == [b"HTTP/1.1 100"] * 2
-    assert was_closed(connect(url, opened))
-    assert caplog.messages == ["there are 2 connections, which is the limit: a new one is closed"]
-
-
 def test_connections_wait_while_the_service_does_something_else(
     serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
 ) -> None:
@@ -110,14 +48,6 @@ def test_connections_wait_while_the_service_does_something_else(
     address = urlsplit(served.url)
     for _ in range(2 * BACKLOG):
         opened.enter_context(socket.create_connection((address.hostname, address.port), timeout=5))
-
-
-def was_closed(connection: socket.socket) -> bool:
-    connection.settimeout(10)  # much less than the time for a header
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:
@@ -181,13 +111,13 @@ def test_a_slow_reader_gets_the_whole_of_a_large_response() -> None:
     """The response lies in memory when it is complete, and the time for the next header runs since then."""
     body = b"x" * 16_000_000
 
-    async def app(_scope: object, _receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
         headers = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    protocol = guarded_protocol(ConnectionLimits(max_connections=20, header_seconds=0.3))
-    server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_config=None))
+    server = Server(app, Limits(max_connections=20, header_seconds=0.3))
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -254,7 +254,7 @@ def test_watchers_of_one_job_share_its_polls_and_its_pages(
         thread.join(60)
     assert counts == [3] * 8
     assert read == [lease.job_id]
-    feed = served.server._app.state.service.feed
+    feed = served.app.state.service.feed
     wait_until(lambda: not feed._watches)  # nobody asks for what nobody follows
 
 

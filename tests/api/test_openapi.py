@@ -64,7 +64,7 @@ def test_who_asks_for_it_first_keeps_nobody_waiting(
         may_end.wait(60)
         return {}
 
-    monkeypatch.setattr(served.server._app, "openapi", describe)
+    monkeypatch.setattr(served.app, "openapi", describe)
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(httpx.get, f"{served.url}/openapi.json", timeout=60) for _ in range(3)]
         try:

@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from bexp.api import serve as api_serve
 from bexp.api.cli import app
 from bexp.api.examples import REQUEST
-from bexp.api.serve import HOW_TO_ADMIT, OneLineFormatter, RateFilter, ServeError, Server, bind
-from bexp.api.settings import ServiceSettings
+from bexp.api.listener import ListenError, Server, bind
+from bexp.api.process_log import OneLineFormatter, RateFilter
+from bexp.api.serve import HOW_TO_ADMIT
+from bexp.api.settings import Limits, ServiceSettings
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
@@ -30,7 +32,7 @@ from bexp.storage.tokens import create_token
 SCRIPT = """\
 import gc, sys
 from bexp.api.serve import serve
-from bexp.api.settings import ServiceSettings
+from bexp.api.settings import Limits, ServiceSettings
 host, url = sys.argv[1:]
 def tell(url):
     print(url, gc.get_freeze_count(), sys.getswitchinterval(), sep="\\n", flush=True)
@@ -114,11 +116,11 @@ def test_tokens_are_required_beyond_loopback_and_behind_a_proxy(
 ) -> None:
     required, urls, said = list[bool](), list[str](), list[str]()
 
-    def serve_on(_listener: socket.socket, settings: ServiceSettings, *, on_ready: Callable[[], None]) -> None:
+    def listen(_: socket.socket, settings: ServiceSettings, *__: Any, on_ready: Callable[[], None], **___: Any) -> None:
         required.append(settings.require_token)
         on_ready()
 
-    monkeypatch.setattr(api_serve, "serve_on", serve_on)
+    monkeypatch.setattr(api_serve, "listen", listen)
     settings = ServiceSettings(sqlite_url, trusted_proxies=proxies)
     api_serve.serve(settings, host, 0, on_ready=urls.append, notify=said.append)
     assert (required, said) == ([is_required], [HOW_TO_ADMIT] if is_required else [])
@@ -130,7 +132,7 @@ def test_tokens_are_required_beyond_loopback_and_behind_a_proxy(
     [("INT", False), ("INT INT", True), ("TERM", False), ("TERM TERM", False), ("TERM INT", True)],
 )
 def test_a_second_interrupt_waits_for_no_request(signals: str, is_forced: bool) -> None:
-    server = Server(uvicorn.Config(FastAPI()), FastAPI())
+    server = Server(FastAPI(), Limits())
     for name in signals.split():
         server.handle_exit(signal.Signals[f"SIG{name}"], None)
     assert (server.should_exit, server.force_exit) == (True, is_forced)
@@ -162,13 +164,13 @@ def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> No
 def test_an_address_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServeError, match=f"127.0.0.1:{port}"):
+        with pytest.raises(ListenError, match=f"127.0.0.1:{port}"):
             bind("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 300])
 def test_a_host_that_is_not_here_is_named(host: str) -> None:
-    with pytest.raises(ServeError, match=host) as refused:
+    with pytest.raises(ListenError, match=host) as refused:
         bind(host, 0)
     assert ("not a host" in str(refused.value)) is (len(host) == 300), "else the system says why"
 

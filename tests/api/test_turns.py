@@ -96,8 +96,8 @@ def test_an_address_waits_for_itself_and_not_for_another() -> None:
         assert len(work.begun) == 3 * AT_ONCE + 1, "a response that has started, as a stream's, takes no turn"
         work.may_end.set()
         await asyncio.gather(other, *crowd)
-        assert not work.middleware._num, "what is answered leaves nothing behind"
-        assert not work.middleware._turns
+        assert not work.middleware._turns._num, "what is answered leaves nothing behind"
+        assert not work.middleware._turns._turns
 
     asyncio.run(run())
 
@@ -240,7 +240,7 @@ def test_who_sends_many_requests_over_many_connections_keeps_nobody_else_waiting
     crowd, begun, may_answer = set[int](), list[str](), list[bool]()
     monkeypatch.setattr(peers, "_find_uid", lambda client, server: 4712 if client[1] in crowd else os.geteuid())
     served = serve(replace(settings, is_open=True))
-    router = served.server._app.router
+    router = served.app.router
     route = router.middleware_stack
 
     async def hold(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from bexp.api.app import create_app
-from bexp.api.serve import Server, bind
+from bexp.api.listener import Server, bind, url_of
+from bexp.api.serve import end_streams
 from bexp.api.settings import ServiceSettings
 from bexp.client.client import Client
 from bexp.explorer.records.measurement import Measurement
@@ -94,9 +94,8 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
 
     ready = threading.Event()
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(prefixed, log_level="warning", timeout_graceful_shutdown=5)
-    server = Server(config, app, ready.set)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}{PREFIX}"
+    server = Server(prefixed, settings, on_ready=ready.set, on_shutdown=lambda: end_streams(app))
+    url = f"{url_of('127.0.0.1', listener)}{PREFIX}"
     threads = [
         threading.Thread(target=server.run, args=([listener],), daemon=True),
         threading.Thread(target=worker.run, daemon=True),

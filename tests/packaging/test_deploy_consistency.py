@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 
 from bexp.api.app import create_app
 from bexp.api.cli import app as command_line
+from bexp.api.listener import SHUTDOWN_SECONDS
 from bexp.api.local_worker import GRACE_SECONDS
-from bexp.api.serve import SHUTDOWN_SECONDS
 from bexp.api.settings import DEFAULT_PORT, ServiceSettings, read_environment
 from bexp.measure.device_names import parse_devices
 from bexp.workers.settings import read_settings

@@ -55,6 +55,23 @@ def queue(stored_at: str, open_url: Callable[[str], Database]) -> Queue:
     return Queue(open_url(stored_at))
 
 
+@pytest.fixture
+def requiring(queue: Queue) -> Iterator[str]:
+    """The address of a service that requires tokens."""
+    served = start(ServiceSettings(queue.database.url, require_token=True, poll_seconds=0.05))
+    yield served.url
+    served.stop()
+
+
+@pytest.fixture
+def guarded(requiring: str, queue: Queue) -> Iterator[tuple[str, Database]]:
+    """The address of a server for a service that requires tokens, and the database of that."""
+    from tests.api.cli.conversations import serve  # needs the extra
+
+    for url in serve(requiring):
+        yield url, queue.database
+
+
 @pytest.fixture(params=["service", "database"])
 def bexp(request: pytest.FixtureRequest, stored_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command in this process, in an empty folder: against the service, and in its database."""

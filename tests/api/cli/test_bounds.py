@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bexp.api.cli import app
 from bexp.api.cli.errors import ExitCode
-from bexp.api.serve import ServeError
+from bexp.api.listener import ListenError
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database
 
@@ -41,7 +41,7 @@ COMMANDS = {
         Bounds("--micro-batch-size", 1, stop=("--device", "replay:x", "--", "true")),
     ],
     "list": [Bounds("--limit", 1, 1000)],
-    "mcp --http": [Bounds("--port", 1, 65535)],
+    "mcp --http": [Bounds("--port", 0, 65535)],
     "prune": [
         Bounds("--older-than-days", 0, 36_500, stop=("--dry-run",)),
         Bounds("--audit-older-than-days", 0, 36_500, stop=("--dry-run",)),
@@ -69,7 +69,7 @@ COMMANDS = {
 @pytest.fixture(autouse=True)
 def _nothing_is_served(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(*_: Any, **__: Any) -> None:
-        raise ServeError("not here")
+        raise ListenError("not here")
 
     monkeypatch.setattr("bexp.api.serve.serve", serve)
     monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_database.url)
