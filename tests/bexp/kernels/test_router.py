@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bexp.kernels.router import route, score
-from tests.bexp.kernels.references import relative_error
+from tests.bexp.kernels.references import assert_same_values, relative_error
 from tests.bexp.kernels.triton_interpreter import is_interpreting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu")
@@ -74,8 +74,7 @@ def test_within_a_graph(norm: bool) -> None:
         weights.backward(gradient.to(DEVICE))
         assert leaf.grad is not None
         found.append((weights.detach(), leaf.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert_same_values(found[1], found[0])
 
 
 def test_a_gradient_that_others_hold_is_left_alone() -> None:
