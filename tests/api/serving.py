@@ -18,8 +18,10 @@ from bexp.api.connections import BACKLOG, ConnectionLimits, guarded_protocol
 from bexp.api.peers import Peer
 from bexp.api.serve import Server, bind
 from bexp.api.settings import ServiceSettings
+from tests.waits import PATIENCE_SECONDS
 
-GRACE_SECONDS = 10
+GRACE_SECONDS = 100
+"""How long a service that is told to stop waits for its clients. Far more than any test needs."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Served:
         """Shut down as on SIGTERM; return how many seconds that took."""
         start = time.monotonic()
         self.server.should_exit = True
-        self.thread.join(2 * GRACE_SECONDS)
+        self.thread.join(PATIENCE_SECONDS)
         assert not self.thread.is_alive()
         return time.monotonic() - start
 
@@ -93,5 +95,5 @@ def start(settings: ServiceSettings) -> Served:
     server = Server(config, app, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(PATIENCE_SECONDS)
     return Served(url, server, thread)

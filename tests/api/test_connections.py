@@ -22,6 +22,7 @@ from bexp.api.serve import OneLineFormatter, RateFilter
 from bexp.api.settings import ServiceSettings
 from tests.api.serving import Served
 from tests.api.test_serve import started
+from tests.waits import PATIENCE_SECONDS
 
 HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -40,7 +41,7 @@ def opened() -> Iterator[ExitStack]:
 
 def connect(url: str, stack: ExitStack, sent: bytes = b"") -> socket.socket:
     address = urlsplit(url)
-    connection = socket.create_connection((address.hostname, address.port), timeout=60)
+    connection = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS)
     stack.enter_context(connection)
     connection.sendall(sent)
     return connection
@@ -56,7 +57,7 @@ def test_a_connection_without_a_whole_header_is_closed(hasty: Served, opened: Ex
 def test_single_bytes_do_not_extend_the_time_for_a_header(hasty: Served, opened: ExitStack) -> None:
     connection = connect(hasty.url, opened)
     with pytest.raises(OSError, match=r"reset|[Bb]roken|closed"):
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end:
             connection.sendall(b"G")
             time.sleep(0.05)
@@ -65,7 +66,7 @@ def test_single_bytes_do_not_extend_the_time_for_a_header(hasty: Served, opened:
 def test_a_body_that_does_not_arrive_is_refused(
     serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
 ) -> None:
-    url = serve(replace(settings, header_seconds=60.0, body_seconds=0.4)).url
+    url = serve(replace(settings, header_seconds=PATIENCE_SECONDS, body_seconds=0.4)).url
     connection = connect(url, opened, HEAD + b"Content-Length: 100\r\n\r\n{")
     assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
@@ -76,14 +77,14 @@ def test_idle_connections_make_room_for_a_new_one(
     opened: ExitStack,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    url = serve(replace(settings, max_connections=20, header_seconds=60.0)).url
+    url = serve(replace(settings, max_connections=20, header_seconds=2 * PATIENCE_SECONDS)).url
     connections = [connect(url, opened, b"G") for _ in range(60)]
-    assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
+    assert httpx.get(f"{url}/healthz", timeout=PATIENCE_SECONDS).status_code == 200
     for oldest in connections[:40]:
         assert was_closed(oldest)
     told = "there are 20 connections, which is the limit: the one that has waited longest for a request is closed"
     assert set(caplog.messages) == {told}
-    connections[41].settimeout(10)
+    connections[41].settimeout(PATIENCE_SECONDS)
     connections[41].sendall(HEAD[1:] + b"Content-Length: 2\r\n\r\n{}")
     assert connections[41].recv(9) == b"HTTP/1.1 ", "19 and the new one are not too many"
 
@@ -94,7 +95,7 @@ def test_a_new_connection_is_closed_if_all_others_have_a_request(
     opened: ExitStack,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    url = serve(replace(settings, max_connections=2)).url
+    url = serve(replace(settings, max_connections=2, header_seconds=2 * PATIENCE_SECONDS)).url
     busy = [connect(url, opened, HEAD + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n") for _ in range(2)]
     assert [connection.recv(12) for connection in busy] == [b"HTTP/1.1 100"] * 2
     assert was_closed(connect(url, opened))
@@ -105,15 +106,15 @@ def test_connections_wait_while_the_service_does_something_else(
     serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
 ) -> None:
     served, may_end = serve(settings), threading.Event()
-    served.server.servers[0].get_loop().call_soon_threadsafe(may_end.wait, 60)
+    served.server.servers[0].get_loop().call_soon_threadsafe(may_end.wait)
     opened.callback(may_end.set)
     address = urlsplit(served.url)
     for _ in range(2 * BACKLOG):
-        opened.enter_context(socket.create_connection((address.hostname, address.port), timeout=5))
+        opened.enter_context(socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS))
 
 
 def was_closed(connection: socket.socket) -> bool:
-    connection.settimeout(10)  # much less than the time for a header
+    connection.settimeout(PATIENCE_SECONDS)  # less than the time for a header
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -128,7 +129,7 @@ def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None
         assert process.stderr is not None
         line = process.stderr.readline()
         process.terminate()
-        _, more = process.communicate(timeout=60)
+        _, more = process.communicate(timeout=PATIENCE_SECONDS)
     assert line == "warning: a client left before it had sent its request: /v1/explorations\n"
     assert more == ""
 

@@ -22,6 +22,7 @@ from tests.bexp.kernels import context_parallel_ranks as ranks
 from tests.bexp.kernels import references
 from tests.bexp.kernels.thread_ring import run_ranks
 from tests.bexp.kernels.triton_interpreter import is_interpreting
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow(together="forked")
 
@@ -230,7 +231,9 @@ def test_the_kernel_in_the_interpreter() -> None:
         "kernel_merges or merging",
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    child = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert child.returncode == 0, child.stdout
 
 

@@ -30,6 +30,7 @@ from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
 from tests.bexp.kernels.test_experts import experts_shape
 from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
+from tests.waits import PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="runs in the interpreter, which a child is started with")
@@ -71,7 +72,12 @@ def test_in_the_interpreter() -> None:
         pytest.skip("Triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
     child = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
 
