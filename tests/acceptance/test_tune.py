@@ -22,7 +22,7 @@ sys.argv[1:] = [*sizes, "--gradient_accumulation_steps", "8", "--output_dir", gi
 runpy.run_path({str(SCRIPTS / "with_trainer.py")!r}, run_name="__main__")
 """
 """What answers like `axolotl train FILE`."""
-ASKED = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "40")
+ASKED = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "400")
 
 
 def test_a_trainer_is_tuned_and_runs_with_the_answer_and_its_own_batch(machine: Machine) -> None:
@@ -104,7 +104,7 @@ def test_two_processes_are_tuned_and_each_runs_with_the_answer(machine: Machine)
     out = machine.folder / "out"
     launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     command = (*launched, SCRIPTS / "with_ranks.py", "trainer", "--steps", "100", "--slower", "0.002", "--output", out)
-    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "60")
+    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "400")
     process = machine.start("tune", *asked, "--run", "--", *command)
     assert process.wait(PATIENCE_SECONDS) == 0, machine.err(process)
     found = re.search(r"^ +after +micro_batch_size=(\d): ", machine.out(process), re.M)

@@ -68,7 +68,7 @@ def check_numbers(build: Callable[[BlockRecompute], ResidualBlock], model: Model
     ],
     ids=str,
 )
-def test_attention_is_the_same_to_the_bit(backend: str, fields: dict[str, Any]) -> None:
+def test_attention_is_the_same(backend: str, fields: dict[str, Any]) -> None:
     model = small_model(**fields)
     check_numbers(lambda recompute: attention(model, backend, recompute), model)
 
@@ -83,7 +83,7 @@ def test_attention_is_the_same_to_the_bit(backend: str, fields: dict[str, Any]) 
     ],
     ids=str,
 )
-def test_dense_ffn_is_the_same_to_the_bit(fields: dict[str, Any]) -> None:
+def test_dense_ffn_is_the_same(fields: dict[str, Any]) -> None:
     model = small_model(**fields)
     check_numbers(lambda recompute: DenseFFN(model, recompute=recompute, device=CPU, training=True), model)
 
@@ -100,7 +100,7 @@ def test_dense_ffn_is_the_same_to_the_bit(fields: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_moe_ffn_is_the_same_to_the_bit(backend: str, moe: dict[str, Any], fields: dict[str, Any]) -> None:
+def test_moe_ffn_is_the_same(backend: str, moe: dict[str, Any], fields: dict[str, Any]) -> None:
     model = small_model(moe=small_moe(**moe), **fields)
     check_numbers(lambda recompute: experts(model, backend, recompute), model)
 
