@@ -1,8 +1,21 @@
-"""Waiting that takes no time."""
+"""Waiting: for what comes when it comes, and for what takes no time."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+
+PATIENCE_SECONDS = 500.0
+"""How long tests wait for what should come soon. Only what hangs takes so long, however busy the host is."""
+
+
+def wait_until(condition: Callable[[], object], what: str = "it has not happened") -> None:
+    """Wait for a condition; fail with `what` if it never comes true."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
 
 
 class Waits(threading.Event):

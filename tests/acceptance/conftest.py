@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 TINY = {
     "model": {
@@ -77,7 +78,7 @@ class Machine:
     def run(self, *arguments: str | Path, code: int = 0) -> str:
         """Run a command to its end and return what it printed."""
         process = self.start(*arguments)
-        assert process.wait(300) == code, self.err(process)
+        assert process.wait(PATIENCE_SECONDS) == code, self.err(process)
         return self.out(process)
 
     def configure(self, **changes: object) -> Path:
@@ -93,7 +94,7 @@ class Machine:
                 process.terminate()
         for process in self._started:
             try:
-                process.wait(300)
+                process.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -112,17 +113,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 def await_url(machine: Machine, server: subprocess.Popen[str]) -> str:
     """Return the address that a server announces, once the whole line is there."""
     line = re.compile(r"serving (http://\S+)\n")
-    wait_for(lambda: line.search(machine.err(server)) is not None, 300, "the API's start")
+    wait_until(lambda: line.search(machine.err(server)), "the API does not start")
     (found,) = line.findall(machine.err(server))
     return str(found)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 def profilers_of(process: psutil.Process) -> list[psutil.Process]:

@@ -19,13 +19,14 @@ from bexp.storage.jobs import JobState
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-from tests.acceptance.conftest import TINY, Machine, await_gone, command_of, profilers_of, wait_for
+from tests.acceptance.conftest import TINY, Machine, await_gone, command_of, profilers_of
 from tests.bexp.test_child_process import write_hostile_packages
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 
 TABLES = Path(__file__).parents[2] / "benchmarks"
-ENDLESS = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
+ENDLESS = {"max_seconds": 2 * PATIENCE_SECONDS, "max_trials": 500, "confidence_target": 99}
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
 RECOMMENDATION = re.compile(
     r"BEXP202 \d\d:\d\d:\d\d GMT  Current recommended micro_batch_size: (\d+), "
@@ -102,7 +103,7 @@ def test_a_killed_command_leaves_no_process_and_cancels_its_exploration(
     machine: Machine, open_url: Callable[[str], Database]
 ) -> None:
     command = machine.start("explore", machine.configure(micro_batch_size="explore", budget=ENDLESS), "--device", "cpu")
-    wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
+    wait_until(lambda: "BEXP102" in machine.out(command), "the job does not start")
     children = psutil.Process(command.pid).children(recursive=True)
     command.kill()
     await_gone(children, 300)
@@ -114,40 +115,40 @@ def test_a_held_device_is_named_with_its_holder_and_free_once_ctrl_c_has_cancell
 ) -> None:
     endless = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=ENDLESS)
     holder = machine.start("explore", endless, "--device", "cpu")
-    wait_for(lambda: "BEXP102" in machine.out(holder), 300, "the job's start")
+    wait_until(lambda: "BEXP102" in machine.out(holder), "the job does not start")
     children = psutil.Process(holder.pid).children(recursive=True)
     (profiler,) = profilers_of(psutil.Process(holder.pid))
     profiler.suspend()  # it holds the device, and leaves the processor to the second
     second = machine.start("explore", machine.configure(), "--device", "cpu")
-    wait_for(lambda: "BEXP105" in machine.out(second), 300, "the second says why it waits")
+    wait_until(lambda: "BEXP105" in machine.out(second), "the second does not say why it waits")
     (line,) = (line for line in machine.out(second).splitlines() if line.startswith("BEXP105"))
     assert re.search(r"cpu is in use by another profiler \(process \d+ of user \S+ since .*bexp\.workers", line)
     assert "name another device with --device" in line
     profiler.resume()
     holder.send_signal(signal.SIGINT)
-    assert holder.wait(300) == 130
+    assert holder.wait(PATIENCE_SECONDS) == 130
     await_gone(children, 0)
     assert "Traceback" not in machine.err(holder)
     assert "` continues it" in machine.err(holder)
-    assert second.wait(300) == 0
+    assert second.wait(PATIENCE_SECONDS) == 0
     assert sorted(states(open_url(machine.database_url))) == [JobState.CANCELLED, JobState.SUCCEEDED]
 
 
 def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
     config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=ENDLESS)
     command = machine.start("explore", config, "--device", "cpu")
-    wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
+    wait_until(lambda: "BEXP102" in machine.out(command), "the job does not start")
     children = psutil.Process(command.pid).children(recursive=True)
     (worker,) = (child for child in children if {"bexp.workers", "cpu"} <= set(command_of(child)))
     worker.kill()
-    assert command.wait(300) == 3
+    assert command.wait(PATIENCE_SECONDS) == 3
     assert "bexp: the worker was ended by SIGKILL" in machine.err(command)
     await_gone(children, 300)
 
 
 def test_a_device_that_does_not_exist_is_exit_2(machine: Machine) -> None:
     command = machine.start("explore", machine.configure(), "--device", "cuda:99")
-    assert command.wait(300) == 2
+    assert command.wait(PATIENCE_SECONDS) == 2
     assert "device 'cuda:99' does not exist" in machine.err(command)
     assert "usage" not in machine.err(command)
 
@@ -158,7 +159,7 @@ def test_of_four_gpus_as_many_are_taken_as_can_be_used(machine: Machine) -> None
     (machine.folder / "broken" / "torch.py").write_text("raise ImportError('broken')")  # sooner than a real one fails
     machine.environment["PYTHONPATH"] = f"{machine.folder / 'broken'}:{machine.environment['PYTHONPATH']}"
     command = machine.start("explore", machine.configure(), "--num-devices", "2")
-    assert command.wait(300) == 3
+    assert command.wait(PATIENCE_SECONDS) == 3
     assert re.search("of {cuda:0, cuda:1} .*broken", machine.err(command)), machine.err(command)
 
 

@@ -14,6 +14,7 @@ import pytest
 from bexp.client.client import Client
 from bexp.explorer.records.event import EventCode, render_line
 from tests.acceptance.conftest import Machine, await_gone, await_url, profilers_of
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def test_submit_watch_resume_the_stream_and_explore_with_the_idle_worker(
     assert events[-1].code is EventCode.SUCCEEDED
 
     headers = {"Accept": "text/event-stream", "Last-Event-ID": "3"}
-    stream = httpx.get(f"{url}/v1/explorations/{job_id}/events", headers=headers, timeout=60).text
+    stream = httpx.get(f"{url}/v1/explorations/{job_id}/events", headers=headers, timeout=PATIENCE_SECONDS).text
     assert re.findall(r"^id: ?(\d+)$", stream, re.MULTILINE) == [str(event.seq) for event in events[3:]]
     assert list(client.events(job_id, after=3)) == events[3:]
     assert httpx.get(f"{url}/v1/explorations/{job_id}/log?follow=true").text.splitlines() == lines
@@ -57,5 +58,5 @@ def test_submit_watch_resume_the_stream_and_explore_with_the_idle_worker(
     assert not any(line.startswith("BEXP105") for line in lines)
     profilers = profilers_of(psutil.Process(worker.pid))
     worker.send_signal(signal.SIGINT)
-    assert worker.wait(300) == 0
+    assert worker.wait(PATIENCE_SECONDS) == 0
     await_gone(profilers, 300)

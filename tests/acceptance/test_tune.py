@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.acceptance.conftest import Machine
+from tests.waits import PATIENCE_SECONDS
 
 SCRIPTS = Path(__file__).parents[1] / "tune_commands"
 AXOLOTL = f"""
@@ -21,7 +22,7 @@ sys.argv[1:] = [*sizes, "--gradient_accumulation_steps", "8", "--output_dir", gi
 runpy.run_path({str(SCRIPTS / "with_trainer.py")!r}, run_name="__main__")
 """
 """What answers like `axolotl train FILE`."""
-ASKED = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "40")
+ASKED = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "400")
 
 
 def test_a_trainer_is_tuned_and_runs_with_the_answer_and_its_own_batch(machine: Machine) -> None:
@@ -29,7 +30,7 @@ def test_a_trainer_is_tuned_and_runs_with_the_answer_and_its_own_batch(machine: 
     flags = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps=8", "--hub_token", "hf_secret")
     command = (sys.executable, SCRIPTS / "with_trainer.py", *flags, "--output_dir", out)
     process = machine.start("tune", *ASKED, "--run", "--", *command)
-    assert process.wait(300) == 0, machine.err(process)
+    assert process.wait(PATIENCE_SECONDS) == 0, machine.err(process)
     printed = machine.out(process)
     found = re.search(r"--per_device_train_batch_size 1 -> (\d)\s+--gradient_accumulation_steps 8 -> (\d)", printed)
     assert found is not None, printed
@@ -72,7 +73,7 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
         f"gradient_accumulation_steps: {steps}\n"
     )
     again = machine.start("tune", *asked, "--", "axolotl", "train", "own.yaml")
-    assert again.wait(60) == 2
+    assert again.wait(PATIENCE_SECONDS) == 2
     assert machine.err(again) == f"bexp: --write {tuned}: it exists\n"
 
 
@@ -92,7 +93,7 @@ def test_a_loop_of_ones_own_is_tuned_by_the_size_in_its_command(machine: Machine
 
 def test_a_command_that_trains_nothing_is_told_so(machine: Machine) -> None:
     process = machine.start("tune", "--device", "cpu", "--run", "--", sys.executable, "-c", "print('hello')")
-    assert process.wait(120) == 1
+    assert process.wait(PATIENCE_SECONDS) == 1
     said = machine.out(process) + machine.err(process)
     assert "hello" not in said.splitlines(), "there is no answer to run it with"
     assert "the command does not train" in said
@@ -103,9 +104,9 @@ def test_two_processes_are_tuned_and_each_runs_with_the_answer(machine: Machine)
     out = machine.folder / "out"
     launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     command = (*launched, SCRIPTS / "with_ranks.py", "trainer", "--steps", "100", "--slower", "0.002", "--output", out)
-    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "60")
+    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "400")
     process = machine.start("tune", *asked, "--run", "--", *command)
-    assert process.wait(300) == 0, machine.err(process)
+    assert process.wait(PATIENCE_SECONDS) == 0, machine.err(process)
     found = re.search(r"^ +after +micro_batch_size=(\d): ", machine.out(process), re.M)
     assert found is not None, machine.out(process)
     assert re.search(r"^ +processes +2: rank 1 is the slowest", machine.out(process), re.M), machine.out(process)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,9 +16,6 @@ from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from tests.api.serving import Served, in_process, start
 from tests.contracts.samples import make_report, make_request, make_worker
-
-GRACE_SECONDS = 100
-"""How long a service that is told to stop waits for its clients. Far more than any test needs."""
 
 
 @pytest.fixture
@@ -87,11 +83,3 @@ def serve() -> Iterator[Callable[[ServiceSettings], Served]]:
 @pytest.fixture
 def served(serve: Callable[[ServiceSettings], Served], settings: ServiceSettings) -> Served:
     return serve(settings)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Fail unless `condition` comes true within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)

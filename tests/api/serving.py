@@ -18,8 +18,10 @@ from bexp.api.listener import Server, bind, url_of
 from bexp.api.peers import Peer
 from bexp.api.serve import end_streams
 from bexp.api.settings import Limits, ServiceSettings
+from tests.waits import PATIENCE_SECONDS
 
-GRACE_SECONDS = 10
+GRACE_SECONDS = 100
+"""How long a service that is told to stop waits for its clients. Far more than any test needs."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Served:
         """Shut down as on SIGTERM; return how many seconds that took."""
         start = time.monotonic()
         self.server.should_exit = True
-        self.thread.join(2 * GRACE_SECONDS)
+        self.thread.join(PATIENCE_SECONDS)
         assert not self.thread.is_alive()
         return time.monotonic() - start
 
@@ -90,5 +92,5 @@ def start_app(
     server = Server(app, limits, on_ready=ready.set, on_shutdown=lambda: end(app), shutdown_seconds=GRACE_SECONDS)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(PATIENCE_SECONDS)
     return Served(url_of(host, listener), app, server, thread)

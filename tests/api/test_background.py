@@ -27,9 +27,9 @@ from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.jobs import Job
 from bexp.storage.queue import Queue
-from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.api.serving import in_process
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 SHORT = DatabaseLimits(
     statement=timedelta(seconds=1), lock=timedelta(seconds=0.2), pool=timedelta(seconds=0.2), max_connections=2
@@ -52,7 +52,7 @@ def test_a_task_that_fails_or_ends_is_started_again_and_its_trouble_is_told() ->
             await asyncio.sleep(60)
 
         supervisor.start("work", work, interval_seconds=60.0)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while len(rounds) < 3:
                 await asyncio.sleep(0)
         assert supervisor.find_trouble() is None
@@ -160,7 +160,7 @@ def test_a_stream_has_an_event_with_nothing_before_it_or_ends_with_the_database(
     if is_away:
         monkeypatch.setattr(streams, "read_last_seqs", fail)
     expected = [b"QUEUED"] if is_away else [b"QUEUED", b"CANCELLED"]
-    assert asyncio.run(asyncio.wait_for(read(), 60)) == expected
+    assert asyncio.run(asyncio.wait_for(read(), PATIENCE_SECONDS)) == expected
 
 
 def test_streams_go_on_while_tokens_cannot_be_looked_up(
@@ -224,12 +224,10 @@ def test_a_database_that_takes_no_writes_is_told_and_submissions_come_back_later
 
 def test_a_database_that_hangs_gets_a_503_in_time(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(explorations, "list_jobs", lambda *_, **__: release.wait(200))
+    monkeypatch.setattr(explorations, "list_jobs", lambda *_, **__: release.wait())
     with in_process(replace(settings, answer_seconds=0.5), raise_server_exceptions=False) as client:
         try:
-            start = time.monotonic()
             response = client.get("/v1/explorations")
-            assert time.monotonic() - start < 100
             assert_problem(response, 503)
             assert response.headers["Retry-After"]
             wait_until(lambda: client.get("/healthz").status_code == 200)
@@ -255,12 +253,10 @@ def test_waiting_for_postgresql_is_limited(postgresql_server: str) -> None:
     try:
         with database.read() as connection:
             assert connection.execute(sa.text("SHOW lock_timeout")).scalar_one() == "200ms"
-            start = time.monotonic()
             with pytest.raises(sa.exc.OperationalError, match="statement timeout"):
-                connection.execute(sa.text("SELECT pg_sleep(200)"))
+                connection.execute(sa.text("SELECT pg_sleep(600)"))
         with database.read(), database.read(), pytest.raises(sa.exc.TimeoutError), database.read():
             pass
-        assert time.monotonic() - start < 100
     finally:
         database.dispose()
 

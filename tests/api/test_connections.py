@@ -21,6 +21,7 @@ from bexp.api.process_log import OneLineFormatter, RateFilter
 from bexp.api.settings import Limits, ServiceSettings
 from tests.api.serving import Served
 from tests.api.test_serve import started
+from tests.waits import PATIENCE_SECONDS
 
 HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -33,7 +34,7 @@ def opened() -> Iterator[ExitStack]:
 
 def connect(url: str, stack: ExitStack, sent: bytes = b"") -> socket.socket:
     address = urlsplit(url)
-    connection = socket.create_connection((address.hostname, address.port), timeout=60)
+    connection = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS)
     stack.enter_context(connection)
     connection.sendall(sent)
     return connection
@@ -43,11 +44,11 @@ def test_connections_wait_while_the_service_does_something_else(
     serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
 ) -> None:
     served, may_end = serve(settings), threading.Event()
-    served.server.servers[0].get_loop().call_soon_threadsafe(may_end.wait, 60)
+    served.server.servers[0].get_loop().call_soon_threadsafe(may_end.wait)
     opened.callback(may_end.set)
     address = urlsplit(served.url)
     for _ in range(2 * BACKLOG):
-        opened.enter_context(socket.create_connection((address.hostname, address.port), timeout=5))
+        opened.enter_context(socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS))
 
 
 def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:
@@ -58,7 +59,7 @@ def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None
         assert process.stderr is not None
         line = process.stderr.readline()
         process.terminate()
-        _, more = process.communicate(timeout=60)
+        _, more = process.communicate(timeout=PATIENCE_SECONDS)
     assert line == "warning: a client left before it had sent its request: /v1/explorations\n"
     assert more == ""
 

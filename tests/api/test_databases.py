@@ -15,10 +15,10 @@ from bexp.storage.leaders import HOUSEKEEPER, hold_role
 from bexp.storage.queue import Queue
 from bexp.storage.schema import VERSION_TABLE, latest_revision
 from bexp.storage.tables import leaders
-from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_report, make_worker
+from tests.waits import wait_until
 
 
 def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], Database]) -> None:

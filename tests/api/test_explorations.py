@@ -12,11 +12,11 @@ from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.api.serving import Served
 from tests.api.test_logs import follow
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
+from tests.waits import wait_until
 
 EXPLORATIONS = "/v1/explorations"
 

@@ -23,9 +23,9 @@ from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError
 from bexp.storage.tables import audit, jobs, leaders
-from tests.api.conftest import wait_until
 from tests.api.serving import in_process
 from tests.contracts.samples import make_request
+from tests.waits import wait_until
 
 
 def test_one_process_notes_why_a_job_waits_and_another_takes_over(settings: ServiceSettings, queue: Queue) -> None:

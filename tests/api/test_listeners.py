@@ -27,6 +27,7 @@ from bexp.storage.tokens import create_token
 from tests.api.conftest import wait_until
 from tests.api.serving import Served, start_app
 from tests.api.test_connections import connect
+from tests.waits import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 MCP = {"Accept": "application/json, text/event-stream"}
@@ -51,7 +52,7 @@ class Listener:
     def send(self, message: Any = None, **headers: str) -> httpx.Response:
         """Send something by POST."""
         given = self.message if message is None else message
-        return httpx.post(f"{self.url}{self.path}", json=given, headers={**MCP, **headers}, timeout=60)
+        return httpx.post(f"{self.url}{self.path}", json=given, headers={**MCP, **headers}, timeout=PATIENCE_SECONDS)
 
     def head(self, *more: str) -> bytes:
         """The header of a request with a body, which may go on after the lines of `more`."""
@@ -116,7 +117,7 @@ def secret(sqlite_database: Database) -> str:
 
 
 def was_closed(connection: socket.socket) -> bool:
-    connection.settimeout(10)  # much less than the time for a header
+    connection.settimeout(PATIENCE_SECONDS)  # much less than the time for a header
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -134,7 +135,7 @@ def test_a_connection_without_a_whole_header_is_closed(listen: Listen, opened: E
 def test_single_bytes_do_not_extend_the_time_for_a_header(listen: Listen, opened: ExitStack) -> None:
     connection = connect(listen(header_seconds=0.4).url, opened)
     with pytest.raises(OSError, match=r"reset|[Bb]roken|closed"):
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end:
             connection.sendall(b"G")
             time.sleep(0.05)
@@ -156,7 +157,7 @@ def test_a_body_that_is_too_large_is_refused(listen: Listen, opened: ExitStack, 
 def test_idle_connections_make_room_for_a_new_one(
     listen: Listen, opened: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = listen(max_connections=20)
+    listener = listen(max_connections=20, header_seconds=2 * PATIENCE_SECONDS)
     caplog.clear()
     connections = [connect(listener.url, opened, b"P") for _ in range(60)]
     assert listener.send().status_code in {200, 202}
@@ -164,7 +165,7 @@ def test_idle_connections_make_room_for_a_new_one(
         assert was_closed(oldest)
     told = "there are 20 connections, which is the limit: the one that has waited longest for a request is closed"
     assert set(caplog.messages) == {told}
-    connections[41].settimeout(10)
+    connections[41].settimeout(PATIENCE_SECONDS)
     connections[41].sendall(listener.head("Content-Length: 2", "", "{}")[1:])
     assert connections[41].recv(9) == b"HTTP/1.1 ", "19 and the new one are not too many"
 
@@ -172,7 +173,7 @@ def test_idle_connections_make_room_for_a_new_one(
 def test_a_new_connection_is_closed_if_all_others_have_a_request(
     listen: Listen, opened: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = listen(max_connections=2)
+    listener = listen(max_connections=2, header_seconds=2 * PATIENCE_SECONDS)
     caplog.clear()
     head = listener.head("Content-Length: 5", "Expect: 100-continue", "")
     busy = [connect(listener.url, opened, head) for _ in range(2)]
@@ -221,7 +222,7 @@ def test_what_takes_too_long_to_answer_is_refused(
     listener, may_end = listen(answer_seconds=0.3), threading.Event()
     opened.callback(may_end.set)
     waits = {"serve": "bexp.storage.queue.Queue.enqueue", "mcp": "bexp.client.connection.Connection.request"}
-    monkeypatch.setattr(waits[listener.name], lambda *_, **__: may_end.wait(60))
+    monkeypatch.setattr(waits[listener.name], lambda *_, **__: may_end.wait(PATIENCE_SECONDS))
     answer = listener.send()
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
 
@@ -244,10 +245,10 @@ def test_more_idle_connections_than_open_files_keep_nobody_out(name: str, sqlite
     crowd = [connect(url, opened) for _ in range(700)]
     path, answers = {"serve": ("/healthz", 200), "mcp": ("/nothing", 404)}[name]
     for _ in range(3):
-        assert httpx.get(f"{url}{path}", timeout=60).status_code == answers
+        assert httpx.get(f"{url}{path}", timeout=PATIENCE_SECONDS).status_code == answers
     assert was_closed(crowd[0])
     process.terminate()
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
     assert "out of system resource" not in log
     assert 0 < log.count("\n") < 400, "each connection does not cost a line"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from tests.api.serving import in_process
 from tests.contracts.samples import make_request
+from tests.waits import wait_until
 
 
 def text_of(queue: Queue, job_id: str) -> str:
@@ -83,7 +83,5 @@ def test_a_service_writes_files_where_it_is_told_to(settings: ServiceSettings, q
     job = queue.enqueue(make_request())[0]
     path = log_path(tmp_path / "logs", "train", job.model_name, job.id)
     with in_process(replace(settings, log_dir=tmp_path / "logs")):
-        deadline = time.monotonic() + 30
-        while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: path.exists() and path.read_text())
     assert path.read_text() == text_of(queue, job.id)

@@ -21,10 +21,10 @@ from bexp.storage.events import PAGE, read_events, read_last_seqs
 from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from tests.api.conftest import GRACE_SECONDS, wait_until
 from tests.api.problems import assert_problem
-from tests.api.serving import Served
+from tests.api.serving import GRACE_SECONDS, Served
 from tests.contracts.samples import make_progress, make_recommendation
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 SSE = {"Accept": "text/event-stream"}
 JSON = {"Accept": "application/json"}
@@ -33,7 +33,7 @@ JSON = {"Accept": "application/json"}
 @contextmanager
 def follow(served: Served, path: str, **headers: str) -> Iterator[tuple[httpx.Response, Iterator[str]]]:
     url = f"{served.url}/v1/explorations/{path}"
-    with httpx.stream("GET", url, headers=headers, timeout=60) as response:
+    with httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS) as response:
         yield response, response.iter_lines()
 
 
@@ -251,7 +251,7 @@ def test_watchers_of_one_job_share_its_polls_and_its_pages(
     assert read == []
     queue.finish(lease, JobState.SUCCEEDED)
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
     assert counts == [3] * 8
     assert read == [lease.job_id]
     feed = served.app.state.service.feed

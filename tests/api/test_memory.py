@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from bexp.api.service import keep_trimmed
+from tests.waits import PATIENCE_SECONDS
 
 PIECE_BYTES, NUM_PIECES = 4000, 16_000
 
@@ -24,7 +25,7 @@ def test_the_pages_of_freed_pieces_go_back() -> None:
     async def trim_once() -> None:
         trimmed = asyncio.Event()
         task = asyncio.create_task(keep_trimmed(trimmed.set))
-        await asyncio.wait_for(trimmed.wait(), 30)
+        await asyncio.wait_for(trimmed.wait(), PATIENCE_SECONDS)
         task.cancel()
 
     asyncio.run(trim_once())

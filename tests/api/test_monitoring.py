@@ -15,10 +15,10 @@ from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs, workers
 from bexp.storage.workers import register_worker
-from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_request, make_worker
+from tests.waits import wait_until
 
 
 def read_metrics(client: TestClient) -> dict[str, float]:

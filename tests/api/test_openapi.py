@@ -15,6 +15,7 @@ from bexp.api import administration, examples, resources
 from bexp.api.refusals import Problem
 from bexp.api.settings import ServiceSettings
 from tests.api.serving import Served
+from tests.waits import PATIENCE_SECONDS
 
 
 def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -61,15 +62,15 @@ def test_who_asks_for_it_first_keeps_nobody_waiting(
     def describe() -> dict[str, Any]:
         calls.append(None)
         started.set()
-        may_end.wait(60)
+        may_end.wait()
         return {}
 
     monkeypatch.setattr(served.app, "openapi", describe)
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(httpx.get, f"{served.url}/openapi.json", timeout=60) for _ in range(3)]
+        asked = [pool.submit(httpx.get, f"{served.url}/openapi.json", timeout=PATIENCE_SECONDS) for _ in range(3)]
         try:
-            assert started.wait(60)
-            assert httpx.get(f"{served.url}/healthz", timeout=10).is_success
+            assert started.wait(PATIENCE_SECONDS)
+            assert httpx.get(f"{served.url}/healthz", timeout=PATIENCE_SECONDS).is_success
         finally:
             may_end.set()
         assert [one.result().json() for one in asked] == [{}] * 3

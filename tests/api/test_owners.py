@@ -28,10 +28,10 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import Quota, set_quota
 from bexp.storage.tables import tokens
 from bexp.storage.tokens import create_token, revoke_token, verify_token
-from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.api.serving import Served
 from tests.contracts.samples import make_progress, make_worker
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 HERE = "/v1/explorations"
 
@@ -206,7 +206,7 @@ def test_a_stream_ends_with_its_token_and_others_go_on(
     ended: list[dict[str, str]] = []
 
     def read_to_end(headers: dict[str, str]) -> None:
-        with httpx.stream("GET", url, headers=headers, timeout=60) as response:
+        with httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS) as response:
             assert response.status_code == 200
             for _ in response.iter_lines():
                 pass
@@ -222,12 +222,12 @@ def test_a_stream_ends_with_its_token_and_others_go_on(
         with sqlite_database.begin() as connection:
             past = sqlite_database.clock(-timedelta(seconds=1))
             connection.execute(sa.update(tokens).where(tokens.c.name == "ending").values(expires_at=past))
-    threads[0].join(60)
+    threads[0].join(PATIENCE_SECONDS)
     assert ended == [ending]
     assert threads[1].is_alive()
     wait_until(lambda: httpx.get(url, headers=ending).status_code == 401)
     queue.request_cancel(job["id"])
-    threads[1].join(60)
+    threads[1].join(PATIENCE_SECONDS)
     assert len(ended) == 2
 
 
@@ -244,7 +244,7 @@ def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests
         return served.num_watchers == number
 
     def refusal(headers: dict[str, str]) -> httpx.Response | None:
-        with httpx.stream("GET", url, headers=headers, timeout=60) as response:
+        with httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS) as response:
             if response.status_code == 200:
                 return None
             response.read()
@@ -252,7 +252,7 @@ def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests
 
     with ExitStack() as stack:
         for number, headers in enumerate((many, many, other), start=1):
-            stack.enter_context(httpx.stream("GET", url, headers=headers, timeout=60))
+            stack.enter_context(httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS))
             wait_until(partial(has_watchers, number))
         for headers, status in ((many, 429), (other, 503)):
             refused = refusal(headers)

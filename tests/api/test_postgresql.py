@@ -19,10 +19,10 @@ from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.queue import Queue
-from tests.api.conftest import wait_until
 from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 from tests.contracts.test_notifications import end_listeners
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 LONG = 600.0  # longer than a test waits for anything
 
@@ -70,7 +70,7 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
         wait_until(lambda: feed.num_watchers == 1)
         work.request_cancel(job.id)
         work.confirm_cancel(claim.lease)
-        reader.join(60)
+        reader.join(PATIENCE_SECONDS)
     assert texts[0].count("\n") == 5
 
 

@@ -22,9 +22,9 @@ from bexp.storage.audit import read_audit
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
-from tests.api.conftest import wait_until
 from tests.api.serving import Served
 from tests.contracts.samples import make_request
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 NGINX, OPENSSL = shutil.which("nginx"), shutil.which("openssl")
@@ -105,13 +105,13 @@ def test_the_proxy_passes_requests_and_streams_and_holds_back_floods(proxy: Prox
     assert proxy.client.post("/v1/explorations", content=b"{" * 300_000).status_code in {413, 415}
 
     job, _ = queue.enqueue(make_request())
-    with proxy.client.stream("GET", f"/v1/explorations/{job.id}/log?follow=true", timeout=60) as response:
+    with proxy.client.stream("GET", f"/v1/explorations/{job.id}/log?follow=true", timeout=PATIENCE_SECONDS) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("BEXP101")  # it comes through while the exploration goes on
         threading.Thread(target=queue.request_cancel, args=(job.id,)).start()
         assert [line[:7] for line in lines] == ["BEXP404"]
 
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=60) as silent:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_SECONDS) as silent:
         assert silent.recv(1) == b""
 
     answers = [proxy.client.get(here) for _ in range(90)]

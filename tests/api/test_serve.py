@@ -28,6 +28,7 @@ from bexp.api.settings import Limits, ServiceSettings
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
+from tests.waits import PATIENCE_SECONDS
 
 SCRIPT = """\
 import gc, sys
@@ -64,12 +65,14 @@ def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_p
         ready = httpx.get(f"{url}/readyz")
         assert (ready.json(), "Server" in ready.headers) == ({"status": "ready"}, False)
         job_id = httpx.post(f"{url}/v1/explorations", json=REQUEST).json()["id"]
-        with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=60) as response:
+        with httpx.stream(
+            "GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=PATIENCE_SECONDS
+        ) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("BEXP101")
             process.terminate()
             assert [line for line in lines if not line.startswith("BEXP1")] == []
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0
         assert stderr == ""
 
@@ -92,7 +95,7 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
         database.dispose()
         assert CliRunner().invoke(app, ["list", "--json"]).stdout == "[]\n"
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0
     assert stderr.strip() == HOW_TO_ADMIT
 
@@ -156,7 +159,7 @@ def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> No
             admitted = named | {"Authorization": f"Bearer {secret}"}
             assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
             process.terminate()
-            assert process.communicate(timeout=60)[1] == "", "there is a token, and no request is noted"
+            assert process.communicate(timeout=PATIENCE_SECONDS)[1] == "", "there is a token, and no request is noted"
         finally:
             process.kill()
 

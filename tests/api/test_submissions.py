@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from bexp.api.examples import REQUEST, REQUEST_YAML
 from tests.api.problems import assert_problem
+from tests.waits import PATIENCE_SECONDS
 
 EXPLORATIONS = "/v1/explorations"
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -358,7 +359,7 @@ def test_an_endless_body_is_refused_while_it_is_read(client: TestClient) -> None
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(asyncio.wait_for(client.app(scope, receive, send), 10))
+    asyncio.run(asyncio.wait_for(client.app(scope, receive, send), PATIENCE_SECONDS))
     assert sent[0]["status"] == 413
 
 

@@ -22,8 +22,8 @@ from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.peers import Peer, read_proxy
 from bexp.api.settings import ServiceSettings
 from bexp.api.turns import AT_ONCE, FEW, TurnMiddleware
-from tests.api.conftest import wait_until
 from tests.api.serving import Served
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 HALF = {"type": "http.request", "body": b"{", "more_body": True}
 WHOLE = {"type": "http.request", "body": b""}  # without the key, nothing follows
@@ -184,7 +184,7 @@ def test_a_request_that_waits_too_long_is_refused_and_waits_no_more() -> None:
     async def run() -> None:
         work = Work(answer_seconds=0.5)
         crowd = [work.ask("/crowd", CROWD) for _ in range(FEW + 2)]
-        await asyncio.wait(crowd, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(crowd, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         await settle()
         assert work.statuses.count(429) == 2
         assert work.statuses.count(503) >= FEW - AT_ONCE, "not the number of so few keeps them waiting"

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from transformers import MixtralConfig, MixtralForCausalLM, PretrainedConfig
 
 from bexp.tune.switched_off import nothing_random, without_batch_statistics, without_router_loss
+from tests.bexp.kernels.references import assert_same_values, relative_error
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_batch_norms_can_use_their_running_statistics_while_the_model_trains() -
     assert switched_off is not None
     with switched_off():
         model.train()  # as a training step does
-        assert torch.equal(model(x)[:2], model(x[:2]))
+        assert_same_values([model(x)[:2]], [model(x[:2])])
     assert model[0].training
-    assert not torch.equal(model(x)[:2], model(x[:2]))
+    assert relative_error(model(x)[:2], model(x[:2])) > 0.1
     assert without_batch_statistics(nn.Linear(1, 1)) is None

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from tests.waits import PATIENCE_SECONDS
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SECONDS = 60.0
 PATIENT = "(() => { try { const found = %s; return found instanceof Node || found } catch { return null } })()"
 """An element that was found counts as true; what is not there yet does not throw."""
 
@@ -97,9 +98,9 @@ class Chromium:
             raise PageError(details.get("exception", {}).get("description") or details["text"])
         return found["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = SECONDS) -> Any:
+    def wait_for(self, expression: str) -> Any:
         """Return the value of `expression` once it is true."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 value = self.evaluate(PATIENT % expression)
@@ -111,7 +112,7 @@ class Chromium:
                 return value
             if time.monotonic() > deadline:
                 text = self.evaluate("document.body.innerText.slice(0, 600)")
-                raise TimeoutError(f"not within {seconds} s: {expression}; {self.problems}; the page shows: {text}")
+                raise TimeoutError(f"it does not come true: {expression}; {self.problems}; the page shows: {text}")
             time.sleep(0.03)
 
     def press(self, key: str, code: int, text: str = "") -> None:

@@ -25,6 +25,7 @@ from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.replay.profiler import ReplayProfiler
 from tests.browser.chromium import Chromium, find_chromium
 from tests.simulated_tables import write
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.replay.samples import recording, request
 
 TOKEN_CHECK_SECONDS = 0.1
@@ -42,7 +43,7 @@ class GatedProfiler(ReplayProfiler):
         self.gate.set()
 
     def measure(self, task: TrialTask) -> Measurement:
-        assert self.gate.wait(120)
+        assert self.gate.wait(PATIENCE_SECONDS)
         return super().measure(task)
 
 
@@ -103,7 +104,7 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
     finished = queue.enqueue(request())[0].id
     for thread in threads:
         thread.start()
-    assert ready.wait(60)
+    assert ready.wait(PATIENCE_SECONDS)
     with Client(url, token) as client:
         assert list(client.events(finished))[-1].message
         yield Service(url, token, database, queue, profiler, client, finished)
@@ -111,6 +112,6 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
     worker.stop()
     server.should_exit = True
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
     database.dispose()

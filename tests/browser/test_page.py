@@ -17,6 +17,7 @@ from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service
 from tests.browser.views import CONTRAST, ENTER, TAB, button, count, log_in, open_exploration
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.replay.samples import MODEL, request
 
 MAX_BYTES = 600_000
@@ -25,7 +26,7 @@ MAX_PAINT_MILLISECONDS = 1000
 
 def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Service) -> None:
     paints: list[float] = []
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_SECONDS
     while not paints or (paints[-1] >= MAX_PAINT_MILLISECONDS and time.monotonic() < end):  # a busy host delays some
         log_in(browser, service)
         browser.wait_for("document.querySelector('.list tbody a')")

@@ -34,7 +34,7 @@ def check_view(browser: Chromium, *widths: int) -> None:
     """Check that a view fits, has readable texts in both schemes, and names everything that can be used."""
     for width in widths or (390, 2560):
         browser.resize(width, 900)
-        browser.wait_for(f"document.documentElement.scrollWidth <= {width}", 5)
+        browser.wait_for(f"document.documentElement.scrollWidth <= {width}")
     for dark in (False, True):
         browser.use_dark(dark)
         ratio, text = browser.evaluate(CONTRAST)
@@ -56,7 +56,12 @@ def check_view(browser: Chromium, *widths: int) -> None:
 
 def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Service) -> None:
     provisional = finish(
-        service, labels={"team": "pages"}, budget=Budget(confidence_target=99, max_trials=2), verify=False, seed=21
+        service,
+        labels={"team": "pages"},
+        budget=Budget(confidence_target=99, max_trials=2),
+        verify=False,
+        seed=21,
+        fresh=True,
     )
     best = service.client.result(provisional)
     assert best is not None

@@ -42,14 +42,14 @@ def test_a_list_goes_on_after_a_search_that_is_refused(browser: Chromium, servic
     choose(browser, "wanted", "one two three four five six seven eight nine")
     browser.wait_for(f"{NOTICE}.startsWith('search:')")
     asked = "performance.getEntriesByType('resource').filter(({ name }) => name.includes('nine')).length"
-    browser.wait_for(f"{asked} > 3", 10)
+    browser.wait_for(f"{asked} > 3")
     choose(browser, "wanted", "")
-    browser.wait_for(f"{NOTICE} === ''", 10)
+    browser.wait_for(f"{NOTICE} === ''")
     label = "a label of more words than a search can have"
     job_id = service.queue.enqueue(request(seed=61, labels={"about": label}))[0].id
-    browser.wait_for(f"document.querySelector('.list [data-id=\"{job_id}\"] button.label')", 10)
+    browser.wait_for(f"document.querySelector('.list [data-id=\"{job_id}\"] button.label')")
     browser.evaluate(f"document.querySelector('.list [data-id=\"{job_id}\"] button.label').click()")
-    browser.wait_for(f"document.querySelectorAll('.list tbody tr').length === 1 && {NOTICE} === ''", 10)
+    browser.wait_for(f"document.querySelectorAll('.list tbody tr').length === 1 && {NOTICE} === ''")
     intercept(
         browser,
         "window.held = options.signal; await new Promise((_, fail) => "
@@ -108,11 +108,11 @@ def test_each_view_appears_once_the_service_is_back(browser: Chromium, service: 
         browser.evaluate(f"(window.away = true, location.hash = '#/{view}')")
         browser.wait_for(f"{NOTICE} === 'It is away.'")
         browser.evaluate("window.away = false")
-        browser.wait_for(f"document.querySelector('{shown}') && {NOTICE} === ''", 10)
+        browser.wait_for(f"document.querySelector('{shown}') && {NOTICE} === ''")
     browser.evaluate(f"(window.full = true, location.hash = '#/explorations/{service.finished}')")
-    browser.wait_for(f"{NOTICE} === 'There are too many streams. The page tries again.'", 10)
+    browser.wait_for(f"{NOTICE} === 'There are too many streams. The page tries again.'")
     browser.evaluate("window.full = false")
-    browser.wait_for(f"document.querySelector('.log li') && {NOTICE} === ''", 10)
+    browser.wait_for(f"document.querySelector('.log li') && {NOTICE} === ''")
 
 
 def test_what_was_typed_is_there_after_the_login(browser: Chromium, service: Service) -> None:
@@ -159,7 +159,7 @@ def test_an_end_is_shown_although_the_service_was_away(browser: Chromium, servic
         service.profiler.gate.set()
     browser.wait_for(f"document.querySelector('.log .end') && {NOTICE} === 'It is away.'")
     browser.evaluate("new Promise((done) => slow(done, 600)).then(() => { window.away = false; })")
-    browser.wait_for(f"document.querySelector('.badge.succeeded') && {NOTICE} === ''", 10)
+    browser.wait_for(f"document.querySelector('.badge.succeeded') && {NOTICE} === ''")
 
     # A connection breaks between the last event and the end of its stream.
     intercept(
@@ -175,7 +175,7 @@ def test_an_end_is_shown_although_the_service_was_away(browser: Chromium, servic
     )
     browser.evaluate(f"location.hash = '#/explorations/{service.finished}'")
     browser.wait_for("window.broken && window.wasLost && document.querySelector('.log .end')")
-    browser.wait_for(f"{NOTICE} === ''", 10)
+    browser.wait_for(f"{NOTICE} === ''")
 
 
 def test_a_hidden_tab_holds_no_stream_and_misses_nothing(browser: Chromium, service: Service) -> None:
@@ -195,7 +195,7 @@ def test_a_hidden_tab_holds_no_stream_and_misses_nothing(browser: Chromium, serv
     browser.evaluate("wait(1000)")
     assert browser.evaluate(f"[streams.length, {NOTICE}]") == [1, ""]
     browser.evaluate(turn.replace("HIDDEN", "false"))
-    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelector('.log .end')", 10)
+    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelector('.log .end')")
     assert count(browser, ".log li") == len(service.client.stored_events(job_id))
 
 

@@ -19,13 +19,10 @@ from bexp.storage.jobs import JobState, get_summary
 from bexp.storage.tables import jobs
 from bexp.workers.replay.recording import Recording
 from tests.chaos.processes import TABLE, Service
+from tests.waits import PATIENCE_SECONDS
 
 ENDLESS = 2000
 """Trials of a job that takes long enough to be cancelled while it runs."""
-
-START_SECONDS = 180.0
-END_SECONDS = 45.0
-"""How long a cancel may take at most, on a machine that has more to do."""
 
 MOST_JOBS = 10
 """Jobs that are tried for one cancel."""
@@ -49,7 +46,7 @@ class Clients:
 
     def await_start(self) -> None:
         """Wait until the API answers."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError):
                 if self._http.get(f"{self._service.url}/readyz", timeout=5).is_success:
@@ -61,19 +58,19 @@ class Clients:
         """Submit a job that would run for long; return its id."""
         # Our own search knows enough after a fifth of a second; Optuna's goes on for some seconds.
         document = {**document_of(1, ENDLESS), "sampler": "tpe"}
-        reply = self._http.post(f"{self._service.url}/v1/explorations", json=document, timeout=60)
+        reply = self._http.post(f"{self._service.url}/v1/explorations", json=document, timeout=PATIENCE_SECONDS)
         return str(reply.json()["id"])
 
     def cancel(self, job_id: str) -> JobState | None:
         """Cancel a job, again where the API says to come back, and return how it ended; null if it did not in time."""
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            reply = self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=60)
+            reply = self._http.post(f"{self._service.url}/v1/explorations/{job_id}/cancel", timeout=PATIENCE_SECONDS)
             if reply.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
                 reply.raise_for_status()
                 break
             time.sleep(float(reply.headers["Retry-After"]))
-        return get_summary(self._database, job_id).state if self._await(job_id, FINAL, END_SECONDS) else None
+        return get_summary(self._database, job_id).state if self._await(job_id, FINAL) else None
 
     def owner_of(self, job_id: str) -> str:
         """Return the worker that holds a job."""
@@ -96,8 +93,8 @@ class Clients:
                 return None if state is None else time.monotonic() - begin
         return None
 
-    def _await(self, job_id: str, states: frozenset[JobState], seconds: float = START_SECONDS) -> bool:
-        deadline = time.monotonic() + seconds
+    def _await(self, job_id: str, states: frozenset[JobState]) -> bool:
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if get_summary(self._database, job_id).state in states:
                 return True

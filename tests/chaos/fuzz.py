@@ -52,6 +52,7 @@ from tests.chaos.processes import ROOT
 from tests.chaos.result import read_commit, write_document
 from tests.chaos.rounds import add_rounds
 from tests.contracts.samples import make_progress, make_recommendation, make_report, make_worker
+from tests.waits import PATIENCE_SECONDS
 
 NUM_CONNECTIONS = 8
 PIPELINED = (1, 1, 2, 4, 8)
@@ -59,7 +60,6 @@ MOST_GROWTH_BYTES = 50 << 20
 WARM_UP = 5000
 """Requests after which memory is measured for the first time, when caches are filled."""
 WATCH_SECONDS = 20.0
-START_SECONDS = 60.0
 KEPT_JOBS = 200
 QUOTAS = {"owner-tight": Quota(max_queued=3), "owner-full": Quota(max_stored_bytes=1)}
 OWNERS = ("owner-red", "owner-blue", *QUOTAS)
@@ -257,7 +257,7 @@ def served(database_url: str, folder: Path) -> Iterator[tuple[int, psutil.Proces
             [*command, "--token-rate", "0", "--address-rate", "0"], cwd=ROOT, env=environment, stderr=file
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while (found := re.search(r"serving http://[\d.]+:(\d+)", log.read_text())) is None:
             if time.monotonic() > deadline or process.poll() is not None:
                 raise RuntimeError(f"the service does not start: {log.read_text()[-500:]}")
@@ -265,7 +265,7 @@ def served(database_url: str, folder: Path) -> Iterator[tuple[int, psutil.Proces
         yield int(found[1]), psutil.Process(process.pid), log
     finally:
         process.terminate()
-        process.wait(START_SECONDS)
+        process.wait(PATIENCE_SECONDS)
 
 
 def fuzz(num: int, seed: int, seconds: float, *, postgres: bool = False) -> dict[str, Any]:

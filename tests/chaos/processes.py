@@ -19,6 +19,7 @@ from tests.chaos import failpoints
 from tests.chaos.fork_server import ForkServer, StartedProcess
 from tests.chaos.interposition import environment_with
 from tests.chaos.slow_worker import VARIABLE
+from tests.waits import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 2.0
@@ -26,9 +27,6 @@ CALM_SECONDS = 0.5
 """How much later than its end an API may be missed, and what it may still have to do when it answers again."""
 
 LOGGED_CHARACTERS = 8000
-END_SECONDS = 90.0
-"""How long a process may take to end, on a machine that has more to do."""
-
 STACK_BEGINS = ("Fatal Python error", "Thread 0x", "Current thread", "  File ")
 """Of the lines that Python writes when a signal aborts it."""
 
@@ -136,7 +134,7 @@ class Service:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         for process in processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))

@@ -10,7 +10,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,10 @@ def run_rounds(num: int, plan: Plan, path: Path, *, run: RunCampaign = run_campa
                 if ending.is_set():
                     break
                 both = [replace(plan, seed=secrets.randbelow(1 << 31), postgres=each) for each in (False, True)]
-                rounds = add_rounds(path, list(pool.map(lambda plan: _run_campaign(plan, ending, run), both)))
+                campaigns = [pool.submit(_run_campaign, each, ending, run) for each in both]
+                while wait(campaigns, timeout=1.0).not_done:
+                    pass  # a signal that comes just before this thread waits is handled when it has waited
+                rounds = add_rounds(path, [campaign.result() for campaign in campaigns])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -17,6 +17,7 @@ from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import is_current, upgrade
 from bexp.storage.workers import WorkerInfo
 from tests.chaos.fork_server import ForkServer
+from tests.waits import PATIENCE_SECONDS
 
 IMPORTED = (
     "alembic.command",
@@ -66,7 +67,7 @@ def run_two(work: Callable[[Database, str], None], url: str) -> list[str]:
         os.close(ready)
         are_ready = all(os.read(told, 1) for _ in processes)
         os.close(opener)
-        codes = [process.wait(500) for process in processes]
+        codes = [process.wait(PATIENCE_SECONDS) for process in processes]
         os.close(told)
         printed.seek(0)
         text = printed.read()

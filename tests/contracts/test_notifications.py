@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.notifications import NEW_EVENTS, Listener, notify_events, parse_events_message
-from tests.waits import Waits
+from tests.waits import PATIENCE_SECONDS, Waits
 
 
 def end_listeners(database: Database) -> int:
@@ -30,20 +30,20 @@ def test_a_listener_gets_what_is_committed_and_is_told_when_it_may_have_missed_s
     listener = Listener(postgresql, NEW_EVENTS, heard.put)
     listener.start()
     try:
-        assert heard.get(timeout=60) is None
+        assert heard.get(timeout=PATIENCE_SECONDS) is None
         with pytest.raises(ZeroDivisionError), postgresql.begin() as connection:
             notify_events(postgresql, connection, {"rolled-back": 1})
             raise ZeroDivisionError
         with postgresql.begin() as connection:
             notify_events(postgresql, connection, {"abc": 7})
-        message = heard.get(timeout=60)
+        message = heard.get(timeout=PATIENCE_SECONDS)
         assert message is not None
         assert parse_events_message(message) == ("abc", 7)
         assert end_listeners(postgresql) == 1
-        assert heard.get(timeout=60) is None
+        assert heard.get(timeout=PATIENCE_SECONDS) is None
         with postgresql.begin() as connection:
             notify_events(postgresql, connection, {"abc": 8})
-        assert heard.get(timeout=60) == "abc 8"
+        assert heard.get(timeout=PATIENCE_SECONDS) == "abc 8"
     finally:
         listener.close()
     assert not listener.is_listening

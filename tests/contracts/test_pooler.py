@@ -28,6 +28,7 @@ from bexp.storage.workers import list_workers, register_worker, worker_heartbeat
 from tests.contracts.jobs import ANSWER, claim_one, stored_trials
 from tests.contracts.samples import make_progress, make_report, make_request, make_trial, make_worker
 from tests.contracts.transaction_pooler import pooled
+from tests.waits import PATIENCE_SECONDS
 
 REPEATS = 7
 """The driver would prepare a statement for its sixth execution."""
@@ -150,6 +151,6 @@ def test_a_listener_notices_that_it_hears_nothing(behind: Database, monkeypatch:
     monkeypatch.setattr(notifications.logger, "info", lambda *_: probed.set())
     listener = Listener(behind, QUEUED_JOBS, lambda _: None)
     listener.start()
-    assert probed.wait(60)
+    assert probed.wait(PATIENCE_SECONDS)
     assert not listener.is_listening
     listener.close()

@@ -7,9 +7,8 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,8 +24,8 @@ from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.schema import upgrade
 from tests.contracts.jobs import ANSWER, claim_one, stored_trials
 from tests.contracts.samples import make_progress, make_report, make_request, make_trial
+from tests.waits import wait_until
 
-OUTAGE_SECONDS = 30.0
 USER = "pgserver" if os.geteuid() == 0 else None
 """PostgreSQL does not run as root."""
 
@@ -92,7 +91,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
         replica.start()
         primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
         primary.execute("SELECT pg_reload_conf()")
-        _wait(lambda: primary.execute("SELECT sync_state FROM pg_stat_replication") == "sync")
+        wait_until(lambda: primary.execute("SELECT sync_state FROM pg_stat_replication") == "sync")
         yield primary, replica
     finally:
         primary.kill()
@@ -134,13 +133,13 @@ def test_what_was_confirmed_is_there_and_the_job_goes_on(servers: tuple[Server, 
         client = threading.Thread(target=submit)
         client.start()
         try:
-            _wait(lambda: len(confirmed) > 20)
+            wait_until(lambda: len(confirmed) > 20)
             primary.kill()
             before = len(confirmed)
             replica.promote()
-            _wait(lambda: len(confirmed) > before + 20)
+            wait_until(lambda: len(confirmed) > before + 20)
             told.clear()
-            _wait(told.is_set)  # jobs are queued all the time
+            wait_until(told.is_set)  # jobs are queued all the time
         finally:
             ended.set()
             client.join()
@@ -151,10 +150,3 @@ def test_what_was_confirmed_is_there_and_the_job_goes_on(servers: tuple[Server, 
         assert get_job(database, running.id).state is JobState.SUCCEEDED
         assert stored_trials(database, running.id) == [make_trial(0), make_trial(1)]
         assert [event.seq for event in read_events(database, running.id)] == list(range(1, 6))
-
-
-def _wait(reached: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + OUTAGE_SECONDS
-    while not reached():
-        assert time.monotonic() < ends_at
-        time.sleep(0.02)

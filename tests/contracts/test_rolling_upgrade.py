@@ -26,6 +26,7 @@ from bexp.storage.tables import PREFIX
 from tests.api.serving import in_process
 from tests.contracts.jobs import ANSWER, codes
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
+from tests.waits import PATIENCE_SECONDS
 
 ADDITIVE = """
 import sqlalchemy as sa
@@ -45,7 +46,6 @@ def upgrade():
 """
 BEFORE, AFTER = 4, 8
 """Explorations that are to be finished before the upgrade, and after it."""
-MOST_SECONDS = 100
 
 
 def version_with(folder: Path, *, keep: Callable[[str], bool], later: str | None = None) -> ModuleType:
@@ -98,7 +98,7 @@ class Load:
 
     def work(self, worker: str) -> None:
         info = make_worker(worker, fingerprint=make_report().hardware.fingerprint)
-        ends_at = time.monotonic() + MOST_SECONDS
+        ends_at = time.monotonic() + PATIENCE_SECONDS
         while not (self._all_submitted.is_set() and len(self.finished) == len(self.submitted)):
             assert time.monotonic() < ends_at, "another worker has failed"
             claim = self._queue.claim(info)

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 
+from tests.waits import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 TARGETS = ROOT / "examples" / "targets"
 TINY = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "vocab_size": 64, "seq_length": 16}
@@ -41,7 +43,7 @@ def explore(folder: Path, target: str, config: Mapping[str, object], device: str
         | {"BEXP_LOCK_DIRECTORY": str(folder), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 
 FAKE_PYTHON = """#!/bin/sh
@@ -49,7 +51,7 @@ class Checkout:
         }
         command = ["make", "--no-print-directory", f"PYTHON={python or self.python}", *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=clean, capture_output=True, text=True, timeout=30, check=False
+            command, cwd=self.folder, env=clean, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
         )
 
     def count(self, part: str) -> int:

@@ -6,13 +6,14 @@ import threading
 import time
 
 from bexp.storage.database import WriterTurns
+from tests.waits import PATIENCE_SECONDS
 
 
 def _start_waiting(turns: WriterTurns, served: list[int], number: int) -> threading.Thread:
     """Start a thread that waits for a turn, and return it once it waits."""
 
     def wait() -> None:
-        assert turns.acquire(30)
+        assert turns.acquire(PATIENCE_SECONDS)
         served.append(number)
         turns.release()
 
@@ -30,7 +31,7 @@ def test_threads_get_their_turn_in_the_order_in_which_they_asked() -> None:
     assert turns.acquire(0)
     threads = [_start_waiting(turns, served, number) for number in range(6)]
     turns.release()
-    assert turns.acquire(30)  # behind all of them, although this thread has just had a turn
+    assert turns.acquire(PATIENCE_SECONDS)  # behind all of them, although this thread has just had a turn
     assert served == list(range(6))
     for thread in threads:
         thread.join()

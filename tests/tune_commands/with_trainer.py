@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Slow(Trainer):
     """Takes a fixed time for each token of a micro-batch, padding included, and has no memory for large ones."""
 
     seconds_per_token = 0.0
+    let_pass: Callable[[float], None]
     fail_from = fail_from_tokens = 1 << 30
     evaluation_fails_from_tokens = 1 << 30
     fail_if_applied = False
@@ -60,7 +61,8 @@ class Slow(Trainer):
             raise RuntimeError(f"the loss is {model.loss_function}")
         if len(inputs["input_ids"]) >= self.fail_from or inputs["input_ids"].numel() >= self.fail_from_tokens:
             raise MemoryError("out of memory")
-        time.sleep(self.seconds_per_token * inputs["input_ids"].numel())
+        if self.seconds_per_token:
+            self.let_pass(self.seconds_per_token * inputs["input_ids"].numel())
         return super().training_step(model, inputs, *given, **named)
 
     def prediction_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
@@ -101,6 +103,10 @@ def main() -> None:
     some = Subset(texts, range(96, 112))  # with the longest
     given = {"train_dataset": texts, "eval_dataset": some, "data_collator": Padded()}
     trainer = Slow(model=model, args=arguments, callbacks=[EarlyStoppingCallback(1000)], **given)
+    if options.seconds_per_token:
+        from tests.tune_commands.passing_time import let_pass  # it changes the clock of this process
+
+        trainer.let_pass = let_pass
     trainer.seconds_per_token, trainer.fail_from = options.seconds_per_token, options.fail_from
     trainer.fail_from_tokens = options.fail_from_tokens
     trainer.evaluation_fails_from_tokens = options.evaluation_fails_from_tokens

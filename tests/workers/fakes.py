@@ -14,6 +14,7 @@ from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
+from tests.waits import PATIENCE_SECONDS
 
 NUM_TRIALS = 3
 
@@ -53,7 +54,7 @@ class FakeProfiler:
         self.before_measure(task)
         if task.number in self._hanging:
             self.is_hanging.set()
-            assert self._interrupted.wait(90)
+            assert self._interrupted.wait(PATIENCE_SECONDS)
             raise ProfilerInterruptedError
         self.measured.append(task.number)
         outcome = self._outcomes.get(task.number, Outcome.OK)

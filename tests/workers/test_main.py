@@ -23,6 +23,7 @@ from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.serving import SERVICE_FAILED, database_limits, listen, serve_workers
 from tests.contracts.samples import make_request
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 
@@ -51,7 +52,7 @@ def test_each_device_runs_a_job_at_the_same_time(sqlite_database: Database) -> N
     queue = Queue(sqlite_database)
     for _ in range(2):
         queue.enqueue(make_request())
-    together = threading.Barrier(2, timeout=60)
+    together = threading.Barrier(2, timeout=PATIENCE_SECONDS)
 
     def meet(plan: object) -> None:
         together.wait()
@@ -109,7 +110,7 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
         thread.start()
         time.sleep(0.3)  # it has found no job by now and waits for a minute
         job, _ = Queue(client).enqueue(make_request())
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
         assert get_job(database, job.id).state is JobState.SUCCEEDED
         assert 2 <= max(counts) <= limits.max_connections == 4
     finally:
@@ -118,7 +119,6 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
         database.dispose()
 
 
-@pytest.mark.timeout(20)
 def test_a_signal_ends_a_worker_that_is_just_about_to_wait(sqlite_database: Database) -> None:
     num_signals = 0
 
@@ -141,7 +141,7 @@ def test_a_signal_ends_a_worker_that_is_just_about_to_wait(sqlite_database: Data
 
 
 def test_a_signal_ends_all_workers_of_a_process_at_once(sqlite_database: Database) -> None:
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=PATIENCE_SECONDS)
 
     class Slow(FakeProfiler):
         def start(self) -> None:

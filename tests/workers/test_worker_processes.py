@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +28,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from bexp.storage.workers import list_workers
+from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers import held_worker
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ class Workers:
     def end(self) -> None:
         for process in self._started:
             process.kill()
-            process.wait(300)
+            process.wait(PATIENCE_SECONDS)
             if process.stdin is not None:
                 process.stdin.close()
 
@@ -98,13 +98,6 @@ def workers(sqlite_database: Database, tmp_path: Path) -> Iterator[Workers]:
     started = Workers(sqlite_database, tmp_path)
     yield started
     started.end()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "it did not happen"
-        time.sleep(0.02)
 
 
 def profilers(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -123,11 +116,11 @@ def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Databa
     orphans = profilers(first)
     assert orphans
     first.send_signal(signal.SIGKILL)
-    first.wait(300)
+    first.wait(PATIENCE_SECONDS)
     for orphan in orphans:
         with suppress(psutil.NoSuchProcess):
             orphan.resume()
-    assert psutil.wait_procs(orphans, timeout=300)[1] == [], "a profiler outlives its worker"
+    assert psutil.wait_procs(orphans, timeout=PATIENCE_SECONDS)[1] == [], "a profiler outlives its worker"
     before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     assert len(before) == 2
     told = read_events(sqlite_database, job.id)
@@ -137,7 +130,7 @@ def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Databa
         connection.execute(sa.update(jobs).values(lease_expires_at=past))
 
     second = workers.start("--max-jobs", "1")
-    assert second.wait(300) == 0
+    assert second.wait(PATIENCE_SECONDS) == 0
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED
     assert done.attempt == 2
@@ -172,7 +165,7 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     busy = profilers(worker)
     queue.request_cancel(cancelled.id)
     wait_until(lambda: get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED)
-    assert psutil.wait_procs(busy, timeout=300)[1] == [], "the device is not free"
+    assert psutil.wait_procs(busy, timeout=PATIENCE_SECONDS)[1] == [], "the device is not free"
 
     workers.hold("1")
     other = MODEL.model_copy(update={"seq_length": 32})  # for which nothing that was measured is reused
@@ -180,8 +173,8 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     workers.await_hold()
     busy = profilers(worker)
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(300) == 0
-    assert psutil.wait_procs(busy, timeout=300)[1] == []
+    assert worker.wait(PATIENCE_SECONDS) == 0
+    assert psutil.wait_procs(busy, timeout=PATIENCE_SECONDS)[1] == []
     put_back = get_job(sqlite_database, job.id)
     assert (put_back.state, put_back.worker) == (JobState.QUEUED, None)
     assert read_trials(sqlite_database, job.id) != []
@@ -201,7 +194,7 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
     ranks = profilers(first)
     queue.request_cancel(job.id)
     wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.CANCELLED)
-    assert psutil.wait_procs(ranks, timeout=300)[1] == [], "a rank waits for another"
+    assert psutil.wait_procs(ranks, timeout=PATIENCE_SECONDS)[1] == [], "a rank waits for another"
     before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     assert len(before) >= 2, "exchanges and blocks"
     assert {trial.mesh_run for trial in before} == {None}, "no whole model was stored"
@@ -228,4 +221,4 @@ def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
     wait_until(lambda: profilers(worker) != [])
     assert worker.stdin is not None
     worker.stdin.close()
-    assert worker.wait(300) == 0
+    assert worker.wait(PATIENCE_SECONDS) == 0

@@ -20,6 +20,7 @@ from bexp.storage.queue import Queue
 from tests.api.cli.samples import ANSWER, EVENTS, RECOMMENDATION
 from tests.api.serving import start
 from tests.contracts.samples import make_worker
+from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., "Finished"]
 
@@ -108,7 +109,7 @@ class ScriptedWorker:
         self._thread.join()
 
     def _run(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             claim = self._queue.claim(make_worker("scripted"))
             if claim is None:

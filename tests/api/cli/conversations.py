@@ -13,6 +13,7 @@ from mcp.client.streamable_http import streamable_http_client
 from bexp.api.agents.http import create_app
 from bexp.api.settings import Limits
 from tests.api.serving import start_app
+from tests.waits import PATIENCE_SECONDS
 
 Call = Callable[..., Awaitable[Any]]
 MESSAGE = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
@@ -24,7 +25,7 @@ def talk(server: Any, conversation: Callable[[Client, Call], Awaitable[None]], *
     """Hold a conversation with a server; `call` returns the document of a tool, or the text of its failure."""
 
     async def main() -> None:
-        async with httpx2.AsyncClient(headers=headers, timeout=60) as http_client:
+        async with httpx2.AsyncClient(headers=headers, timeout=PATIENCE_SECONDS) as http_client:
             over_http = isinstance(server, str)
             await hold(streamable_http_client(server, http_client=http_client) if over_http else server)
 

@@ -28,6 +28,7 @@ from bexp.storage.database import Database
 from bexp.storage.tokens import create_token
 from tests.api.cli.conversations import ACCEPTED, MESSAGE, serve
 from tests.api.cli.samples import TINY
+from tests.waits import PATIENCE_SECONDS
 
 NUM_WAITING = 60
 
@@ -89,7 +90,7 @@ class Work:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             await asyncio.sleep(0.01)
 

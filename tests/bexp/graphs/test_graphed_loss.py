@@ -18,6 +18,7 @@ from bexp.graphs.recorder import NotCapturableError
 from bexp.transformers.graph import GraphedForward, graphed
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
+from tests.bexp.kernels.references import assert_same_values
 from tests.bexp.trainer.recommendations import document
 from tests.bexp.transformers import models
 
@@ -74,6 +75,10 @@ def pair(failure: Exception | None = None) -> tuple[Net, Net, GraphedLoss, Repea
     return plain, net, GraphedLoss(net, net.forward, recorder=recorder), recorder
 
 
+def gradients(net: Net) -> list[Tensor | None]:
+    return [parameter.grad for parameter in net.parameters()]
+
+
 def draw(number: int, rows: int = 3) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(number))
 
@@ -93,9 +98,8 @@ def test_accumulated_clipped_steps_end_in_the_same_weights(set_to_none: bool) ->
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
     assert recorder.repeats == 16
-    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
-    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=0, atol=0)
+    assert_same_values(losses[1], losses[0])
+    assert_same_values(net.parameters(), plain.parameters())
 
 
 def test_a_capture_in_the_middle_of_an_accumulation_changes_neither_gradients_nor_buffers() -> None:
@@ -106,8 +110,7 @@ def test_a_capture_in_the_middle_of_an_accumulation_changes_neither_gradients_no
     assert (graphed_loss.num_captures, graphed_loss.held_bytes, graphed_loss.always_replays) == (2, 7, True)
     assert recorder.repeats == 6
     assert net.calls == 3
-    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=0)
+    assert_same_values(gradients(net), gradients(plain))
 
 
 def test_calls_that_no_graph_can_serve_run_as_they_are() -> None:
@@ -131,8 +134,7 @@ def test_a_second_forward_before_the_backward_runs_as_it_is() -> None:
     (graphed_loss(x=draw(0)) + graphed_loss(x=draw(1))).backward()
     (plain(draw(0)) + plain(draw(1))).backward()
     assert recorder.repeats == 2
-    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, wanted.grad)
+    assert_same_values(gradients(net), gradients(plain))
     graphed_loss(x=draw(2))  # a loss that nobody keeps holds nothing up
     loss = graphed_loss(x=draw(3))
     loss.backward(retain_graph=True)
@@ -154,8 +156,7 @@ def test_a_failed_capture_says_why_once_and_leaves_the_model_as_it_was(
     assert graphed_loss.error is failure
     assert len(caplog.records) == 1
     assert net.calls == 3
-    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=0)
+    assert_same_values(gradients(net), gradients(plain))
 
 
 def test_parameters_that_moved_are_captured_again() -> None:

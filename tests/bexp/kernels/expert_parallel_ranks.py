@@ -28,6 +28,7 @@ from bexp.workers.targets.reference.local_peers import LocalPeers
 from tests.bexp.kernels import references
 from tests.bexp.kernels.rank_groups import join_groups, refusals_of
 from tests.forked_ranks import fork_ranks, run_ranks
+from tests.waits import PATIENCE_SECONDS
 
 NUM_RANKS = 4
 SIZES = (2, 4)
@@ -319,7 +320,11 @@ def run_gpu(folder: Path, rank: int) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group(
-        "nccl", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "nccl",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=PATIENCE_SECONDS),
     )
     group = ring_group()
     found: dict[str, Any] = {case.name: errors(case, group, str(device)) for case in gpu_cases()}

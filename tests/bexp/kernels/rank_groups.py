@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from tests.waits import PATIENCE_SECONDS
+
 
 def join_groups(folder: Path, rank: int, num_ranks: int, sizes: Sequence[int]) -> dict[int, Any]:
     """Join `num_ranks` ranks on the CPU; return, by size, this rank's group of neighbours."""
     torch.set_num_threads(1)
     store = FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=PATIENCE_SECONDS)
+    )
     groups = {}
     for size in sizes:
         for first in range(0, num_ranks, size):

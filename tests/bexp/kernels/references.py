@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,25 @@ def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
     difference = (actual.detach().double().cpu() - expected.detach().double().cpu()).norm()
     error = float(difference / expected.detach().double().cpu().norm().clamp(min=1e-30))
     return math.inf if math.isnan(error) else error
+
+
+ROUNDINGS = 8
+"""How far what is computed again may be off, in roundings of its dtype."""
+
+
+def assert_same_values(actual: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> None:
+    """Assert that tensors hold the same, up to rounding if they are floating-point.
+
+    The order of a sum depends on the shape, on the number of threads, on what the processor can do, and on where
+    numbers lie in memory. So only what was moved or chosen is the same bit by bit.
+    """
+    for mine, wanted in zip(actual, expected, strict=True):
+        assert mine is not None
+        assert wanted is not None
+        assert mine.dtype == wanted.dtype
+        tolerance = ROUNDINGS * torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
+        error = relative_error(mine, wanted)
+        assert error <= tolerance, f"{error} of the norm, shape {tuple(wanted.shape)}"
 
 
 def activation(x: Tensor, name: str, gated: bool) -> Tensor:

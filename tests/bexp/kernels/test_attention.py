@@ -38,8 +38,8 @@ def test_no_token_sees_the_future() -> None:
     for name in ("flash", "math"):
         before = attention_backend(name).run(q, k, v)
         after = attention_backend(name).run(q, k, torch.cat((v[:, :, :-1], v[:, :, -1:] + 1), dim=2))
-        assert torch.equal(before[:, :, :-1], after[:, :, :-1])
-        assert not torch.equal(before[:, :, -1], after[:, :, -1])
+        references.assert_same_values([after[:, :, :-1]], [before[:, :, :-1]])
+        assert references.relative_error(after[:, :, -1], before[:, :, -1]) > 0.1
 
 
 def test_support_on_cpu_says_why_not() -> None:

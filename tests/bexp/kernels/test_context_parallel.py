@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.bexp.kernels import context_parallel_ranks as ranks
 from tests.bexp.kernels import references
 from tests.bexp.kernels.thread_ring import run_ranks
 from tests.bexp.kernels.triton_interpreter import is_interpreting
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow(together="forked")
 
@@ -185,13 +187,13 @@ def test_half_precision_is_rounded_once() -> None:
     merged, merged_lse = running.result()
     assert merged.dtype == torch.bfloat16
     assert float(merged[0, 0, 0, 0]) == float(torch.tensor(256 / 257).to(torch.bfloat16))
-    assert float(merged_lse) == pytest.approx(float(torch.tensor(257.0).log()), abs=1e-5)
+    assert float(merged_lse) == pytest.approx(math.log(257), rel=256 * torch.finfo(torch.float32).eps)
 
 
 def test_a_merge_in_place_leaves_earlier_queries_alone() -> None:
     out, lse = torch.ones(1, 1, 3, 4), torch.zeros(1, 1, 3)
     merged_lse = merge_block(out, lse, torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2), 1, out)
-    assert out[0, 0, :, 0].tolist() == [1.0, 0.5, 0.5]
+    assert out[0, 0, :, 0].tolist() == pytest.approx([1.0, 0.5, 0.5])
     assert merged_lse[0, 0].tolist() == pytest.approx([0.0, 0.6931, 0.6931], abs=1e-3)
 
 
@@ -230,7 +232,9 @@ def test_the_kernel_in_the_interpreter() -> None:
         "kernel_merges or merging",
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    child = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert child.returncode == 0, child.stdout
 
 

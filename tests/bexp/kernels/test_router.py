@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from bexp.kernels.router import route, score
-from tests.bexp.kernels.references import relative_error
+from tests.bexp.kernels.references import assert_same_values, relative_error
 from tests.bexp.kernels.triton_interpreter import is_interpreting
+from tests.waits import PATIENCE_SECONDS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu")
 runs_kernels = pytest.mark.skipif(
@@ -57,7 +58,12 @@ def test_in_the_interpreter() -> None:
         pytest.skip("Triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
     child = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
 
@@ -74,8 +80,7 @@ def test_within_a_graph(norm: bool) -> None:
         weights.backward(gradient.to(DEVICE))
         assert leaf.grad is not None
         found.append((weights.detach(), leaf.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert_same_values(found[1], found[0])
 
 
 def test_a_gradient_that_others_hold_is_left_alone() -> None:

@@ -10,8 +10,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from bexp.kernels.context_parallel.ring import Passage, Ring
+from tests.waits import PATIENCE_SECONDS
 
-SECONDS = 60.0
 T = TypeVar("T")
 Boxes = list[dict[int, "SimpleQueue[Tensor]"]]
 
@@ -39,11 +39,13 @@ class ThreadPassage(Passage):
 
     def wait(self) -> None:
         """Until the predecessor has sent."""
-        self.received.copy_(self.box.get(timeout=SECONDS))
+        self.received.copy_(self.box.get(timeout=PATIENCE_SECONDS))
 
 
 def run_ranks(num_ranks: int, function: Callable[[Ring], T]) -> list[T]:
     """What `function` returns on each rank."""
     boxes: Boxes = [{tag: SimpleQueue() for tag in range(2)} for _ in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(function, [ThreadRing(rank, boxes) for rank in range(num_ranks)], timeout=SECONDS))
+        return list(
+            pool.map(function, [ThreadRing(rank, boxes) for rank in range(num_ranks)], timeout=PATIENCE_SECONDS)
+        )

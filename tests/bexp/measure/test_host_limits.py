@@ -11,6 +11,7 @@ import pytest
 
 from bexp.measure import host_limits as host
 from bexp.measure.heap import trim
+from tests.waits import PATIENCE_SECONDS
 
 
 def test_figures_of_this_host_are_plausible() -> None:
@@ -38,7 +39,9 @@ try:
 except MemoryError:
     print("refused")
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
+    )
     assert run.stdout.strip() == "refused"
 
 

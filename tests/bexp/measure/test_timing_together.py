@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bexp.measure.timing import HostTimer, Timing, TimingBudget
+from tests.waits import PATIENCE_SECONDS
 
 NUM_RANKS = 3
 
@@ -16,7 +17,7 @@ class Together:
     """Ranks that meet to compare; one that waits for another in vain is an error."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(NUM_RANKS, timeout=60)
+        self._barrier = threading.Barrier(NUM_RANKS, timeout=PATIENCE_SECONDS)
         self._said: dict[int, tuple[float, ...]] = {}
 
     def of(self, rank: int) -> Any:

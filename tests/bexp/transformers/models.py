@@ -88,8 +88,9 @@ def step(model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> Step:
     return Step(loss.detach(), gradients)
 
 
-def assert_same(actual: Step, wanted: Step, tolerance: float = 2e-5) -> None:
+def assert_same(actual: Step, wanted: Step) -> None:
     """The loss and every gradient agree, relative to the size of the gradient."""
+    tolerance = 2e-5
     assert abs(float(actual.loss - wanted.loss)) <= tolerance * float(wanted.loss)
     assert actual.gradients.keys() == wanted.gradients.keys()
     for name, gradient in wanted.gradients.items():

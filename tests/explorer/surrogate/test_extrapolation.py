@@ -65,7 +65,7 @@ def test_a_block_that_waits_says_nothing_of_what_others_launch() -> None:
 
 def test_host_seconds_are_less_certain_the_less_alike_components_are() -> None:
     _, std = estimate_host_seconds(COMPONENTS, np.full(4, 0.01), np.full(4, 1.0), observations())
-    assert std.tolist() == [0.1, 0.15, 0.3, 0.5]
+    assert std == pytest.approx([0.1, 0.15, 0.3, 0.5])
     runs = observations()[SEEN].runs
     _, std = estimate_host_seconds(
         COMPONENTS, np.full(4, 0.01), np.full(4, 1.0), {SEEN: ComponentObservations(runs * 4)}
@@ -84,7 +84,7 @@ def test_bytes_follow_similar_components_and_are_less_certain_the_less_alike_the
     assert found[:, 1] == pytest.approx([150, 300, 50])
     assert found[:, 2] == pytest.approx([150, 200, 50]), "what is only of the same kind counts up to twice or half"
     assert found[:, 3].tolist() == [100, 100, 100]
-    assert std.tolist() == [0.0, 0.03, 0.10, 0.25]
+    assert std == pytest.approx([0.0, 0.03, 0.10, 0.25])
     low, _ = estimate_bytes(COMPONENTS, predicted, observations(saved_bytes=10))
     assert low[0, 1:3] == pytest.approx([10, 50])
 

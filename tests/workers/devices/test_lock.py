@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLock, lock_folder
+from tests.waits import PATIENCE_SECONDS
 
 
 def test_two_locks_of_one_device_exclude_each_other(tmp_path: Path) -> None:
@@ -64,8 +65,8 @@ def test_the_lock_lives_as_long_as_a_process_that_inherited_it(tmp_path: Path) -
     with pytest.raises(DeviceBusyError):
         waiting.acquire(timeout_seconds=0.0)
     child.kill()
-    child.communicate(timeout=60)
-    assert waiting.acquire(timeout_seconds=60.0)
+    child.communicate(timeout=PATIENCE_SECONDS)
+    assert waiting.acquire(timeout_seconds=PATIENCE_SECONDS)
     waiting.release()
 
 
@@ -146,6 +147,6 @@ def test_two_users_exclude_each_other_and_the_wait_names_the_other() -> None:
                 DeviceBusyError, match=rf"\(process {other.pid} of user {user} since 20[\d: -]+: \S*python"
             ):
                 mine.acquire(timeout_seconds=0.0)
-            other.communicate("\n", timeout=60)
-        assert mine.acquire(timeout_seconds=60.0), "the other's file is everybody's"
+            other.communicate("\n", timeout=PATIENCE_SECONDS)
+        assert mine.acquire(timeout_seconds=PATIENCE_SECONDS), "the other's file is everybody's"
         mine.release()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from bexp.storage.tables import jobs
 from bexp.workers.jobs import heartbeat
 from bexp.workers.jobs.heartbeat import Interruption, LeaseHeartbeat
 from tests.contracts.samples import make_request, make_worker
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 POLL = timedelta(milliseconds=20)
 
@@ -35,13 +36,6 @@ def keeping(queue: Queue, lease: Lease) -> Iterator[tuple[LeaseHeartbeat, thread
     interrupted = threading.Event()
     with LeaseHeartbeat(queue, lease, interrupted.set, poll=POLL) as keeper:
         yield keeper, interrupted
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def expiry(database: Database) -> datetime:
@@ -69,7 +63,7 @@ def test_a_lease_is_extended_to_its_full_length_three_times_in_its_length(
             now += 19.5
             for _ in range(2):  # the first answer may be to the time before
                 asked.clear()
-                assert asked.wait(60)
+                assert asked.wait(PATIENCE_SECONDS)
             assert expiry(sqlite_database) == before, "it is not time yet"
             now += seconds - 19.5
             wait_until(lambda before=before: expiry(sqlite_database) > before)  # type: ignore[misc]  # no type of its default
@@ -86,7 +80,7 @@ def test_a_cancellation_interrupts(sqlite_database: Database) -> None:
     held = claim(queue)
     with keeping(queue, held.lease) as (keeper, interrupted):
         queue.request_cancel(held.job.id)
-        assert interrupted.wait(60)
+        assert interrupted.wait(PATIENCE_SECONDS)
         assert keeper.reason is Interruption.CANCELLED
 
 
@@ -95,7 +89,7 @@ def test_a_lost_lease_interrupts(sqlite_database: Database) -> None:
     held = claim(queue)
     with keeping(queue, held.lease) as (keeper, interrupted):
         queue.release(held.lease)
-        assert interrupted.wait(60)
+        assert interrupted.wait(PATIENCE_SECONDS)
         assert keeper.reason is Interruption.LEASE_LOST
 
 
@@ -127,7 +121,7 @@ def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterw
             connection.execute(sa.update(jobs).values(lease_expires_at=past))
         assert Queue(sqlite_database).claim(make_worker("b")) is not None
         away.clear()
-        assert interrupted.wait(60)
+        assert interrupted.wait(PATIENCE_SECONDS)
     assert keeper.reason is Interruption.LEASE_LOST
 
 

@@ -21,6 +21,7 @@ from bexp.workers.jobs.own_job import OwnJob
 from bexp.workers.jobs.worker import JobWorker
 from tests.contracts.jobs import store
 from tests.contracts.samples import make_report, make_request, make_worker
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.fakes import FakeProfiler
 
 
@@ -57,7 +58,7 @@ def ends(watch: Callable[[threading.Event], Any], seconds: float = 60.0) -> bool
     thread.start()
     has_ended = ending.wait(seconds)
     ending.set()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     return has_ended
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ from bexp.workers.jobs.worker import JobWorker, Registration, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
 from tests.contracts.samples import make_worker as a_worker
-from tests.waits import Waits
+from tests.waits import PATIENCE_SECONDS, Waits, wait_until
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 
@@ -48,17 +48,14 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         done = pool.submit(worker.run)
         queue = Queue(sqlite_database)
         job, _ = queue.enqueue(make_request())
-        assert seen.wait(60)
+        assert seen.wait(PATIENCE_SECONDS)
         assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
         assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
         versions = make_report().hardware.versions.model_dump(exclude_none=True) | installed_software()
         assert list_workers(sqlite_database)[0].info.versions == versions
-        deadline = time.monotonic() + 60
-        while get_job(sqlite_database, job.id).state is not JobState.SUCCEEDED and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+        wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.SUCCEEDED)
         worker.stop()
-        done.result(timeout=60)
+        done.result(timeout=PATIENCE_SECONDS)
     assert list_workers(sqlite_database) == []
 
 
@@ -69,9 +66,9 @@ def test_a_worker_stops_in_the_middle_of_a_trial(sqlite_database: Database) -> N
     worker = make_worker(sqlite_database, profiler)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(worker.run)
-        assert profiler.is_hanging.wait(60)
+        assert profiler.is_hanging.wait(PATIENCE_SECONDS)
         worker.stop()
-        done.result(timeout=60)
+        done.result(timeout=PATIENCE_SECONDS)
     assert get_job(sqlite_database, job.id).state is JobState.QUEUED
     assert profiler.calls[-1] == "close"
 
@@ -83,11 +80,11 @@ def test_a_worker_goes_on_after_a_cancelled_job(sqlite_database: Database) -> No
     worker = make_worker(sqlite_database, profiler)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(worker.run, max_jobs=2)
-        assert profiler.is_hanging.wait(60)
+        assert profiler.is_hanging.wait(PATIENCE_SECONDS)
         queue.request_cancel(cancelled.id)
         profiler._hanging.clear()
         job, _ = queue.enqueue(make_request())
-        done.result(timeout=60)
+        done.result(timeout=PATIENCE_SECONDS)
     assert get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
     # The profiler of a cancelled job may not be clean.
@@ -203,7 +200,7 @@ def test_a_worker_starts_while_the_database_is_locked(
             done = pool.submit(make_worker(impatient, FakeProfiler()).run, max_jobs=1)
             time.sleep(0.5)
             assert not done.done()
-        done.result(timeout=60)
+        done.result(timeout=PATIENCE_SECONDS)
     impatient.dispose()
     assert caplog.messages[0].endswith("is not in the list yet: (sqlite3.OperationalError) database is locked")
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
@@ -243,18 +240,12 @@ def test_a_worker_that_was_taken_off_the_list_is_on_it_again(
             raise sa.exc.OperationalError("UPDATE", {}, ConnectionError("refused\nIs it running?"))
         return worker_heartbeat(database, worker_id)
 
-    def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
     monkeypatch.setattr("bexp.workers.jobs.worker.worker_heartbeat", beat)
     with Registration(sqlite_database, a_worker("w")):
         forget_worker(sqlite_database, "w")
-        wait(lambda: [known.info.id for known in list_workers(sqlite_database)] == ["w"])
+        wait_until(lambda: [known.info.id for known in list_workers(sqlite_database)] == ["w"])
         away.set()
-        wait(lambda: bool(caplog.messages))
+        wait_until(lambda: caplog.messages)
     assert caplog.messages[0] == "worker w could not report to the database: (builtins.ConnectionError) refused"
     assert list_workers(sqlite_database) == []
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -56,10 +54,3 @@ def kill_while_starting(profiler: Profiler, times: int, monkeypatch: pytest.Monk
         return process
 
     monkeypatch.setattr(profiler._process, "_spawn", spawn_and_kill)
-
-
-def wait_for(done: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.process.profiler import Profiler
 from tests.forked_profilers import forked_profilers
+from tests.waits import wait_until
 from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import ENVIRONMENT, HUGE, measured_whole
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
@@ -226,10 +226,7 @@ def test_whoever_dies_between_trials_takes_the_others_along_and_is_replaced_in_s
     process, before = group._process.current, processes(group)
     assert process is not None
     os.kill(before[who].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while process.alive or any(is_alive(one) for one in before):
-        assert time.monotonic() < deadline, "the others stay"
-        time.sleep(0.02)
+    wait_until(lambda: not process.alive and not any(map(is_alive, before)), "the others stay")
     assert works(group)
 
 

@@ -22,6 +22,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.bexp.test_child_process import write_hostile_packages
 from tests.contracts.samples import make_worker
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def run_worker(database: Database, folder: Path, *options: str) -> int:
     environment["PYTHONPATH"] = str(PACKAGES_FOLDER)
     command = module_command("bexp.workers", *options, "--max-jobs", "1")
     return subprocess.run(
-        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, timeout=500, check=False
+        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, timeout=PATIENCE_SECONDS, check=False
     ).returncode
 
 

@@ -25,6 +25,7 @@ from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.process.protocol import Begin, Reply, ReportReply, RunTrial
 from tests.forked_profilers import forked_profilers
+from tests.waits import wait_until
 from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import (
     ENVIRONMENT,
@@ -32,7 +33,6 @@ from tests.workers.process.profilers import (
     kill_while_starting,
     measured_whole,
     slow_trial,
-    wait_for,
     works,
 )
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
@@ -265,7 +265,7 @@ def test_a_process_that_dies_between_trials_is_replaced_in_silence_even_if_its_r
     process, restarts = profiler._process.current, profiler.restarts
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: not process.alive)
+    wait_until(lambda: not process.alive)
     kill_while_starting(profiler, 2, monkeypatch)
     assert works(profiler)
     assert profiler.restarts == restarts + 1, "once for the trials; a process that never was ready is no restart"
@@ -341,7 +341,7 @@ def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless
         doomed = profiler._process._spare
         assert doomed is not None
         os.kill(doomed.pid, signal.SIGKILL)
-        wait_for(lambda: not doomed.alive)  # later than it is a zombie, which it is once its first thread has ended
+        wait_until(lambda: not doomed.alive)  # later than it is a zombie, which it is once its first thread has ended
         refused = candidate(1, attention="cudnn")  # at once, while compiling would take seconds
         result = profiler.measure(plan(refused, components_of(refused)[1:2]))  # which also starts another spare
         assert result.outcome is Outcome.UNSUPPORTED

@@ -14,11 +14,8 @@ import pytest
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from bexp.workers.process.profiler import Profiler
-from tests.workers.process.profilers import (
-    ENVIRONMENT,
-    kill_while_starting,
-    wait_for,
-)
+from tests.waits import PATIENCE_SECONDS, wait_until
+from tests.workers.process.profilers import ENVIRONMENT, kill_while_starting
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +27,7 @@ import sys
 import bexp.api.cli.explore, bexp.api.stored, bexp.workers.__main__
 sys.exit(bool(sys.modules.keys() & {"torch", "alembic", "rich", "transformers", "fastapi", "httpx"}))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=500, cwd=Path(__file__).parents[3])
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_SECONDS, cwd=Path(__file__).parents[3])
 
 
 def test_a_device_that_does_not_exist_is_an_error() -> None:
@@ -78,6 +75,6 @@ while True:
     time.sleep(0.5)
     assert child.is_running()
     parent.kill()
-    parent.communicate(timeout=500)
-    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert DeviceLocks(["cpu"], directory=tmp_path).acquire(timeout_seconds=60.0)
+    parent.communicate(timeout=PATIENCE_SECONDS)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert DeviceLocks(["cpu"], directory=tmp_path).acquire(timeout_seconds=PATIENCE_SECONDS)

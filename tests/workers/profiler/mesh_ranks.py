@@ -39,6 +39,7 @@ from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
 from bexp.workers.targets.reference.target import ReferenceTarget
 from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
+from tests.waits import PATIENCE_SECONDS
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}
 IMPORTED_LATE = (*SHARDING, "torch.distributed.pipelining")
@@ -293,7 +294,7 @@ def components_plan(components: tuple[Component, ...], number: int, model: Model
         model=model,
         candidate=Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=2),
         components=components,
-        timeout_seconds=60,
+        timeout_seconds=PATIENCE_SECONDS,
         num_processes=number,
     )
 
@@ -333,7 +334,7 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
             kind=TrialKind.WHOLE_MODEL,
             model=model,
             candidate=candidate,
-            timeout_seconds=60,
+            timeout_seconds=PATIENCE_SECONDS,
             num_processes=mesh.num_devices,
             mesh_run=run,
         )

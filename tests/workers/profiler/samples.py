@@ -9,6 +9,7 @@ from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
+from tests.waits import PATIENCE_SECONDS
 
 MODEL = ModelSpec(
     name="small",
@@ -58,7 +59,7 @@ def plan(
     components: tuple[Component, ...] | None = None,
     *,
     model: ModelSpec = MODEL,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = PATIENCE_SECONDS,
     num_processes: int = 1,
 ) -> TrialTask:
     """A components trial; of all the candidate's components unless some are named."""
@@ -79,6 +80,6 @@ def whole_model_plan(chosen: Candidate, *, model: ModelSpec = MODEL, num_process
         kind=TrialKind.WHOLE_MODEL,
         model=model,
         candidate=chosen,
-        timeout_seconds=60.0,
+        timeout_seconds=PATIENCE_SECONDS,
         num_processes=num_processes,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -238,9 +239,9 @@ def test_every_timing_carries_its_conditions(instruments: UnlimitedBench, sessio
 def test_a_long_step_of_a_whole_model_is_timed_once_on_a_host_with_the_same_peak(
     session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session.answer(RunTrial(task=whole_model_plan(candidate())))
-    monkeypatch.setitem(LONG_STEP_SECONDS, "cpu", 0.0)
-    session.answer(RunTrial(task=whole_model_plan(candidate())))
+    for longest in (math.inf, 0.0):
+        monkeypatch.setitem(LONG_STEP_SECONDS, "cpu", longest)
+        session.answer(RunTrial(task=whole_model_plan(candidate())))
     short, long = (trial.whole_model for trial in finished_trials(sent))
     assert short is not None and long is not None
     assert (short.repeats >= 3, long.repeats) == (True, 1)

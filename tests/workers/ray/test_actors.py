@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
 from tests.contracts.samples import make_candidate, make_report, make_request
+from tests.waits import wait_until
 from tests.workers.ray import fakes
 from tests.workers.ray.fake_cluster import FakeRay, UnlikeProfilers
 from tests.workers.ray.fakes import BROKEN, CRASHING, SLOW, open_fake
@@ -45,15 +47,8 @@ def plan(number: int, size: int = 1) -> TrialTask:
     )
 
 
-def await_capacity(pool: RayDevicePool, number: int) -> None:
-    deadline = time.monotonic() + 60
-    while pool.capacity < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_each_device_runs_a_trial(pool: RayDevicePool) -> None:
-    await_capacity(pool, 2)
+    wait_until(lambda: pool.capacity == 2)
     assert pool.hardware() == make_report().hardware
     for number in range(4):
         pool.submit(plan(number))
@@ -87,9 +82,14 @@ def test_a_trial_that_loses_every_actor_has_that_as_its_outcome(pool: RayDeviceP
 def test_a_device_unlike_the_first_is_left_out_with_an_event(ray: FakeRay) -> None:
     pool = RayDevicePool("auto", ("cpu",), open_profiler=UnlikeProfilers())
     pool.start()
-    deadline = time.monotonic() + 60
-    while not (events := pool.take_events()) and time.monotonic() < deadline:
+    events: list[EventDraft] = []
+
+    def told() -> bool:
+        events.extend(pool.take_events())
         assert pool.capacity == 1
+        return bool(events)
+
+    wait_until(told)
     assert "is left out: its hardware is" in events[0].message
     pool.close()
     assert ray.num_killed == 2

@@ -23,6 +23,7 @@ from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
 from tests.contracts.samples import make_candidate, make_report, make_request
+from tests.waits import wait_until
 from tests.workers.ray.fakes import BROKEN, CRASHING, DEADLY, GATE, OPEN, SLOW, open_fake, open_unlike
 
 ray: Any = pytest.importorskip("ray")
@@ -47,7 +48,7 @@ class Gate:
     def await_begun(self, *numbers: int) -> list[int]:
         """Wait until these slow trials have begun; return the ids of their processes."""
         files = [self._folder / f"{number}.begun" for number in numbers]
-        until(lambda: all(file.exists() for file in files))
+        wait_until(lambda: all(file.exists() for file in files))
         return [int(file.read_text()) for file in files]
 
 
@@ -112,15 +113,8 @@ def ready(pool: RayDevicePool, number: int, request: ExplorationRequest | None =
     """Started, with a job, and `number` actors."""
     pool.start()
     pool.begin(request or make_request())
-    until(lambda: pool.capacity == number)
+    wait_until(lambda: pool.capacity == number)
     return pool
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to be"
-        time.sleep(0.05)
 
 
 def test_trials_run_side_by_side_and_come_back_as_they_end(make_pool: Callable[..., RayDevicePool], gate: Gate) -> None:
@@ -186,7 +180,7 @@ def test_unlike_hardware_is_left_out_with_an_event(make_pool: Callable[..., RayD
         told.extend(event.message for event in pool.take_events())
         return bool(told)
 
-    until(look)
+    wait_until(look)
     assert len(told) == 1
     assert "is left out" in told[0]
     assert pool.measure(plan(0)).outcome is Outcome.OK
@@ -223,7 +217,7 @@ def test_a_node_that_dies_in_the_middle_of_a_trial(
         pool.submit(plan(number, SLOW))
     pids = gate.await_begun(0, 1, 2)
     cluster.remove_node(node, allow_graceful=False)
-    until(lambda: not all(map(psutil.pid_exists, pids)))
+    wait_until(lambda: not all(map(psutil.pid_exists, pids)))
     gate.open()
     done = [pool.wait() for _ in range(3)]
     assert sorted(p.number for p, _ in done) == [0, 1, 2]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.workers.profiler.trials import component
 from bexp.workers.profiler.trials.component import new_width_seconds
 
 PLANNING_SECONDS = 0.03
@@ -22,6 +23,7 @@ class Planning:
 
     def __init__(self) -> None:
         self.widths: list[int] = []
+        self.now = 0.0
 
     @contextmanager
     def at(self, batch: TextBatch) -> Iterator[Any]:
@@ -34,9 +36,10 @@ class Planning:
 
     def forward(self) -> None:
         if not self.widths:
-            time.sleep(0.1)
+            self.now += 0.1
         if self.width not in self.widths:
-            time.sleep(PLANNING_SECONDS)
+            self.now += PLANNING_SECONDS
+        self.now += 0.002
         self.widths.append(self.width)
 
     def prepare_backward(self) -> None: ...
@@ -44,11 +47,13 @@ class Planning:
     def backward(self) -> None: ...
 
 
-def test_each_measurement_takes_widths_that_the_process_has_not_run() -> None:
+def test_each_measurement_takes_widths_that_the_process_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = Planning()
+    monkeypatch.setattr(component, "time", SimpleNamespace(perf_counter=lambda: passes.now))
+    monkeypatch.setattr(component, "_widths_run", set())
     usual = TextBatch(((701,), (333,)), 701)
     for _ in range(2):
         found = new_width_seconds(cast("Any", passes), passes.at, usual)
-        assert found == pytest.approx(PLANNING_SECONDS, rel=0.5)
+        assert found == pytest.approx(PLANNING_SECONDS)
     assert len(set(passes.widths)) == 4
     assert all(width <= 701 for width in passes.widths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +21,9 @@ from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, C
 from bexp.workers.targets.custom.training_command import TrainingCommand, locks_of
 from tests.forked_trainings import SCRIPTS
 from tests.tune_commands import with_a_loader, with_trainer
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 pytestmark = [pytest.mark.slow(together="trainings"), pytest.mark.usefixtures("forked_trainings")]
-SECONDS = 120.0
 
 
 class Commands:
@@ -50,19 +49,20 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comman
 
 
 def open_(process: CommandProcess, **choice: Any) -> dict[str, Any]:
-    return process.ask("open", SECONDS, device="cpu", choice=choice or None)
+    return process.ask("open", PATIENCE_SECONDS, device="cpu", choice=choice or None)
 
 
-def measure(process: CommandProcess, size: int, seconds: float = SECONDS) -> WholeModelMeasurement:
+def measure(process: CommandProcess, size: int, seconds: float = PATIENCE_SECONDS) -> WholeModelMeasurement:
     return WholeModelMeasurement.model_validate(process.ask("measure", seconds, micro_batch_size=size))
 
 
 def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(commands: Commands) -> None:
     out = commands.folder / "out"
     script = str(SCRIPTS / "with_trainer.py")
-    process = commands("-u", script, "--output_dir", str(out), gradient_checkpointing=[False, True])
+    slowly = ("--seconds_per_token", "5e-4")
+    process = commands("-u", script, *slowly, "--output_dir", str(out), gradient_checkpointing=[False, True])
     assert open_(process, gradient_checkpointing=True) == {"dimensions": {"gradient_checkpointing": [False, True]}}
-    described = process.ask("describe", SECONDS)
+    described = process.ask("describe", PATIENCE_SECONDS)
     assert described["class_name"] == "GPT2LMHeadModel"
     assert (described["batch_size"], described["micro_batch_size"]) == (8, 2)
     assert 30 < described["seq_length"] < 45, "the mean length of the texts"
@@ -110,7 +110,7 @@ def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
     script, *others = arguments
     process = commands(str(SCRIPTS / script), *others, "--seconds_per_token", str(per_token), batch_size=8)
     open_(process)
-    described = process.ask("describe", SECONDS)
+    described = process.ask("describe", PATIENCE_SECONDS)
     lengths = np.array([len(texts[place]["input_ids"]) for place in range(200)])
     assert described["seq_length"] == round(lengths.mean())
     for size in sizes:
@@ -158,7 +158,7 @@ def test_what_nothing_can_set_is_refused_in_a_sentence(commands: Commands, scrip
     process = commands(str(SCRIPTS / script[0]), *script[1:], wrong=[True, False], batch_size=4)
     with pytest.raises(TrialFailedError) as caught:
         open_(process)
-        process.ask("describe", SECONDS)
+        process.ask("describe", PATIENCE_SECONDS)
     assert str(caught.value) == f"{said}: put {{wrong}} where the command takes it"
     assert caught.value.outcome is Outcome.UNSUPPORTED
     assert not process.alive
@@ -172,7 +172,7 @@ def test_a_loop_with_its_size_in_the_command_is_started_for_each_size(commands: 
         batch_size=64,
     )
     open_(process)
-    described = process.ask("describe", SECONDS)
+    described = process.ask("describe", PATIENCE_SECONDS)
     assert (described["batch_size"], described["micro_batch_size"]) == (64, FIRST_SIZE)
     assert described["num_parameters"] == 256 * 512 * 2 + 512 + 256
     assert measure(process, 1).repeats >= 3 * 64
@@ -195,7 +195,7 @@ def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) ->
     process = commands("-u", str(SCRIPTS / "with_accelerate.py"), "--output", str(out))
     open_(process)
     first = process.pid
-    described = process.ask("describe", SECONDS)
+    described = process.ask("describe", PATIENCE_SECONDS)
     assert (described["batch_size"], described["micro_batch_size"]) == (16, 4)
     assert measure(process, 4).repeats >= 6
     assert measure(process, 16).micro_step_seconds > 0
@@ -311,10 +311,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Co
     with pytest.raises(TrialFailedError, match="did not answer in time") as caught:
         process.ask("open", 1.5, device="cpu", choice=None)
     assert caught.value.outcome is Outcome.TIMED_OUT
-    deadline = time.monotonic() + 5
-    while (left := _named("time.sleep(600)")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
+    wait_until(lambda: not _named("time.sleep(600)"))
 
 
 def test_a_command_ends_when_the_trial_does(commands: Commands) -> None:
@@ -323,7 +320,7 @@ def test_a_command_ends_when_the_trial_does(commands: Commands) -> None:
     assert process._line is not None
     assert process._popen is not None
     process._line.close()  # as the kernel does for a profiler that is killed
-    assert process._popen.wait(20) == 0
+    assert process._popen.wait(PATIENCE_SECONDS) == 0
 
 
 def test_the_hook_runs_the_sitecustomize_that_it_hides(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +344,7 @@ def test_a_command_whose_own_size_has_no_memory_is_described_by_half_of_it(comma
     given = ("--fail_from", "2", "--evaluation_fails_from_tokens", "1024")
     process = commands(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"), *given)
     open_(process)
-    described = process.ask("describe", SECONDS)
+    described = process.ask("describe", PATIENCE_SECONDS)
     assert (described["batch_size"], described["micro_batch_size"]) == (8, 1), "its own size is 2"
     assert described["evaluation"]["peak_bytes"] is None
     assert measure(process, 1).repeats > 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from bexp.workers.targets.reference.norm import EPSILON
 from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from tests.bexp.kernels.references import relative_error
+from tests.waits import PATIENCE_SECONDS
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -53,9 +54,9 @@ def test_ranks_with_half_of_the_heads_have_half_of_the_result_each() -> None:
     def run(rank: int) -> None:
         def total(own: Tensor) -> Tensor:
             given[rank] = own
-            barrier.wait(10)
+            barrier.wait(PATIENCE_SECONDS)
             summed = given[0] + given[1]
-            barrier.wait(10)
+            barrier.wait(PATIENCE_SECONDS)
             return summed
 
         parts = [each.chunk(size, 0 if each.dim() == 1 else 2)[rank] for each in tensors]
@@ -65,7 +66,7 @@ def test_ranks_with_half_of_the_heads_have_half_of_the_result_each() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_SECONDS)
     joined = [torch.cat(both, 0 if both[0].dim() == 1 else 2) for both in zip(*found, strict=True)]
     expected = outcome(whole, [tensor.double() for tensor in tensors])
     errors = [relative_error(one, other) for one, other in zip(joined, expected, strict=True)]

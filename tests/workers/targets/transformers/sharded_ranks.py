@@ -35,6 +35,7 @@ from bexp.workers.targets.transformers.self_check import SelfCheck
 from bexp.workers.targets.transformers.target import TransformersTarget
 from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.targets.transformers.targets import CPU, request_for
 
 NUM_RANKS = 2
@@ -78,7 +79,7 @@ class Rank:
             kind=TrialKind.WHOLE_MODEL,
             model=self.parts,
             candidate=candidate_at(Sharding.NONE),
-            timeout_seconds=60.0,
+            timeout_seconds=PATIENCE_SECONDS,
             num_processes=NUM_RANKS,
         )
         self.groups.prepare(task)

@@ -51,7 +51,7 @@ def test_layers_that_round_nothing_are_not_off(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(fake_torchao, "rounded", unchanged)
     found = compare_float8(open_target()._parts(), "rowwise")
-    assert (found.output_error, found.gradient_error) == (0.0, 0.0)
+    assert max(found.output_error, found.gradient_error) <= torch.finfo(torch.bfloat16).eps
     monkeypatch.setattr(fake_torchao, "rounded", lambda tensor: 0.0 * tensor)
     found = compare_float8(open_target()._parts(), "rowwise")
     assert found.output_error > 0.3, "what attention and the FFN add to the hidden states is gone"

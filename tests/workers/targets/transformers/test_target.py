@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
@@ -19,6 +18,7 @@ from bexp.measure import host_limits
 from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrialError
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.self_check import SelfCheck
+from tests.bexp.kernels.references import assert_same_values
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
 
 pytest.importorskip("transformers")
@@ -68,7 +68,7 @@ def test_parts_with_a_policy_that_is_named_are_those_of_the_whole_model() -> Non
             whole.step()
             ran[name] = [parameter.detach().clone() for parameter in whole._model.parameters()]
     for name in names[1:]:
-        assert all(torch.equal(own, plain) for own, plain in zip(ran[name], ran["none"], strict=True)), name
+        assert_same_values(ran[name], ran["none"])
 
 
 def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all_layers(
