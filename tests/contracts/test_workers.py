@@ -6,7 +6,7 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.tables import workers
-from bexp.storage.workers import forget_worker, list_workers, register_worker, worker_heartbeat
+from bexp.storage.workers import forget_worker, list_workers, register_worker
 from tests.contracts.samples import make_worker
 
 WORKER = make_worker("host-1-cpu", targets={"bexp": "0.1.0", "transformers": "5.23.0"})
@@ -22,11 +22,10 @@ def test_a_worker_lives_as_long_as_it_says_so(database: Database) -> None:
     assert [worker.info for worker in list_workers(database)] == [WORKER]
     age(database, timedelta(minutes=1))
     assert list_workers(database) == []
-    assert worker_heartbeat(database, WORKER.id)
+    register_worker(database, WORKER)
     assert [worker.info for worker in list_workers(database)] == [WORKER]
     forget_worker(database, WORKER.id)
     assert list_workers(database, live_within=timedelta(hours=1)) == []
-    assert not worker_heartbeat(database, WORKER.id)
 
 
 def test_registering_again_replaces_and_drops_the_long_dead(database: Database) -> None:

@@ -12,19 +12,19 @@ from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
+from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
 
 NUM_TRIALS = 3
 
 
-class FakeProfiler:
+class FakeProfiler(DeviceProfiler):
     """Measures in no time, unless a trial of `hanging` is asked for: that one waits to be interrupted."""
 
-    held_by: str | None = None
+    devices = ("cpu",)
+    restarts = 0
 
     def __init__(self, *, hanging: Sequence[int] = (), outcomes: Sequence[Outcome] = ()) -> None:
-        self.restarts = 0
         self.calls: list[str] = []
         self.measured: list[int] = []
         self.is_hanging = threading.Event()
