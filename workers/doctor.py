@@ -113,7 +113,7 @@ def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagn
 def _held_by(holder: Holder | None) -> str:
     """Return who holds a device; a worker by how its id begins in `bexp workers`."""
     if holder is None:
-        return "held by another profiler"
+        return "held by another process"
     is_worker = "-m bexp.workers" in holder.text
     name = f"worker {worker_prefix(socket.gethostname(), holder.pid)[:-1]}, " if is_worker else ""
     return f"held by {name}{holder.text}"

@@ -29,8 +29,8 @@ class Holder:
 def find_holder(descriptor: int) -> Holder | None:
     """Return who holds an flock on an open file.
 
-    The kernel names the process that took the lock. If that has ended, one that it gave the lock to is looked for.
-    Returns None if nobody holds it, or if a container hides who does.
+    The kernel names the process that took the lock. If that has it no longer, one that it gave the lock to is looked
+    for. Returns None if nobody holds it, or if a container hides who does.
     """
     try:
         file = _kernel_name(descriptor)
@@ -40,12 +40,14 @@ def find_holder(descriptor: int) -> Holder | None:
     taker = next((int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5] == file), 0)
     if taker <= 0:  # 0: it is in another namespace
         return None
-    if _exists(taker) and _has_lock(taker, file) is not False:
+    lives = _lives(taker)
+    if lives and _has_lock(taker, file) is not False:
         return Holder(taker, _describe(taker))
+    given = f"was given the lock by process {taker}{'' if lives else ', which has ended'}"
     for heir in psutil.pids():
         if _has_lock(heir, file):
-            return Holder(heir, f"{_describe(heir)}; it has the lock of process {taker}, which has ended")
-    return Holder(taker, f"what is left of process {taker}, which has ended")
+            return Holder(heir, f"{_describe(heir)}; it {given}")
+    return Holder(taker, f"a process that {given}")
 
 
 def _kernel_name(descriptor: int) -> str:
@@ -57,11 +59,13 @@ def _kernel_name(descriptor: int) -> str:
     return f"{major:02x}:{minor:02x}:{told.get('ino:', os.fstat(descriptor).st_ino)}"
 
 
-def _exists(pid: int) -> bool:
+def _lives(pid: int) -> bool:
+    """Return whether a process has not ended, also if the system hides it from other users."""
     with suppress(PermissionError):  # it is another user's
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
             return False
     return True
 

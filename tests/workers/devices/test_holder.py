@@ -127,7 +127,7 @@ def test_the_process_that_has_the_lock_of_one_that_has_ended_is_named_with_it(tm
         try:
             wait_for(lambda: psutil.Process(taker.pid).status() == psutil.STATUS_ZOMBIE)
             told = rf"GPU-1 is in use by process {heir.pid} of user \S+, started 20[\d: -]+: sleep 600; "
-            told += f"it has the lock of process {taker.pid}, which has ended"
+            told += f"it was given the lock by process {taker.pid}, which has ended"
             assert re.fullmatch(told, why_busy(tmp_path))
             taker.wait(60)
             assert re.fullmatch(told, why_busy(tmp_path))
@@ -155,7 +155,7 @@ def test_a_process_with_the_id_of_one_that_has_ended_is_not_mistaken_for_it(
         told = why_busy(tmp_path)
         innocent.kill()
     assert told.startswith(f"GPU-1 is in use by process {os.getpid()} of user ")
-    assert told.endswith(f"; it has the lock of process {innocent.pid}, which has ended")
+    assert told.endswith(f"; it was given the lock by process {innocent.pid}")
     mine.release()
 
 
