@@ -20,7 +20,8 @@ from bexp.explorer.spec.target import TRANSFORMERS, describe_target
 from bexp.storage.ids import worker_prefix
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices, why_no_gpu
-from bexp.workers.devices.lock import DeviceBusyError, Holder
+from bexp.workers.devices.holder import Holder
+from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.compilation import missing_compiler
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import Profiler

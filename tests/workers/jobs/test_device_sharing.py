@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,8 +52,15 @@ class HeldProfiler(FakeProfiler):
         self.is_wanted = False
 
 
-def make_worker(database: Database, profiler: FakeProfiler, **options: float) -> JobWorker:
-    return JobWorker(Queue(database), profiler, "cpu", explore=fake_explore, max_poll_seconds=0.05, **options)
+def make_worker(database: Database, profiler: FakeProfiler, device_wait_seconds: float = math.inf) -> JobWorker:
+    return JobWorker(
+        Queue(database),
+        profiler,
+        "cpu",
+        explore=fake_explore,
+        max_poll_seconds=0.05,
+        device_wait_seconds=device_wait_seconds,
+    )
 
 
 @contextmanager
