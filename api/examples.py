@@ -170,6 +170,7 @@ WORKERS: dict[str, Any] = {
             "host": "gpu-host",
             "state": "measuring",
             "exploration": JOB_ID,
+            "held_by": None,
             "devices": "cuda:0",
             "num_devices": 1,
             "device_kind": "cuda",

@@ -253,10 +253,11 @@ class WorkerResource(BaseModel):
     host: str
     state: Annotated[WorkerState, Field(description="`lost`: its heartbeat is overdue, and it did not shut down.")]
     exploration: Annotated[str | None, Field(description="The one that it measures, or had when it was lost.")]
+    held_by: Annotated[str | None, Field(description="Of one that is `waiting`: who has its devices.")]
     devices: Annotated[str, Field(description="The devices that it owns; `cuda:0+3` is that one and three more.")]
     num_devices: int
     device_kind: str
-    device_name: str
+    device_name: Annotated[str, Field(description="Empty until it has had the devices.")]
     fingerprint: Annotated[str, Field(description="Equal for workers whose measurements can be compared.")]
     versions: Annotated[dict[str, str], Field(description="Of the libraries that a measurement depends on.")]
     targets: Annotated[dict[str, str], Field(description="The version of each target that it can measure.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -34,6 +34,7 @@ def claim_next(
     *,
     description: str | None = None,
     among: Collection[str] | None = None,
+    is_able: Callable[[], bool] = lambda: True,
 ) -> Claim | None:
     """Take the next job that a worker can run, as `Queue.claim` says.
 
@@ -45,7 +46,7 @@ def claim_next(
     while True:
         with database.read() as connection:  # an idle worker takes no write lock
             next_job = find_next(database, connection, conditions)
-        if next_job is None:
+        if next_job is None or not is_able():
             return None
         take = sa.update(jobs).where(jobs.c.id == next_job.scalar_subquery()).values(_values(database, settings, by))
         with database.begin() as connection:

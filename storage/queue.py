@@ -8,7 +8,7 @@ No transaction validates or dumps a model: a process that is frozen within a tra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -81,7 +81,12 @@ class Queue:
         return insert_submission(self.database, submission, self._sums)
 
     def claim(
-        self, worker: WorkerInfo, *, description: str | None = None, among: Collection[str] | None = None
+        self,
+        worker: WorkerInfo,
+        *,
+        description: str | None = None,
+        among: Collection[str] | None = None,
+        is_able: Callable[[], bool] = lambda: True,
     ) -> Claim | None:
         """Take the next job that `worker` can run; return None if there is none.
 
@@ -90,12 +95,13 @@ class Queue:
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
         with these ids. A job of a target that the worker has not is left. `description` of the hardware goes into the
         event. If another version stored the job and this one cannot read it, the job is ended and the next one is
-        taken. A job that a stored answer serves is ended with that.
+        taken. A job that a stored answer serves is ended with that. `is_able` is asked once there is a job, and may
+        leave it to others.
 
         Raises:
             NewerSchemaError: a later version of this program has upgraded the database, and may have stored the job.
         """
-        return claim_next(self.database, self.settings, worker, description=description, among=among)
+        return claim_next(self.database, self.settings, worker, description=description, among=among, is_able=is_able)
 
     def pin(
         self, lease: Lease, report: DeviceReport, *, software: Mapping[str, str] = MappingProxyType({})

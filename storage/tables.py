@@ -215,6 +215,7 @@ workers = sa.Table(
     sa.Column("versions", _JSON, nullable=False, doc="Of what it measures with, by name."),
     sa.Column("targets", _JSON, nullable=False, doc="The version of each target, by name."),
     sa.Column("memory_limit_bytes", sa.BigInteger, nullable=False, doc="What a job may use of a device by default."),
+    sa.Column("held_by", sa.Text, doc="Who has the devices, while the worker waits for them."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),
 )

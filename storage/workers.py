@@ -30,7 +30,8 @@ class WorkerInfo:
 
     `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
     and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
-    that one and three more. `memory_limit_bytes` is what a job may use of a device by default.
+    that one and three more. `memory_limit_bytes` is what a job may use of a device by default. `held_by` says who has
+    the devices while the worker waits for them. One that never had them knows neither name, fingerprint nor memory.
     """
 
     id: str
@@ -44,12 +45,14 @@ class WorkerInfo:
     targets: Mapping[str, str] = field(default_factory=dict)
     devices: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    held_by: str | None = None
 
 
 class WorkerState(StrEnum):
     """What a worker does."""
 
     IDLE = "idle"
+    WAITING = "waiting"
     MEASURING = "measuring"
     LOST = "lost"
 
@@ -83,19 +86,13 @@ def is_run_by_another(database: Database, job_id: str, own_prefix: str) -> bool:
 
 
 def register_worker(database: Database, worker: WorkerInfo) -> None:
-    """Enter a worker, replacing an entry of the same id; entries that are long dead are dropped."""
+    """Enter a worker that is alive, or renew its entry; entries that are long dead are dropped."""
     with database.begin() as connection:
-        dead = workers.c.last_seen_at < database.clock(-KEEP)
-        connection.execute(sa.delete(workers).where(dead | (workers.c.id == worker.id)))
-        now = database.now(connection)
-        connection.execute(sa.insert(workers).values(**asdict(worker), started_at=now, last_seen_at=now))
-
-
-def worker_heartbeat(database: Database, worker_id: str) -> bool:
-    """Record that a worker is alive; return false if it is not registered."""
-    beat = sa.update(workers).where(workers.c.id == worker_id).values(last_seen_at=database.clock())
-    with database.begin() as connection:
-        return connection.execute(beat).rowcount > 0
+        connection.execute(sa.delete(workers).where(workers.c.last_seen_at < database.clock(-KEEP)))
+        values = asdict(worker) | {"last_seen_at": database.now(connection)}
+        renewed = connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(values))
+        if renewed.rowcount == 0:
+            connection.execute(sa.insert(workers).values(**values, started_at=values["last_seen_at"]))
 
 
 def forget_worker(database: Database, worker_id: str) -> None:
@@ -147,7 +144,9 @@ def list_known_workers(
 def _state_of(row: sa.Row[Any]) -> WorkerState:
     if not row.alive:
         return WorkerState.LOST
-    return WorkerState.IDLE if row.job_id is None else WorkerState.MEASURING
+    if row.job_id is not None:
+        return WorkerState.MEASURING
+    return WorkerState.IDLE if row.held_by is None else WorkerState.WAITING
 
 
 def _info_of(row: sa.Row[Any]) -> WorkerInfo:

@@ -103,11 +103,7 @@ def _profilers(options: argparse.Namespace, settings: WorkerSettings) -> dict[st
     profilers: dict[str, DeviceProfiler] = {}
     for devices in _devices(options.device, options.num_devices, settings, group=options.group):
         name = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
-        profilers[name] = Profiler(
-            devices,
-            environment=settings.environment,
-            lock_timeout_seconds=settings.device_wait.total_seconds(),
-        )
+        profilers[name] = Profiler(devices, environment=settings.environment)
     return profilers
 
 

@@ -20,7 +20,8 @@ from bexp.explorer.spec.target import TRANSFORMERS, describe_target
 from bexp.storage.ids import worker_prefix
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices, why_no_gpu
-from bexp.workers.devices.lock import DeviceBusyError, Holder
+from bexp.workers.devices.holder import Holder
+from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.compilation import missing_compiler
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import Profiler
@@ -113,7 +114,7 @@ def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagn
 def _held_by(holder: Holder | None) -> str:
     """Return who holds a device; a worker by how its id begins in `bexp workers`."""
     if holder is None:
-        return "held by another profiler"
+        return "held by another process"
     is_worker = "-m bexp.workers" in holder.text
     name = f"worker {worker_prefix(socket.gethostname(), holder.pid)[:-1]}, " if is_worker else ""
     return f"held by {name}{holder.text}"

@@ -96,7 +96,8 @@ def _worker(
         local = {name_local_target(settings.local_target): file, LOCAL: file}
         options["targets"] = installed_targets() | local
     queue = Queue(database, settings.queue)
-    return JobWorker(queue, profiler, device, max_poll_seconds=settings.max_poll.total_seconds(), **options)
+    poll, wait = settings.max_poll.total_seconds(), settings.device_wait.total_seconds()
+    return JobWorker(queue, profiler, device, max_poll_seconds=poll, device_wait_seconds=wait, **options)
 
 
 def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job_id: str | None = None) -> int:

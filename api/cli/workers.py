@@ -13,7 +13,8 @@ from bexp.explorer.spec.target import describe_target
 def workers(as_json: AsJson = False) -> None:
     """List the workers: their devices and versions, and what they do.
 
-    A worker that shut down is not listed. A lost one, whose heartbeats ended without that, is listed for a day.
+    One that is waiting has work, while another process has its device. One that shut down is not listed. A lost one,
+    whose heartbeats ended without that, is listed for a day.
 
     Example: bexp workers
     """
@@ -31,8 +32,11 @@ def workers(as_json: AsJson = False) -> None:
         seen = f"{worker.last_heartbeat_at.astimezone():%Y-%m-%d %H:%M:%S}"
         hardware = f"{worker.num_devices} x {worker.device_name}" if worker.num_devices > 1 else worker.device_name
         torch = worker.versions.get("torch", "-")
-        rows.append((worker.id, _state(worker), worker.devices, hardware, torch, targets, seen))
+        rows.append((worker.id, _state(worker), worker.devices, hardware or "-", torch, targets, seen))
     print_table(("ID", "STATE", "DEVICES", "HARDWARE", "TORCH", "TARGETS", "LAST_HEARTBEAT"), rows)
+    for worker in live:
+        if worker.state == "waiting":
+            say(f"{worker.id} waits: {worker.held_by}")
 
 
 def _state(worker: Worker) -> str:

@@ -100,6 +100,7 @@ class Worker(BaseModel):
     id: str
     state: str
     exploration: str | None
+    held_by: str | None = Field(None, description="Of one that is waiting: who has its devices.")
     host: str
     devices: str
     num_devices: int

@@ -122,7 +122,7 @@ def test_a_held_device_is_named_with_its_holder_and_free_once_ctrl_c_has_cancell
     second = machine.start("explore", machine.configure(), "--device", "cpu")
     wait_until(lambda: "BEXP105" in machine.out(second), "the second does not say why it waits")
     (line,) = (line for line in machine.out(second).splitlines() if line.startswith("BEXP105"))
-    assert re.search(r"cpu is in use by another profiler \(process \d+ of user \S+ since .*bexp\.workers", line)
+    assert re.search(r"cpu is in use by process \d+ of user \S+, started .*bexp\.workers", line)
     assert "name another device with --device" in line
     profiler.resume()
     holder.send_signal(signal.SIGINT)

@@ -167,6 +167,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("when-something-goes-wrong", r"not started after (\S+) s: REASON", local_run.REMIND_SECONDS),
         ("service", r"honours `Idempotency-Key` for (\S+) hours", KEY_LIFETIME / HOUR),
         ("owners", r"returns the same exploration for (\S+) hours", KEY_LIFETIME / HOUR),
+        ("service", r"An idle one gives it back after (\S+) s", worker.REST_SECONDS),
         ("service", r"the lease expires after (\S+) s", QueueSettings().lease.total_seconds()),
         ("operations", r"The lease is (\S+) s \(", QueueSettings().lease.total_seconds()),
         ("service", r"After (\S+) days in the queue", MAX_WAIT / DAY),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +55,14 @@ def test_workers_say_what_they_have_and_what_they_do(client: TestClient, queue: 
     assert idle["lost_since"] is None
     assert (idle["device_name"], idle["devices"], idle["num_devices"]) == ("A device", "cpu", 1)
     assert (idle["versions"], idle["targets"]) == ({"torch": "2.13"}, TARGETS)
+
+
+def test_a_worker_that_waits_says_whom_for(client: TestClient, queue: Queue) -> None:
+    register_worker(queue.database, replace(make_worker("new", device_name="", fingerprint=""), held_by="by 7"))
+    add_worker(queue, "idle")
+    assert [(name, worker["state"], worker["held_by"]) for name, worker in listed(client).items()] == [
+        *(("idle", "idle", None), ("new", "waiting", "by 7"))
+    ]
 
 
 @pytest.fixture

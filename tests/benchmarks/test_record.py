@@ -16,6 +16,7 @@ from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.replay.device import RecordedDevice
 from bexp.workers.replay.recording import Recording, RecordingError
 from tests.explorer.simulator import SimulatedDevice, report
@@ -25,13 +26,12 @@ from tests.workers.replay.samples import recording, request, table_of
 SHARED = Conditions(foreign_processes=1)
 
 
-class TableProfiler:
+class TableProfiler(DeviceProfiler):
     """Answers from a complete table; components of `too_large` and above run out of memory."""
 
-    held_by: str | None = None
+    restarts = 0
 
     def __init__(self, recorded: Recording, *, too_large: int = 1000, device_name: str = "a") -> None:
-        self.restarts = 0
         self.plans: list[TrialTask] = []
         self._recorded = recorded
         self._too_large = too_large

@@ -35,8 +35,6 @@ PREFIX = "/team/bexp"
 class GatedProfiler(ReplayProfiler):
     """Replays a table; a trial waits until `gate` is set."""
 
-    held_by: str | None = None
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.gate = threading.Event()

@@ -56,6 +56,24 @@ def test_a_worker_claims_only_jobs_whose_target_it_has(database: Database) -> No
     assert started.message.endswith("measuring transformers 5.23.0")
 
 
+def test_a_worker_is_asked_whether_it_is_able_once_there_is_a_job(database: Database) -> None:
+    queue, asked = Queue(database), []
+    worker = make_worker(fingerprint=FINGERPRINT)
+
+    def answer(able: bool) -> bool:
+        asked.append(able)
+        return able
+
+    assert queue.claim(worker, is_able=lambda: answer(True)) is None
+    assert asked == []
+    job, _ = queue.enqueue(make_request())
+    assert queue.claim(worker, is_able=lambda: answer(False)) is None
+    left = get_job(database, job.id)
+    assert (left.state, left.attempt, left.version) == (JobState.QUEUED, 0, job.version)
+    assert queue.claim(worker, is_able=lambda: answer(True)) is not None
+    assert asked == [False, True]
+
+
 def test_a_claim_can_be_limited_to_some_jobs(database: Database) -> None:
     queue = Queue(database)
     oldest, second, third = (queue.enqueue(make_request())[0].id for _ in range(3))

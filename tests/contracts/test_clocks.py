@@ -18,7 +18,7 @@ from bexp.storage.pruning import find_prunable
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tokens import create_token, verify_token
-from bexp.storage.workers import list_workers, register_worker, worker_heartbeat
+from bexp.storage.workers import list_workers, register_worker
 from tests.contracts.jobs import claim_next, claim_one, expire
 from tests.contracts.samples import make_progress, make_request, make_worker
 
@@ -92,7 +92,7 @@ def test_workers_and_roles(postgresql: Database, set_clock: Callable[[], None]) 
     assert hold_role(postgresql, HOUSEKEEPER, "straight", timedelta(seconds=10))
     set_clock()
     register_worker(postgresql, make_worker("skewed"))
-    assert worker_heartbeat(postgresql, "skewed")
+    register_worker(postgresql, make_worker("skewed"))
     live = list_workers(postgresql)
     assert [worker.info.id for worker in live] == ["skewed", "straight"]
     assert all(abs(worker.last_seen_at - datetime.now(UTC)) < timedelta(minutes=1) for worker in live)

@@ -27,7 +27,7 @@ from bexp.storage.tables import metadata
 from bexp.storage.tokens import create_token, list_tokens, revoke_token, verify_token
 from bexp.storage.trials import read_all_trials, read_trials
 from bexp.storage.waiting import note_reason
-from bexp.storage.workers import forget_worker, list_workers, register_worker, worker_heartbeat
+from bexp.storage.workers import forget_worker, list_workers, register_worker
 from tests.contracts.jobs import ANSWER, claim_one
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 from tests.contracts.test_run_reports import make as make_run_report
@@ -130,7 +130,8 @@ def test_a_worker_a_role_and_a_token_end_alone(three: Three) -> None:
     assert {token.name for token in list_tokens(database)} == {"a", "a2", "m", "z", "z2"}
     forget_worker(database, "m")
     assert [known.info.id for known in list_workers(database)] == ["a", "z"]
-    assert [worker_heartbeat(database, name) for name in NAMES] == [True, False, True]
+    register_worker(database, make_worker("a", devices="cuda:1"))
+    assert [(known.info.id, known.info.devices) for known in list_workers(database)] == [("a", "cuda:1"), ("z", "")]
     give_up_role(database, "m", "m")
     give_up_role(database, "a", "m")
     taken = [hold_role(database, name, "another", timedelta(hours=1)) for name in NAMES]

@@ -24,7 +24,7 @@ from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.schema import exclusive, is_current, upgrade
 from bexp.storage.studies import write_studies
 from bexp.storage.tokens import create_token, list_tokens, verify_token
-from bexp.storage.workers import list_workers, register_worker, worker_heartbeat
+from bexp.storage.workers import list_workers, register_worker
 from tests.contracts.jobs import ANSWER, claim_one, stored_trials
 from tests.contracts.samples import make_progress, make_report, make_request, make_trial, make_worker
 from tests.contracts.transaction_pooler import pooled
@@ -69,7 +69,7 @@ def test_jobs_run_to_their_end(behind: Database) -> None:
         seq = queue.record(claim.lease, make_progress(0))
         assert queue.record(claim.lease, make_progress(1), after_seq=seq) == seq + 1
         assert not queue.heartbeat(claim.lease).cancel_requested
-        assert worker_heartbeat(behind, "a")
+        register_worker(behind, make_worker())
         assert hold_role(behind, HOUSEKEEPER, "me", timedelta(seconds=10))
         queue.note_waiting()
         queue.finish(claim.lease, JobState.SUCCEEDED, answer=ANSWER)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.tables import workers
-from bexp.storage.workers import forget_worker, list_workers, register_worker, worker_heartbeat
+from bexp.storage.workers import WorkerState, forget_worker, list_known_workers, list_workers, register_worker
 from tests.contracts.samples import make_worker
 
 WORKER = make_worker("host-1-cpu", targets={"bexp": "0.1.0", "transformers": "5.23.0"})
@@ -22,11 +23,26 @@ def test_a_worker_lives_as_long_as_it_says_so(database: Database) -> None:
     assert [worker.info for worker in list_workers(database)] == [WORKER]
     age(database, timedelta(minutes=1))
     assert list_workers(database) == []
-    assert worker_heartbeat(database, WORKER.id)
+    register_worker(database, WORKER)
     assert [worker.info for worker in list_workers(database)] == [WORKER]
     forget_worker(database, WORKER.id)
     assert list_workers(database, live_within=timedelta(hours=1)) == []
-    assert not worker_heartbeat(database, WORKER.id)
+
+
+def test_a_worker_waits_until_it_has_its_device(database: Database) -> None:
+    def states() -> list[tuple[WorkerState, str | None]]:
+        return [(known.state, known.info.held_by) for known in list_known_workers(database)]
+
+    waiting = replace(WORKER, held_by="another", device_name="", fingerprint="", memory_limit_bytes=0)
+    register_worker(database, waiting)
+    started_at = list_workers(database)[0].started_at
+    assert states() == [(WorkerState.WAITING, "another")]
+    age(database, timedelta(minutes=1))
+    assert states() == [(WorkerState.LOST, "another")]
+    register_worker(database, WORKER)
+    assert states() == [(WorkerState.IDLE, None)]
+    (known,) = list_workers(database)
+    assert (known.info, known.started_at) == (WORKER, started_at)
 
 
 def test_registering_again_replaces_and_drops_the_long_dead(database: Database) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
@@ -12,20 +13,21 @@ from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
+from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
+from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
 from tests.waits import PATIENCE_SECONDS
 
 NUM_TRIALS = 3
 
 
-class FakeProfiler:
+class FakeProfiler(DeviceProfiler):
     """Measures in no time, unless a trial of `hanging` is asked for: that one waits to be interrupted."""
 
-    held_by: str | None = None
+    devices = ("cpu",)
+    restarts = 0
 
     def __init__(self, *, hanging: Sequence[int] = (), outcomes: Sequence[Outcome] = ()) -> None:
-        self.restarts = 0
         self.calls: list[str] = []
         self.measured: list[int] = []
         self.is_hanging = threading.Event()
@@ -103,3 +105,48 @@ def fake_explore(
     yield Progress(
         (EventDraft(code=code, message="the end"),), recommendation=found, answer=Answer(variants=(variant,))
     )
+
+
+class LockedProfiler(FakeProfiler):
+    """A fake whose device has a lock, as that of `Profiler`. `together` counts who has it at the same time."""
+
+    def __init__(self, folder: Path, together: list[int]) -> None:
+        super().__init__()
+        self.locks = DeviceLocks(["cpu"], directory=folder)
+        self.num_rests = 0
+        self._together = together
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.locks.are_awaited
+
+    def take(self) -> bool:
+        self.calls.append("take")
+        try:
+            self.locks.try_acquire()
+        except DeviceBusyError as error:
+            self.held_by = str(error)
+        else:
+            self.held_by = None
+        return self.locks.are_held
+
+    def start(self) -> None:
+        super().start()
+        assert self.locks.are_held
+
+    def measure(self, task: TrialTask) -> Measurement:
+        self._together.append(1)
+        try:
+            assert len(self._together) == 1
+            return super().measure(task)
+        finally:
+            self._together.pop()
+
+    def rest(self) -> None:
+        super().rest()
+        self.num_rests += 1
+        self.locks.release()
+
+    def close(self) -> None:
+        super().close()
+        self.locks.release()

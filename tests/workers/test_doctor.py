@@ -8,7 +8,8 @@ import pytest
 
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.workers import doctor
-from bexp.workers.devices.lock import DeviceBusyError, Holder
+from bexp.workers.devices.holder import Holder
+from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.doctor import Diagnosis, diagnose
 from bexp.workers.process.interface import ProfilerError
 
@@ -63,7 +64,7 @@ def test_a_device_that_cannot_be_used_says_why(
 def test_a_device_that_a_worker_holds_is_busy_and_names_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    since = "process 7 of user ann since 2026-01-02 03:04:05"
+    since = "process 7 of user ann, started 2026-01-02 03:04:05"
     held = [f"{since}: python -P -m bexp.workers --device cpu", f"{since}: python train.py"]
 
     def fail(self: object) -> None:

@@ -18,7 +18,7 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import VERSION_TABLE
 from bexp.workers.__main__ import main
-from bexp.workers.devices.lock import DeviceLock
+from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.serving import SERVICE_FAILED, database_limits, listen, serve_workers
@@ -218,12 +218,12 @@ def test_a_database_that_is_away_is_named_without_a_traceback(caplog: pytest.Log
 def test_a_worker_waits_for_a_held_device_no_longer_than_it_may_and_names_the_holder(
     sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    holder = DeviceLock("cpu", directory=tmp_path)
+    holder = DeviceLocks(["cpu"], directory=tmp_path)
     holder.acquire()
     monkeypatch.setenv("BEXP_DEVICE_WAIT_SECONDS", "0.2")
     assert main(["--device", "cpu", "--database-url", sqlite_database.url]) == SERVICE_FAILED
     holder.release()
-    assert f"cpu is in use by another profiler (process {os.getpid()} of user " in caplog.messages[-1]
+    assert f"cpu is in use by process {os.getpid()} of user " in caplog.messages[-1]
 
 
 def test_a_file_that_is_no_database_is_named_without_a_traceback(

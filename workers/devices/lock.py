@@ -7,112 +7,70 @@ import fcntl
 import hashlib
 import itertools
 import os
-import re
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from bexp.workers.devices.holder import Holder, find_holder
 
-POLL_SECONDS = 0.1
-MOST_SHOWN = 120
-"""Characters of a command line."""
+POLL_SECONDS = 0.25
 FOLDER_VARIABLE = "BEXP_LOCK_DIRECTORY"
-
-_OWNER = re.compile(r"(?P<pid>\d{1,7}) (?P<user>[\w.@$-]+)")
 
 
 def lock_folder(environment: Mapping[str, str]) -> Path:
     """Return the directory of the locks: BEXP_LOCK_DIRECTORY, else /tmp. All users share that, but not each TMPDIR."""
-    return Path(environment.get(FOLDER_VARIABLE) or "/tmp")  # noqa: S108 - DeviceLock passes over what others left there
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The process that holds a lock, and what is known of it: `process 7 of user ann since ...: python ...`."""
-
-    pid: int
-    text: str
+    return Path(environment.get(FOLDER_VARIABLE) or "/tmp")  # noqa: S108 - FileLock passes over what others left there
 
 
 class DeviceBusyError(Exception):
-    """Another profiler held the device for the whole time that the caller would wait; `holder` is None if not known."""
+    """Another process has a device, or is the next to have it; `holder` is None if the kernel does not tell which."""
 
     def __init__(self, reason: str, holder: Holder | None = None) -> None:
         super().__init__(reason)
         self.holder = holder
 
 
-class DeviceLock:
-    """An flock on a file named after the device's key.
+class FileLock:
+    """An flock on a file, which the kernel releases when all processes have ended that have its descriptor.
 
-    The profiler process inherits the descriptor. The kernel therefore releases the lock when both worker and profiler
-    have ended, however they ended. The file names the owner, by process id and user. The file is never removed:
-    another process may just have opened it, and a third would then lock a new file of the same name.
+    The file is never removed: another process may just have opened it, and a third would then lock a new file of the
+    same name. Nothing is written into it, since every user may lock it, and so write what another would believe.
 
-    Every user may lock the file. What another user has left under its name, and is no such file, keeps nobody out:
-    everybody passes it over, and takes the next name.
+    What another user has left under its name, and is no such file, keeps nobody out: everybody passes it over, and
+    takes the next name.
     """
 
-    def __init__(self, key: str, *, directory: Path) -> None:
-        self._stem = directory / f"bexp-device-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        self._key = key
-        self._descriptor: int | None = None
+    def __init__(self, stem: Path) -> None:
+        self.descriptor: int | None = None
+        self._stem = stem
 
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the locked file, for the profiler process to inherit."""
-        assert self._descriptor is not None, "the lock is not held"
-        return self._descriptor
-
-    def acquire(
-        self,
-        *,
-        timeout_seconds: float | None = None,
-        on_wait: Callable[[str], None] | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Wait for the device; does nothing if this lock is held already.
-
-        `on_wait` is called once, with the reason for the wait. Returns False if `cancelled()` became true meanwhile.
-
-        Raises:
-            DeviceBusyError: the device was not free within `timeout_seconds` (None: there is no limit).
-        """
-        if self._descriptor is not None:
-            return True
-        descriptor = self._open()
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        has_told = False
-        try:
-            while not _try_lock(descriptor):
-                holder = _holder(descriptor)
-                reason = f"{self._key} is in use by another profiler{f' ({holder.text})' if holder else ''}"
-                if not has_told and on_wait is not None:
-                    on_wait(reason)
-                has_told = True
-                if cancelled():
-                    return False
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise DeviceBusyError(reason, holder)
-                time.sleep(POLL_SECONDS)
-            with contextlib.suppress(OSError):  # a full disk keeps nobody from the device
-                os.truncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()} {psutil.Process().username()}".encode(), 0)
-            self._descriptor, descriptor = descriptor, -1
-            return True
-        finally:
-            if descriptor >= 0:
+    def try_acquire(self) -> bool:
+        """Return whether this holds the lock, which is taken if nobody has it."""
+        if self.descriptor is None:
+            descriptor = self._open()
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 os.close(descriptor)
+            else:
+                self.descriptor = descriptor
+        return self.descriptor is not None
 
     def release(self) -> None:
-        """Close this process's descriptor; a profiler that still lives keeps the lock until it ends."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close this process's descriptor; a process that was given it keeps the lock until it ends."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def find_holder(self) -> Holder | None:
+        """Return who holds the lock; None if nobody does, or if that is not known."""
+        descriptor = self._open()
+        try:
+            return find_holder(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _open(self) -> int:
         for number in itertools.count():
@@ -124,6 +82,49 @@ class DeviceLock:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
+class DeviceLock:
+    """The lock of a device, and the turn of the one that has it next.
+
+    Who does not get the device keeps the turn, if nobody else has that. Who gives the device back and wants it again
+    needs the turn first. So two that want the device all the time have it in turns.
+    """
+
+    def __init__(self, key: str, *, directory: Path) -> None:
+        stem = directory / f"bexp-device-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        self.device = FileLock(stem)
+        self._key = key
+        self._turn = FileLock(Path(f"{stem}-turn"))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the device that this holds."""
+        if not self._turn.try_acquire():
+            return True
+        self._turn.release()
+        return False
+
+    def try_acquire(self) -> None:
+        """Take the device, or at least the turn.
+
+        Raises:
+            DeviceBusyError: another process has the device, or the turn.
+        """
+        if self.device.descriptor is not None:
+            return
+        has_turn = self._turn.try_acquire()
+        if not has_turn or not self.device.try_acquire():
+            holder = self.device.find_holder()
+            if holder is None and not has_turn:
+                holder = self._turn.find_holder()
+            raise DeviceBusyError(f"{self._key} is in use by {holder.text if holder else 'another process'}", holder)
+        self._turn.release()
+
+    def release(self) -> None:
+        """Release the device, or the turn."""
+        self._turn.release()
+        self.device.release()
+
+
 class DeviceLocks:
     """The locks of several devices. Everyone takes them in the same order, so that two sets cannot block each other."""
 
@@ -132,8 +133,27 @@ class DeviceLocks:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors of the locked files, for the profiler process to inherit."""
-        return tuple(lock.descriptor for lock in self._locks)
+        """The descriptors of the locked files, for a process that must not outlive the locks."""
+        return tuple(lock.device.descriptor for lock in self._locks if lock.device.descriptor is not None)
+
+    @property
+    def are_held(self) -> bool:
+        """Whether this holds every lock."""
+        return len(self.descriptors) == len(self._locks)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether this holds every lock, and somebody waits for one of them."""
+        return self.are_held and any(lock.is_awaited for lock in self._locks)
+
+    def try_acquire(self) -> None:
+        """Take all locks, without waiting. What is taken is kept, also if another one is not free.
+
+        Raises:
+            DeviceBusyError: another process has one of them, or waited for it before.
+        """
+        for lock in self._locks:
+            lock.try_acquire()
 
     def acquire(
         self,
@@ -142,32 +162,38 @@ class DeviceLocks:
         on_wait: Callable[[str], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Take all locks, as `DeviceLock.acquire` does. If one cannot be taken in time, none is held."""
+        """Wait for the devices; does nothing if all locks are held already. If one cannot be taken, none is held.
+
+        `on_wait` is called once, with the reason for the wait. Returns False if `cancelled()` became true meanwhile.
+
+        Raises:
+            DeviceBusyError: a device was not free within `timeout_seconds` (None: there is no limit).
+        """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        acquired = False
+        has_told = False
         try:
-            for lock in self._locks:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not lock.acquire(timeout_seconds=left, on_wait=on_wait, cancelled=cancelled):
+            while True:
+                try:
+                    self.try_acquire()
+                except DeviceBusyError as error:
+                    if not has_told and on_wait is not None:
+                        on_wait(str(error))
+                    has_told = True
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise
+                else:
+                    return True
+                if cancelled():
                     return False
-            acquired = True
-            return True
+                time.sleep(POLL_SECONDS)
         finally:
-            if not acquired:
+            if not self.are_held:
                 self.release()
 
     def release(self) -> None:
         """Release every lock."""
         for lock in self._locks:
             lock.release()
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _create(path: Path) -> None:
@@ -186,17 +212,3 @@ def _is_for_everybody(path: Path) -> bool:
     """Whether `path` is a file that every user may lock. All users find the same, so that they agree on a name."""
     mode = path.lstat().st_mode
     return stat.S_ISREG(mode) and mode & 0o666 == 0o666
-
-
-def _holder(descriptor: int) -> Holder | None:
-    told = _OWNER.fullmatch(os.pread(descriptor, 100, 0).decode(errors="replace"))
-    if told is None:
-        return None
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.fstat(descriptor).st_mtime))
-    pid = int(told["pid"])
-    owner = f"process {told['pid']} of user {told['user']} since {since}"
-    try:
-        command = " ".join(psutil.Process(pid).cmdline())[:MOST_SHOWN]
-        return Holder(pid, f"{owner}: {''.join(filter(str.isprintable, command))}")  # another user chose it
-    except (psutil.Error, OSError):  # it has just ended, or may not be looked at
-        return Holder(pid, owner)

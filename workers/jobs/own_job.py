@@ -20,7 +20,7 @@ from bexp.workers.jobs.worker import JobWorker
 
 CHECK_SECONDS = 0.3
 PATIENCE_SECONDS = 2.0
-"""So long an idle worker that holds the device may take to claim the job, before the job is told that it waits."""
+"""So long another idle worker may take to claim the job or to give the device back, before the job is told."""
 CLAIM_SECONDS = 10.0
 """So long a worker that is ready may leave the only job that it is there for."""
 CANCEL_SECONDS = 6.0
@@ -52,7 +52,8 @@ class OwnJob:
                     ending.set()
                 elif state is not JobState.QUEUED:
                     ready_at = math.inf
-                elif self._worker.hardware is None:
+                elif self._worker.hardware is None or self._worker.device_held is not None:
+                    ready_at = math.inf
                     self._tell(now - queued_at)
                 elif (ready_at := min(ready_at, now)) + CLAIM_SECONDS < now:
                     self._refuse(self._worker.hardware)

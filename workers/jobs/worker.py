@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from types import TracebackType
-from typing import Self
-
-import sqlalchemy as sa
 
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -21,8 +20,10 @@ from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim
 from bexp.storage.notifications import Listener
 from bexp.storage.queue import Queue
-from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker, worker_heartbeat
+from bexp.storage.workers import WorkerInfo
 from bexp.targets.registry import installed_targets
+from bexp.workers.devices.lock import POLL_SECONDS, DeviceBusyError
+from bexp.workers.jobs.registration import Registration
 from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
 
@@ -35,19 +36,23 @@ MAX_POLL_SECONDS = 1.0
 LISTENING_FACTOR = 4
 """So much longer waits an idle worker that is told of queued jobs. A lease that runs out is not told."""
 
+REST_SECONDS = 5.0
+"""So long an idle worker keeps its device. It gives it back at once if somebody waits for it."""
+
 START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
 """The pauses before a device that was usable is tried again."""
 
 
 class JobWorker:
-    """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
+    """Has one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
-    The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
-    started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those
-    jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
-    target by name, and `software` that of each package that the speed of a component depends on; the default is what is
-    installed here. An idle worker polls at intervals that grow to `max_poll_seconds`. `hardware` is None until the
-    device is ready.
+    A job is claimed once the worker has the device. After a job the profiler process stays if the job left it clean,
+    else one that was started in advance takes its place. An idle worker gives the device back, so that others may use
+    it. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; they are iterated over
+    before each claim, so there may be others each time. `targets` has the version of each target by name, and
+    `software` that of each package that the speed of a component depends on; the default is what is installed here. An
+    idle worker polls at intervals that grow to `max_poll_seconds`. `hardware` is None until the device was measured,
+    for which the worker waits for `device_wait_seconds` at most.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class JobWorker:
         targets: Mapping[str, str] | None = None,
         software: Mapping[str, str] | None = None,
         max_poll_seconds: float = MAX_POLL_SECONDS,
+        device_wait_seconds: float = math.inf,
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
     ) -> None:
         host = socket.gethostname()
@@ -74,8 +80,10 @@ class JobWorker:
         self._targets = dict(installed_targets() if targets is None else targets)
         self._software = dict(installed_software() if software is None else software)
         self._max_poll_seconds = max_poll_seconds
+        self._device_wait_seconds = device_wait_seconds
         self._start_pauses_seconds = tuple(start_pauses_seconds)
         self._listener: Listener | None = None
+        self._has_work = False  # for which it needs the device
         self.hardware: HardwareSpec | None = None
         self._stopping = threading.Event()
         self._noticed = threading.Event()
@@ -85,25 +93,15 @@ class JobWorker:
 
         Raises:
             ProfilerError: the device cannot be used, not even by a new process after several minutes.
+            DeviceBusyError: another process kept it for all the time that this may wait.
         """
         try:
-            hardware = self.hardware = self._find_hardware()
-            info = WorkerInfo(
-                id=self.id,
-                host=self._host,
-                pid=os.getpid(),
-                device_kind=hardware.device_kind,
-                device_name=hardware.device_name,
-                num_devices=hardware.num_devices,
-                fingerprint=hardware.fingerprint,
-                targets=self._targets,
-                devices=self._device,
-                versions=hardware.versions.model_dump(exclude_none=True) | self._software,
-                memory_limit_bytes=hardware.memory_limit_bytes,
-            )
-            _log.info("worker %s is ready: %s", self.id, hardware.describe())
-            with Registration(self._queue.database, info):
-                self._serve(info, hardware.describe(), max_jobs)
+            with Registration(self._queue.database) as registration:
+                self._await_device(registration)
+                self.hardware = self._find_hardware()
+                registration.tell(self._describe())
+                _log.info("worker %s is ready: %s", self.id, self.hardware.describe())
+                self._serve(registration, max_jobs)
         except ProfilerInterruptedError:
             if not self._stopping.is_set():
                 raise
@@ -134,6 +132,43 @@ class JobWorker:
         """Where it looks for jobs."""
         return self._queue.database
 
+    def _await_device(self, registration: Registration) -> None:
+        """Wait for the first time that the device is free, in the list of workers."""
+        deadline = time.monotonic() + self._device_wait_seconds
+        while not self._profiler.take():
+            registration.tell(self._describe())
+            if time.monotonic() >= deadline:
+                raise DeviceBusyError(self._profiler.held_by or "")
+            self._wait(POLL_SECONDS)
+
+    def _describe(self) -> WorkerInfo:
+        hardware, devices = self.hardware, self._profiler.devices
+        known = WorkerInfo(
+            id=self.id,
+            host=self._host,
+            pid=os.getpid(),
+            device_kind=devices[0].partition(":")[0] if devices else "",
+            device_name="",
+            num_devices=len(devices),
+            fingerprint="",
+            memory_limit_bytes=0,
+            targets=self._targets,
+            devices=self._device,
+            versions=self._software,
+            held_by=self._profiler.held_by,
+        )
+        if hardware is None:
+            return known
+        return replace(
+            known,
+            device_kind=hardware.device_kind,
+            device_name=hardware.device_name,
+            num_devices=hardware.num_devices,
+            fingerprint=hardware.fingerprint,
+            memory_limit_bytes=hardware.memory_limit_bytes,
+            versions=hardware.versions.model_dump(exclude_none=True) | self._software,
+        )
+
     def _find_hardware(self) -> HardwareSpec:
         """Return the device. A process that is killed as it starts is no fault of the device: another one is started.
 
@@ -151,49 +186,89 @@ class JobWorker:
         return self._profiler.hardware()
 
     def _make_ready(self) -> None:
-        """Start the profiler for the next job. A device that was usable before is tried again for some minutes.
+        """Start the profiler for the next job, unless others are to have the device first.
+
+        A device that was usable before is tried again for some minutes.
 
         Raises:
             ProfilerError: it is still unusable.
         """
-        for pause in self._start_pauses_seconds:
+        for pause in (*self._start_pauses_seconds, None):
+            if self._profiler.is_awaited or not self._profiler.take():
+                return
             try:
-                return self._profiler.start()
+                self._profiler.start()
+                self.hardware = self._profiler.hardware()
             except (ProfilerError, *HOST_TROUBLE) as error:
+                if pause is None:
+                    raise
                 _log.warning("the device cannot be used: %s; it is tried again in %g s", error, pause)
-            self._wait(pause)
-        return self._profiler.start()
+                self._wait(pause)
+            else:
+                return
 
     def _wait(self, seconds: float) -> None:
         if self._stopping.wait(seconds):
             raise ProfilerInterruptedError("the worker ends")
 
-    def _serve(self, info: WorkerInfo, description: str, max_jobs: int | None) -> None:
+    def _serve(self, registration: Registration, max_jobs: int | None) -> None:
         num_jobs = 0
         pause = MIN_POLL_SECONDS
+        idle_since = time.monotonic()
         while not self._stopping.is_set() and num_jobs != max_jobs:
             self._noticed.clear()  # before the claim, which then sees what was queued earlier
-            claim = self._claim(info, description)
+            claim = self._claim()
+            if claim is None:
+                self._rest(idle_since)
+            registration.tell(self._describe())
             if claim is None:
                 if self._stopping.is_set():  # since before the event was cleared
                     break
+                pause = min(pause, self._longest_pause)
                 self._noticed.wait(pause)
-                is_told = self._listener is not None and self._listener.is_listening
-                pause = min(2 * pause, self._max_poll_seconds * (LISTENING_FACTOR if is_told else 1))
+                pause *= 2
                 continue
             pause = MIN_POLL_SECONDS
             num_jobs += 1
             self._run(claim)
             if not self._stopping.is_set() and num_jobs != max_jobs:
                 self._make_ready()
+            idle_since = time.monotonic()
 
-    def _claim(self, info: WorkerInfo, description: str) -> Claim | None:
+    def _claim(self) -> Claim | None:
+        """Return a job to run on the device, which the worker then has. Who waits for the device comes first."""
+        self._has_work = False
+        if self._profiler.is_awaited:
+            return None
+        assert self.hardware is not None, "it was measured before"
         try:
             among = None if self._job_ids is None else tuple(self._job_ids)  # which may ask the database
-            return self._queue.claim(info, description=description, among=among)
-        except DATABASE_TROUBLE as error:
+            description = self.hardware.describe()
+            return self._queue.claim(self._describe(), description=description, among=among, is_able=self._take_device)
+        except (*DATABASE_TROUBLE, *HOST_TROUBLE) as error:
             _log.warning("no job could be claimed: %s", str(error).splitlines()[0])
             return None
+
+    def _take_device(self) -> bool:
+        self._has_work = True
+        return self._profiler.take()
+
+    def _rest(self, idle_since: float) -> None:
+        """Give the device back if somebody waits for it, or after a while; wait for it no longer than there is work."""
+        if self._profiler.held_by is not None:
+            is_over = not self._has_work
+        else:
+            is_over = self._profiler.is_awaited or time.monotonic() - idle_since > REST_SECONDS
+        if is_over:
+            self._profiler.rest()
+
+    @property
+    def _longest_pause(self) -> float:
+        """Seconds until the next claim. Nobody tells that a device is free, and others leave it to this worker."""
+        if self._profiler.held_by is not None:
+            return min(self._max_poll_seconds, MAX_POLL_SECONDS)
+        is_told = self._listener is not None and self._listener.is_listening
+        return self._max_poll_seconds * (LISTENING_FACTOR if is_told else 1)
 
     def _run(self, claim: Claim) -> None:
         _log.info("exploration %s begins (attempt %d)", claim.job.id, claim.lease.attempt)
@@ -205,44 +280,6 @@ class JobWorker:
             self._profiler.finish_job()
         else:
             self._profiler.close()
-
-
-class Registration:
-    """Registers a worker, and renews the entry in a thread. Leaving the context removes the entry."""
-
-    def __init__(self, database: Database, worker: WorkerInfo) -> None:
-        self._database = database
-        self._worker = worker
-        self._every_seconds = (LIVE_WITHIN / 3).total_seconds()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name=f"registration-{worker.id}", daemon=True)
-
-    def __enter__(self) -> Self:
-        try:
-            register_worker(self._database, self._worker)
-        except DATABASE_TROUBLE as trouble:  # the thread does it later
-            _log.warning("worker %s is not in the list yet: %s", self._worker.id, str(trouble).splitlines()[0])
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        try:
-            forget_worker(self._database, self._worker.id)
-        except sa.exc.SQLAlchemyError as trouble:  # the entry expires
-            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, trouble)
-
-    def _beat(self) -> None:
-        while not self._ended.wait(self._every_seconds):
-            try:
-                if not worker_heartbeat(self._database, self._worker.id):
-                    register_worker(self._database, self._worker)
-            except sa.exc.SQLAlchemyError as error:
-                reason = str(error).splitlines()[0]
-                _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)
 
 
 PACKAGES = (

@@ -18,7 +18,7 @@ import psutil
 
 from bexp.child_process import module_command, safe_environment
 from bexp.explorer.spec.base import Frozen
-from bexp.workers.process.protocol import REPLIES, Reply, encode
+from bexp.workers.process.protocol import REPLIES, Hello, Open, Reply, encode
 
 TAIL_LINES = 200
 TAIL_LINE_LENGTH = 400
@@ -36,11 +36,12 @@ class ProcessEndedError(Exception):
 class ProfilerProcess:
     """`python -m bexp.workers.profiler`, in a session of its own, so that it ends together with all its children.
 
-    Several devices take `bexp.workers.profiler.distributed`, whose ranks lead process groups of their own; `set_ranks`
-    names them. `inherited` are descriptors that the process keeps open while it lives (the devices' locks).
+    Several devices take `bexp.workers.profiler.distributed`, whose ranks lead process groups of their own. `hello` is
+    None until the devices are open.
     """
 
-    def __init__(self, devices: Sequence[str], *, environment: Mapping[str, str], inherited: Sequence[int]) -> None:
+    def __init__(self, devices: Sequence[str], *, environment: Mapping[str, str]) -> None:
+        self.hello: Hello | None = None
         self._ranks: tuple[psutil.Process, ...] = ()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -54,7 +55,7 @@ class ProfilerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), *inherited),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 env=safe_environment(environment),
             )
@@ -75,13 +76,24 @@ class ProfilerProcess:
         """Whether the process has not ended."""
         return self._popen.poll() is None
 
-    def set_ranks(self, pids: Sequence[int]) -> None:
-        """Name the processes that run trials for this one. They end with it, each with its own group."""
+    def greet(self, hello: Hello) -> None:
+        """Note what the process says. The ranks that run trials for it end with it, each with its own group."""
         ranks = []
-        for pid in pids:
+        for pid in hello.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 ranks.append(psutil.Process(pid))
-        self._ranks = tuple(ranks)
+        self.hello, self._ranks = hello, tuple(ranks)
+
+    def open(self, locks: Sequence[int]) -> None:
+        """Have the process open its devices. It keeps the descriptors of their locks until it ends.
+
+        Raises:
+            ProcessEndedError: nobody reads it.
+        """
+        try:
+            socket.send_fds(self._socket, [encode(Open())], locks)
+        except OSError as error:
+            raise ProcessEndedError(str(error)) from error
 
     def send(self, command: Frozen) -> None:
         """Write one command.

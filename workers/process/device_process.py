@@ -1,7 +1,7 @@
 """The one profiler process of a device or a group: the lock that it needs, its start, its replies, and its end.
 
 A process imports torch and more before it takes the device, which takes seconds. A spare is a process that has done so
-and waits: it holds no memory of the device. It becomes the process when the one before it has ended.
+and waits: it holds neither memory of the device nor its lock. It becomes the process when the one before it has ended.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TypeVar
 
-from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
+from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.exit_status import describe_status, name_ended
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
-from bexp.workers.process.protocol import Command, HardwareReply, Hello, Open, RankLost, Refused, Reply, ReportReply
+from bexp.workers.process.protocol import Command, HardwareReply, Hello, RankLost, Refused, Reply, ReportReply
 from bexp.workers.process.trial_run import END_GRACE_SECONDS, TICK_SECONDS
 
 R = TypeVar("R", Hello, HardwareReply, ReportReply)
@@ -28,7 +28,7 @@ class DeviceProcess:
 
     Args:
         devices: the devices as a profiler process names them.
-        locks: of these devices; the process inherits them.
+        locks: of these devices; the process is given them when it opens the devices.
         environment: of the process.
         on_wait: called once, with the reason, if another profiler holds a device.
         lock_timeout_seconds: how long to wait for the devices; None: as long as it takes.
@@ -83,19 +83,13 @@ class DeviceProcess:
         self.current = process
         self.check_interrupted()
         try:
-            process.send(Open())
+            process.open(self.locks.descriptors)
         except ProcessEndedError as error:
             raise self._ended_early(process) from error
-        process.set_ranks(self._receive(process, Hello).ranks)
+        process.greet(self._receive(process, Hello))
         self.check_interrupted()
         self._start_seconds += time.perf_counter() - started
         return process
-
-    def prepare(self) -> None:
-        """Start the first process as a spare if the device is free now, without waiting for either."""
-        with suppress(DeviceBusyError):
-            self.locks.acquire(timeout_seconds=0.0)
-            self.start_spare()
 
     def start_spare(self) -> None:
         """Start the next process in advance, without waiting for it. `ensure` takes it once there is no process.
@@ -152,18 +146,28 @@ class DeviceProcess:
         process, self.current = self.current, None
         return 0 if process is None else _end(process, grace_seconds)
 
-    def close(self) -> None:
-        """End the spare and the process, and give the devices back, all of it even if one of them does not end.
+    def give_back(self) -> None:
+        """End the process and give the devices back. The spare stays.
 
         A process that does not end keeps the devices, because it has their locks as well.
+
+        Raises:
+            ProfilerError: the process does not end.
+        """
+        try:
+            self.end()
+        finally:
+            self.locks.release()
+
+    def close(self) -> None:
+        """End the spare and the process, and give the devices back, all of it even if one of them does not end.
 
         Raises:
             ProfilerError: a process does not end.
         """
         with ExitStack() as last_first:
             last_first.callback(self._end_starter)
-            last_first.callback(self.locks.release)
-            last_first.callback(self.end)
+            last_first.callback(self.give_back)
             last_first.callback(self._drop_spare)
 
     def unexpected(self, reply: Reply) -> ProfilerError:
@@ -176,7 +180,7 @@ class DeviceProcess:
             self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"profiler-starter-{self.name}")
 
         def start() -> ProfilerProcess:
-            return ProfilerProcess(self._devices, environment=self._environment, inherited=self.locks.descriptors)
+            return ProfilerProcess(self._devices, environment=self._environment)
 
         try:
             return self._starter.submit(start).result()

@@ -33,13 +33,28 @@ class DeviceProfiler(Protocol):
     the errors that each method raises.
     """
 
+    devices: tuple[str, ...] = ()
+    """As a process of their host names them; empty if they are not for other programs of this host."""
     held_by: str | None = None
-    """Who else holds the device, while `start` waits for it."""
+    """Who else holds the device, while this waits for it."""
 
     @property
     def restarts(self) -> int:
         """How often a profiler process was replaced during trials that have been waited for."""
         ...
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another process waits for the devices."""
+        return False
+
+    def take(self) -> bool:
+        """Take the devices if they are free; return whether this has them, so that `start` need not wait."""
+        return True
+
+    def rest(self) -> None:
+        """Give the devices back until `take` or `start`, and stop waiting for them."""
+        self.held_by = None
 
     @abstractmethod
     def start(self) -> None:

@@ -20,7 +20,7 @@ from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.discovery import device_key
-from bexp.workers.devices.lock import DeviceLocks, lock_folder
+from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks, lock_folder
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.device_process import DeviceProcess
 from bexp.workers.process.environment import profiler_environment
@@ -55,7 +55,8 @@ class Profiler:
     thread; everything else belongs to one thread at a time.
 
     A process serves the next job if each trial left it as it was, none compiled or captured, and the jobs allocate
-    alike. Once it is known that it cannot, a spare is started, so that the next job need not wait for a process.
+    alike. Once it is known that it cannot, a spare is started, so that the next job need not wait for a process. `rest`
+    leaves a spare, too.
 
     Args:
         device: `cpu` or `cuda:i`; several for a process on each of them. The CPU may be named more than once.
@@ -65,7 +66,8 @@ class Profiler:
         start_timeout_seconds: for importing torch, and again for measuring the device.
         setup_allowance_seconds: added to the deadline of each trial.
         start_pauses_seconds: before each further attempt to start a process; empty: there is one attempt.
-        spare: whether to start spares; default: on one GPU. On the CPU they would disturb what is timed.
+        spare: whether to start spares while the device is in use; default: on one GPU. On the CPU they would disturb
+            what is timed.
     """
 
     def __init__(
@@ -89,7 +91,6 @@ class Profiler:
         environment = kernel_cache(given) | profiler_environment(given, self.devices)
         self._given = given
         self.held_by: str | None = None
-        """Who else holds the device, while this waits for it."""
         keys = [device_key(name, environment) for name in self.devices]
         if len(set(keys)) < len(keys) and self.devices[0] != "cpu":
             raise ValueError(f"{', '.join(self.devices)} names a device twice")
@@ -97,7 +98,7 @@ class Profiler:
             self.devices,
             DeviceLocks(keys, directory=lock_directory or lock_folder(environment)),
             environment=environment,
-            on_wait=self._wait_for,
+            on_wait=self._note_held,
             lock_timeout_seconds=lock_timeout_seconds,
             start_timeout_seconds=start_timeout_seconds,
         )
@@ -142,8 +143,37 @@ class Profiler:
         self._with_process(lambda process: process)
 
     def prepare(self) -> None:
-        """If the device is free, start a process that imports torch, without waiting for it; `start` takes it."""
-        self._process.prepare()
+        """Start a spare, without waiting for it, unless it would disturb another process on the device."""
+        if self.take() or self._uses_spares:
+            self._process.start_spare()
+
+    def take(self) -> bool:
+        """Take the device if it is free; return whether this has it. `held_by` then says who else does."""
+        try:
+            self._process.locks.try_acquire()
+        except DeviceBusyError as error:
+            self._note_held(str(error))
+            return False
+        self.held_by = None
+        return True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another process waits for the device that this has."""
+        return self._process.locks.are_awaited
+
+    def rest(self) -> None:
+        """End the process and give the device back, or stop waiting for it. A spare is left for the next start.
+
+        On the CPU there is none if another process takes the device now, which it would disturb.
+
+        Raises:
+            ProfilerError: the process does not end, and keeps the device.
+        """
+        if self._process.locks.are_held and (self._uses_spares or not self.is_awaited):
+            self._process.start_spare()
+        self._process.give_back()
+        self.held_by = None
 
     def hardware(self) -> HardwareSpec:
         """The device, measured once in the life of this object."""
@@ -255,8 +285,9 @@ class Profiler:
         self._process.close()
         shrink_cache(self._given)
 
-    def _wait_for(self, reason: str) -> None:
-        _log.info("waiting for the device: %s", reason)
+    def _note_held(self, reason: str) -> None:
+        if self.held_by is None:
+            _log.info("waiting for the device: %s", reason)
         self.held_by = reason
 
     def _prepare_next(self) -> None:
@@ -279,6 +310,7 @@ class Profiler:
         process = self._process.ensure()
         self.held_by = None
         if self._prepared is not process:
+            self._check_hardware(process)
             self._is_clean, self._allocator = True, None
             if self._job is not None:
                 job, hardware = self._job, self.hardware()
@@ -294,6 +326,14 @@ class Profiler:
                 self._job = replace(job, ceiling=replace(job.ceiling, baseline_bytes=process.private_bytes()))
             self._prepared = process
         return process
+
+    def _check_hardware(self, process: ProfilerProcess) -> None:
+        """Forget the hardware if a process has found another: a driver or a library was replaced, or a GPU divided."""
+        known, found = self._hardware, process.hello
+        if known is None or found is None or (known.device_name, known.versions) == (found.device_name, found.versions):
+            return
+        self._hardware = self._job = None
+        raise ProfilerError(f"{self._process.name} has changed since it was measured: it was {known.describe()}")
 
 
 def _leaves_code(task: TrialTask, request: ExplorationRequest) -> bool:

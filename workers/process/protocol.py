@@ -11,12 +11,15 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement
 from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.request import ExplorationRequest
 
 
 class Open(Frozen):
-    """Command: take the device. The answer is `Hello`. Before this command a process holds no memory of a device."""
+    """Command: take the device, whose lock comes with it. The answer is `Hello`.
+
+    Before this command a process holds neither the lock nor memory of a device.
+    """
 
     type: Literal["open"] = "open"
 
@@ -56,11 +59,14 @@ class EndJob(Frozen):
 class Hello(Frozen):
     """The first message of a profiler process: torch is imported and the device exists.
 
-    `ranks` are the ids of the processes that own the devices of a group. Each leads a process group.
+    `device_name` and `versions` are those of its `HardwareSpec`, which is not measured yet. `ranks` are the ids of the
+    processes that own the devices of a group. Each leads a process group.
     """
 
     type: Literal["hello"] = "hello"
     pid: int
+    device_name: str
+    versions: SoftwareVersions
     ranks: tuple[int, ...] = ()
 
 

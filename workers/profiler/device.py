@@ -22,7 +22,7 @@ from bexp.workers.instruments.device_instruments import Instruments, freeze_impo
 from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.failures import is_poisoned
 from bexp.workers.process.protocol import Command, Hello, Open, Refused
-from bexp.workers.profiler.hardware import used_bytes
+from bexp.workers.profiler.hardware import identify, used_bytes
 from bexp.workers.profiler.parent import CommandQueue, Parent, end_group
 from bexp.workers.profiler.session import Session
 from bexp.workers.settings import read_settings
@@ -128,7 +128,8 @@ def serve_device(parent: Parent) -> int:
         instruments.monitor = DeviceMonitor(gpu, GpuProcessMonitor(gpu, reserved, used_before, processes_before))
     freeze_imports()
     session = Session(instruments, used_before, parent.send)
-    parent.send(Hello(pid=os.getpid()))
+    device_name, versions = identify(device)
+    parent.send(Hello(pid=os.getpid(), device_name=device_name, versions=versions))
     while session.answer(parent.commands.get() if session.has_job else next_command(parent.commands, instruments)):
         pass
     return 0

@@ -29,6 +29,13 @@ DRAWN_BYTES = 1 << 20
 TINY_OPERATIONS = 200
 
 
+def identify(device: torch.device) -> tuple[str, SoftwareVersions]:
+    """Return the name of a device, and the versions that a measurement on it depends on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).name, _versions(device)
+    return f"{host.processor_name()} ({torch.get_num_threads()} cores)", _versions(None)
+
+
 def measure_hardware(device: torch.device, used_before: int | None) -> HardwareSpec:
     """Time large products of random matrices, a large copy, and the launch of tiny operations: 1 to 2 s.
 
@@ -39,22 +46,23 @@ def measure_hardware(device: torch.device, used_before: int | None) -> HardwareS
 
 def _measure_cpu() -> HardwareSpec:
     cpu = torch.device("cpu")
+    name, versions = identify(cpu)
     total = host.total_bytes()
     return HardwareSpec(
         device_kind="cpu",
-        device_name=f"{host.processor_name()} ({torch.get_num_threads()} cores)",
+        device_name=name,
         memory_bytes=total,
         memory_limit_bytes=max(1, min(total, int(host.MEMORY_SHARE * host.available_bytes()))),
         matmul_flops_per_second=_matmul_peaks(cpu, _cpu_matmul_peak),
         memory_bandwidth_bytes_per_second=_bandwidth(cpu, CPU_COPY_BYTES),
         launch_seconds=_launch_seconds(cpu),
-        versions=_versions(None),
+        versions=versions,
     )
 
 
 def _measure_cuda(device: torch.device, used_before: int | None) -> HardwareSpec:
     torch.cuda.set_device(device)
-    properties = torch.cuda.get_device_properties(device)
+    name, versions = identify(device)
     matmul = _matmul_peaks(device, _cuda_matmul_peak)
     bandwidth = _bandwidth(device, CUDA_COPY_BYTES)
     launch = _launch_seconds(device)
@@ -63,7 +71,7 @@ def _measure_cuda(device: torch.device, used_before: int | None) -> HardwareSpec
     total, limit, context = cuda_memory(device, used_before)
     return HardwareSpec(
         device_kind="cuda",
-        device_name=properties.name,
+        device_name=name,
         memory_bytes=total,
         memory_limit_bytes=limit,
         context_bytes=context,
@@ -71,7 +79,7 @@ def _measure_cuda(device: torch.device, used_before: int | None) -> HardwareSpec
         matmul_flops_per_second=matmul,
         memory_bandwidth_bytes_per_second=bandwidth,
         launch_seconds=launch,
-        versions=_versions(device),
+        versions=versions,
     )
 
 

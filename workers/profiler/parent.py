@@ -17,6 +17,8 @@ from bexp.explorer.spec.base import Frozen
 from bexp.workers.process.protocol import COMMANDS, Command, encode
 
 PR_SET_PDEATHSIG = 1
+MOST_LOCKS = 253
+"""So many descriptors the kernel sends with a message."""
 
 CommandQueue = queue.SimpleQueue[Command]
 
@@ -66,12 +68,22 @@ def end_group() -> None:
 
 
 def _read_commands(connection: socket.socket) -> CommandQueue:
-    """Read commands in a separate thread, which notices the parent's end also during a trial."""
+    """Read commands in a separate thread, which notices the parent's end also during a trial.
+
+    The locks that come with a command stay open, so that nobody has the devices before this process has ended.
+    """
     commands: CommandQueue = queue.SimpleQueue()
 
     def read() -> None:
+        received = b""
         try:
-            with connection.makefile("rb") as lines:
+            while True:
+                data, locks, *_ = socket.recv_fds(connection, 1 << 16, MOST_LOCKS)
+                if not data:
+                    break
+                for lock in locks:
+                    os.set_inheritable(lock, False)
+                *lines, received = (received + data).split(b"\n")
                 for line in lines:
                     commands.put(COMMANDS.validate_json(line))
         finally:

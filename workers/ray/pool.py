@@ -123,6 +123,10 @@ class RayDevicePool(DevicePool):
         """End all actors, so that the cluster can serve others."""
         self.close()
 
+    def rest(self) -> None:
+        """End all actors, so that the cluster can serve others."""
+        self.close()
+
     def interrupt(self) -> None:
         """Make every call raise until `start`. The actors end with `close`, or when the pool is started again."""
         self._interrupted.set()

@@ -15,7 +15,7 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
 from bexp.storage.workers import REPLAYED
-from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
+from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
 
@@ -24,14 +24,12 @@ SAME = ("mode", "routing", "plain_execution", "training")
 """Fields of a request that measurements depend on, apart from the model."""
 
 
-class ReplayProfiler:
+class ReplayProfiler(DeviceProfiler):
     """Serves jobs that a table can answer. Any other job gets the reason why it cannot.
 
     The device's name says that it is replayed, so that no real device resumes a job that a replay began, or the other
     way round.
     """
-
-    held_by: str | None = None
 
     def __init__(self, path: Path) -> None:
         """Read the table.

@@ -91,6 +91,11 @@ def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored
     info = make_worker("w-1", num_devices=2, fingerprint=REPORT.hardware.fingerprint, devices="cpu")
     register_worker(queue.database, replace(info, memory_limit_bytes=REPORT.hardware.memory_limit_bytes))
     assert re.search(rf"measuring {first} +cpu +2 x A device ", bexp("workers").stdout)
+    register_worker(queue.database, replace(make_worker("w-2", device_name="", devices="cpu"), held_by="by process 7"))
+    waiting = bexp("workers")
+    assert re.search(r"w-2 +waiting +cpu +- ", waiting.stdout)
+    assert waiting.stderr == "w-2 waits: by process 7\n"
+    forget_worker(queue.database, "w-2")
     queue.pin(claim.lease, REPORT)
     (variant,) = ANSWER.variants
     answer = Answer(variants=(variant.model_copy(update={"completed_target": 95}),))

@@ -118,11 +118,11 @@ def test_a_job_that_the_worker_cannot_run_is_refused(
 
 def test_the_log_says_who_holds_the_device_and_what_to_do(queue: Queue, own: OwnJob) -> None:
     queue.enqueue(make_request(), job_id="own")
-    own._worker._profiler.held_by = "cpu is in use by another profiler (process 7 of user ann)"
+    own._worker._profiler.held_by = "cpu is in use by process 7 of user ann"
     assert not ends(own.watch, 0.5)
     told = [event.message for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]
     assert told == [
-        "Waiting: the device is in use: cpu is in use by another profiler (process 7 of user ann); "
+        "Waiting: the device is in use: cpu is in use by process 7 of user ann; "
         "wait for its end, end it, or name another device with --device"
     ]
 

@@ -15,11 +15,10 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-from bexp.storage.workers import forget_worker, list_workers, worker_heartbeat
-from bexp.workers.jobs.worker import JobWorker, Registration, installed_software
+from bexp.storage.workers import list_workers
+from bexp.workers.jobs.worker import JobWorker, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
-from tests.contracts.samples import make_worker as a_worker
 from tests.waits import PATIENCE_SECONDS, Waits, wait_until
 from tests.workers.fakes import FakeProfiler, fake_explore
 
@@ -107,8 +106,6 @@ def test_a_worker_without_a_device_says_so(sqlite_database: Database) -> None:
 class Moody(FakeProfiler):
     """Its starts fail as listed; null is a start that succeeds."""
 
-    held_by: str | None = None
-
     def __init__(self, *starts: ProfilerError | None) -> None:
         super().__init__()
         self._starts = list(starts)
@@ -167,27 +164,6 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_its_device(sqlite_databa
     assert worker._stopping.seconds == [1, 2, 4]
 
 
-def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sqlite_database: Database) -> None:
-    registration = Registration(sqlite_database, a_worker("w"))
-    registration._ended = Waits(3)
-    with registration:
-        registration._thread.join()
-    assert registration._ended.seconds == [5.0] * 3
-    assert registration._thread.daemon, "a process that ends does not wait for it"
-
-
-def test_a_worker_that_cannot_leave_the_list_ends(
-    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise sa.exc.OperationalError("DELETE", {}, ConnectionError("refused"))
-
-    monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
-    with Registration(sqlite_database, a_worker("w")):
-        pass
-    assert "worker w could not be removed from the list: (builtins.ConnectionError) refused" in caplog.text
-
-
 def test_a_worker_starts_while_the_database_is_locked(
     sqlite_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,7 +178,9 @@ def test_a_worker_starts_while_the_database_is_locked(
             assert not done.done()
         done.result(timeout=PATIENCE_SECONDS)
     impatient.dispose()
-    assert caplog.messages[0].endswith("is not in the list yet: (sqlite3.OperationalError) database is locked")
+    assert caplog.messages[0].endswith(
+        "could not report to the database: (sqlite3.OperationalError) database is locked"
+    )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
@@ -227,27 +205,6 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(
     )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
     assert "no job could be claimed: (builtins.ConnectionError) refused" in caplog.messages
-
-
-def test_a_worker_that_was_taken_off_the_list_is_on_it_again(
-    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("bexp.workers.jobs.worker.LIVE_WITHIN", timedelta(seconds=0.03))
-    away = threading.Event()
-
-    def beat(database: Database, worker_id: str) -> bool:
-        if away.is_set():
-            raise sa.exc.OperationalError("UPDATE", {}, ConnectionError("refused\nIs it running?"))
-        return worker_heartbeat(database, worker_id)
-
-    monkeypatch.setattr("bexp.workers.jobs.worker.worker_heartbeat", beat)
-    with Registration(sqlite_database, a_worker("w")):
-        forget_worker(sqlite_database, "w")
-        wait_until(lambda: [known.info.id for known in list_workers(sqlite_database)] == ["w"])
-        away.set()
-        wait_until(lambda: caplog.messages)
-    assert caplog.messages[0] == "worker w could not report to the database: (builtins.ConnectionError) refused"
-    assert list_workers(sqlite_database) == []
 
 
 @pytest.mark.parametrize(("is_told", "longest"), [(False, 1.0), (True, 4.0)])

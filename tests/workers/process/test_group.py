@@ -235,7 +235,7 @@ def test_a_hanging_rank_times_out_with_the_group(
 ) -> None:
     group.begin(REQUEST)
     assert works(group)
-    directory = group._process.locks._locks[0]._stem.parent
+    directory = group._process.locks._locks[0].device._stem.parent
     with pytest.raises(DeviceBusyError):
         Profiler("cpu", environment=ENVIRONMENT, lock_directory=directory, lock_timeout_seconds=0.1).start()
     before = processes(group)

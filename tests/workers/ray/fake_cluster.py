@@ -77,8 +77,6 @@ class FakeRay:
 class UnlikeProfilers:
     """Opens profilers of devices that differ in memory."""
 
-    held_by: str | None = None
-
     def __init__(self) -> None:
         self.num_opened = 0
 

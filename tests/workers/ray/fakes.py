@@ -12,6 +12,7 @@ from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import DeviceProfiler
 from tests.contracts.samples import make_report
 
 SLOW, DEADLY, CRASHING, BROKEN = 64, 65, 66, 67
@@ -21,13 +22,12 @@ GATE = "BEXP_TEST_GATE"
 OPEN = "open"
 
 
-class FakeActorProfiler:
+class FakeActorProfiler(DeviceProfiler):
     """Measures in no time, unless it is told otherwise."""
 
-    held_by: str | None = None
+    restarts = 0
 
     def __init__(self, memory_bytes: int | None = None) -> None:
-        self.restarts = 0
         self._memory_bytes = memory_bytes
 
     def start(self) -> None:

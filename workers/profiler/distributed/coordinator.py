@@ -57,7 +57,8 @@ class Coordinator:
     def serve(self, commands: queue.SimpleQueue[Command]) -> NoReturn:
         """Answer commands. Only GroupEndedError ends this."""
         hellos = self._collect(Hello)
-        self._send(Hello(pid=os.getpid(), ranks=tuple(hello.pid for hello in hellos)))
+        ranks = tuple(hello.pid for hello in hellos)
+        self._send(hellos[0].model_copy(update={"pid": os.getpid(), "ranks": ranks}))
         while True:
             self.idle.set()
             command = commands.get()

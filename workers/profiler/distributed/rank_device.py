@@ -16,7 +16,7 @@ from bexp.workers.process.protocol import Hello, Refused, RunTrial
 from bexp.workers.profiler.device import DeviceRefusedError, open_instruments
 from bexp.workers.profiler.distributed.message_queue import MessageQueue, join_store
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
-from bexp.workers.profiler.hardware import used_bytes
+from bexp.workers.profiler.hardware import identify, used_bytes
 from bexp.workers.profiler.session import Session
 from bexp.workers.settings import read_settings
 
@@ -46,7 +46,8 @@ def serve_rank(rank: int, devices: Sequence[str], port: int) -> int:
         instruments.monitor = DeviceMonitor(gpu)
     freeze_imports()
     session = Session(instruments, used_before, send, groups.rank_group)
-    send(Hello(pid=os.getpid()))
+    device_name, versions = identify(device)
+    send(Hello(pid=os.getpid(), device_name=device_name, versions=versions))
     while True:
         command = message_queue.next_command(rank)
         if isinstance(command, RunTrial):

@@ -94,7 +94,10 @@ def finished(
 
 def heard(said: list[tuple[int, Reply]], order: Command | None = None, *, ends: bool = False) -> list[Frozen]:
     """What the parent hears of one order, after the greeting."""
-    hellos: list[tuple[int, Reply]] = [(rank, Hello(pid=100 + rank)) for rank in (1, 0)]
+    name, versions = HARDWARE.device_name, HARDWARE.versions
+    hellos: list[tuple[int, Reply]] = [
+        (rank, Hello(pid=100 + rank, device_name=name, versions=versions)) for rank in (1, 0)
+    ]
     sent: list[Frozen] = []
     orders: queue.SimpleQueue[Command] = queue.SimpleQueue()
     orders.put(order or RunTrial(task=PLAN))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,7 +227,7 @@ def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
             process.end()
 
     assert other.acquire(timeout_seconds=0)
-    assert "MIG-c is in use by another profiler" in said()
+    assert f"MIG-c is in use by process {os.getpid()} of user " in said()
     other.release()
     assert "sees MIG-a,MIG-c" in said()
     with pytest.raises(DeviceBusyError):

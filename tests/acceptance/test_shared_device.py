@@ -1,0 +1,70 @@
+"""Programs of two databases on one device of a machine: each has it in its turn."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.workers import WorkerState, list_known_workers
+from tests.acceptance.conftest import Machine, await_gone, profilers_of, wait_for
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = {"max_seconds": 600, "max_trials": 500, "confidence_target": 99}
+
+
+@pytest.fixture
+def worker(machine: Machine) -> subprocess.Popen[str]:
+    """An idle worker of the machine's own database."""
+    worker = machine.start("worker", "--device", "cpu")
+    wait_for(lambda: "is ready" in machine.err(worker), 300, "the worker's start")
+    return worker
+
+
+def explore_elsewhere(machine: Machine, **changes: object) -> subprocess.Popen[str]:
+    """Start an exploration in another database of the same machine."""
+    machine.environment["BEXP_DATABASE_URL"] = f"sqlite:///{machine.folder / 'other.db'}"
+    try:
+        return machine.start("explore", machine.configure(**changes), "--device", "cpu")
+    finally:
+        del machine.environment["BEXP_DATABASE_URL"]
+
+
+def test_an_idle_worker_leaves_its_device_to_an_exploration_of_another_database_and_has_it_again(
+    machine: Machine, worker: subprocess.Popen[str]
+) -> None:
+    other = explore_elsewhere(machine)
+    assert other.wait(300) == 0, machine.err(other)
+    assert worker.poll() is None
+    job_id = machine.run("submit", machine.configure()).strip()
+    machine.run("watch", job_id)
+
+
+def test_a_worker_names_the_exploration_that_has_its_device_and_has_it_when_that_is_killed(
+    machine: Machine, worker: subprocess.Popen[str], open_url: Callable[[str], Database]
+) -> None:
+    database = open_url(machine.database_url)
+    other = explore_elsewhere(machine, micro_batch_size="explore", batch_size=256, bta={}, budget=ENDLESS)
+    wait_for(lambda: "BEXP102" in machine.out(other), 300, "the exploration's start")
+    (profiler,) = profilers_of(psutil.Process(other.pid))
+    profiler.suspend()  # it leaves the processor to the others
+    (holder,) = (child for child in profiler.parents() if "bexp.workers" in child.cmdline())
+    job_id = machine.run("submit", machine.configure()).strip()
+
+    def is_waiting() -> bool:
+        (found,) = list_known_workers(database)
+        named = f"cpu is in use by process {holder.pid} of user " in (found.info.held_by or "")
+        return found.state is WorkerState.WAITING and named
+
+    wait_for(is_waiting, 300, "the worker says whom it waits for")
+    assert get_job(database, job_id).state is JobState.QUEUED
+    left = [profiler, *holder.children()]
+    holder.kill()
+    await_gone(left, 300)
+    machine.run("watch", job_id)
+    assert other.wait(300) == 3
