@@ -23,6 +23,7 @@ HOLD = """\
 import os, subprocess, sys
 from pathlib import Path
 from bexp.workers.devices.lock import DeviceLocks
+from tests.waits import PATIENCE_SECONDS
 folder, user, leaves = sys.argv[1:4]
 if user:
     os.setgroups([])
@@ -45,7 +46,7 @@ def held(folder: Path, *more: str, user: str = "", leaves: str = "") -> Iterator
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         yield other
         if other.poll() is None:
-            other.communicate("\n", timeout=60)
+            other.communicate("\n", timeout=PATIENCE_SECONDS)
 
 
 def why_busy(folder: Path) -> str:
@@ -129,7 +130,7 @@ def test_the_process_that_has_the_lock_of_one_that_has_ended_is_named_with_it(tm
             told = rf"GPU-1 is in use by process {heir.pid} of user \S+, started 20[\d: -]+: sleep 600; "
             told += f"it was given the lock by process {taker.pid}, which has ended"
             assert re.fullmatch(told, why_busy(tmp_path))
-            taker.wait(60)
+            taker.wait(PATIENCE_SECONDS)
             assert re.fullmatch(told, why_busy(tmp_path))
         finally:
             heir.kill()

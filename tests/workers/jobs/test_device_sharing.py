@@ -21,6 +21,7 @@ from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.jobs import worker as worker_module
 from bexp.workers.jobs.worker import JobWorker
 from tests.contracts.samples import make_report, make_request
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.fakes import FakeProfiler, LockedProfiler, fake_explore
 from tests.workers.process.profilers import wait_for
 
@@ -71,7 +72,7 @@ def running(worker: JobWorker) -> Iterator[None]:
             yield
         finally:
             worker.stop()
-            done.result(timeout=60)
+            done.result(timeout=PATIENCE_SECONDS)
 
 
 def listed(database: Database, worker: JobWorker) -> KnownWorker | None:

@@ -14,6 +14,7 @@ from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import Profiler
 from tests.forked_profilers import forked_profilers
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.process.profilers import ENVIRONMENT, wait_for, works
 from tests.workers.profiler.samples import REQUEST
 
@@ -149,7 +150,7 @@ def test_two_profilers_have_the_device_one_after_the_other(profiler: Profiler, t
         wait_for(lambda: profiler.is_awaited)
         assert second.pid is None
         profiler.rest()
-        started.join(60)
+        started.join(PATIENCE_SECONDS)
         assert second.pid is not None
         assert second.held_by is None
         assert not profiler.take()
