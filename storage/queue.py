@@ -120,18 +120,18 @@ class Queue:
         job = get_job(self.database, lease.job_id)  # while the lease is held, nobody else writes the report
         fingerprint = report.hardware.fingerprint
         values: dict[str, Any] = {}
-        if not job.report:
+        pinned = job.report
+        if pinned is None or pinned.refusal is not None:  # what refused the model then may be over by now
             known: dict[str, Any] = {"reported_runs": find_reported_runs(self.database, job, report)}
             if job.request is not None:
                 known["earlier"] = find_earlier_runs(self.database, job.request, report, software)
-            report = report.model_copy(update=known)
+            pinned = report = report.model_copy(update=known)
             values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
             values["device_name"] = report.hardware.device_name
             if job.request is not None:
                 values["devices_needed"] = job.request.devices.needed(report.hardware.num_devices)
         with self.database.begin() as connection:
             write_job(self.database, connection, lease, **values)
-        pinned = job.report or report
         if pinned.hardware.fingerprint != fingerprint:
             raise HardwareMismatchError(job.id, pinned.hardware.describe(), report.hardware.describe())
         return pinned

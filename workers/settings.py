@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from bexp.storage.location import default_database_url
 from bexp.storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
+from bexp.workers.process.environment import LOCAL_TARGET
 
 DEFAULT_MAX_POLL = timedelta(seconds=1)
 DEFAULT_DEVICE_WAIT = timedelta(hours=4)
@@ -44,7 +45,7 @@ def read_settings(variables: Mapping[str, str] | None = None) -> WorkerSettings:
     return WorkerSettings(
         database_url=url,
         environment=given,
-        local_target=given.get("BEXP_LOCAL_TARGET") or None,
+        local_target=given.get(LOCAL_TARGET) or None,
         queue=read_queue_settings(given),
         max_poll=read_seconds(given, "BEXP_POLL_SECONDS", DEFAULT_MAX_POLL, least=0.05),
         device_wait=read_seconds(given, "BEXP_DEVICE_WAIT_SECONDS", DEFAULT_DEVICE_WAIT, least=0.0),

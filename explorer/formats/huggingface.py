@@ -118,17 +118,6 @@ def _note_assumed_length(translation: Translation, assumed: int, longest: int | 
     translation.notes.append(f"a sequence is assumed to have {assumed:,} tokens{why}: --seq-length sets it")
 
 
-def drop_remote_code(config: Mapping[str, Any], translation: Translation) -> None:
-    """Drop `auto_map` from `hf_config`, and note it. `trust_remote_code` stays and is refused: it asks for that code.
-
-    `auto_map` names the code of a model that was published before the library had its class. The worker builds the
-    library's class of the same `model_type`, or reports that the library has none.
-    """
-    if config.get("auto_map"):
-        translation.put(("hf_config",), {key: value for key, value in config.items() if key != "auto_map"})
-        translation.notes.append("auto_map is left out: the library's own class is measured, not code beside the model")
-
-
 def translate_config(
     config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any = None
 ) -> None:

@@ -16,7 +16,6 @@ from bexp.explorer.formats.huggingface import (
     OWN_FIELDS,
     assume_seq_length,
     check_length,
-    drop_remote_code,
     pass_config,
     translate_config,
 )
@@ -184,12 +183,10 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
         _translate_model(location, model, translation, changes)
     config = translation.get("hf_config")
     if isinstance(config, Mapping):
-        drop_remote_code(config, translation)
         target = _choose(changes, translation.document, "target")
         is_transformers = target in (None, TRANSFORMERS)
         refused = target in (None, BEXP, TRANSFORMERS) and refuse_other_model(_section_of(translation), stated)
-        if is_transformers:
-            keep_what_is_read(translation.get("hf_config"), translation)
+        keep_what_is_read(config, translation, by_library=is_transformers)
         if is_transformers and not refused:
             translation.notes += unlike_the_config(config, _choose(changes, translation.document, "quantization"))
         if _choose(changes, translation.document, "hf_seq_length") is None:

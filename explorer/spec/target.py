@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.optimizers import BITSANDBYTES
 from bexp.explorer.spec.quantization import PLAIN, own_method
 
@@ -34,12 +33,6 @@ OWN_ATTENTION = "own"
 
 TargetName = Annotated[str, BeforeValidator(_refuse_path), Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
 LONGEST_NAME = 64
-
-MAX_CONFIG_BYTES = 256 * 1024
-MAX_CONFIG_DEPTH = 16
-
-REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
-"""Keys of a config.json that ask for code from elsewhere to be run."""
 
 OWN_TARGET = (
     "a target of your own measures it whole: bexp explore config.json --target "
@@ -69,21 +62,6 @@ def describe_target(name: str, version: str | None, class_name: str | None = Non
     """Return what is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
     versioned = f"{name} {version}" if version else name
     return f"{versioned}, {class_name}" if class_name else versioned
-
-
-def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` if its structure is acceptable. What its keys mean is left to the transformers library.
-
-    Raises:
-        RuleError: it has no `model_type`, is larger than 256 KiB as JSON, is nested deeper than 16 levels, or asks for
-            code from elsewhere at any level.
-    """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise RuleError("must name the kind of model as text, such as llama", "model_type")
-    if _measure(config, ()) > MAX_CONFIG_BYTES:
-        raise RuleError(f"the configuration is larger than {MAX_CONFIG_BYTES // 1024} KiB")
-    return config
 
 
 def unlike_the_config(config: Mapping[str, Any], quantization: object = None) -> list[str]:
@@ -118,28 +96,3 @@ def unlike_the_config(config: Mapping[str, Any], quantization: object = None) ->
             "are run with it"
         )
     return differences
-
-
-def check_target_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` if its structure is acceptable. What its keys mean is left to the target.
-
-    Raises:
-        RuleError: it is larger than 256 KiB as JSON, or nested deeper than 16 levels.
-    """
-    if _measure(config, (), refused=()) > MAX_CONFIG_BYTES:
-        raise RuleError(f"the configuration is larger than {MAX_CONFIG_BYTES // 1024} KiB")
-    return config
-
-
-def _measure(value: Any, path: tuple[str, ...], refused: tuple[str, ...] = REMOTE_CODE_KEYS) -> int:
-    """Return a lower bound of the size of `value` as JSON, in bytes, and check what is below it."""
-    if len(path) > MAX_CONFIG_DEPTH:
-        raise RuleError(f"the configuration is nested deeper than {MAX_CONFIG_DEPTH} levels", path[:1])
-    if isinstance(value, dict):
-        for key in refused:
-            if value.get(key):
-                raise RuleError("code that comes with a model is never run; remove this key", (*path, key))
-        return 2 + sum(len(str(key)) + 4 + _measure(inner, (*path, str(key)), refused) for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return 2 + sum(1 + _measure(inner, (*path, str(index)), refused) for index, inner in enumerate(value))
-    return len(str(value).encode("utf-8", "surrogatepass"))

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.storage.database import Database
@@ -208,4 +209,17 @@ def test_a_resumed_job_keeps_its_first_report(database: Database) -> None:
     hardware = make_report().hardware.model_copy(update={"memory_bandwidth_bytes_per_second": 2e10})
     again = make_report().model_copy(update={"hardware": hardware})
     assert queue.pin(claim_one(queue, "b").lease, again) == make_report()
+    assert get_job(database, job.id).report == make_report()
+
+
+def test_a_job_that_was_refused_gets_a_new_report_once_it_is_resumed(database: Database) -> None:
+    """A host that was too busy to prepare it, or a library that was too old, may be another by then."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    lease = claim_one(queue).lease
+    refused = DeviceReport.refused(make_report().hardware, "no result within 180 s")
+    assert queue.pin(lease, refused).refusal == refused.refusal
+    queue.finish(lease, JobState.FAILED, error="no result within 180 s")
+    queue.resume(job.id)
+    assert queue.pin(claim_one(queue, "b").lease, make_report()) == make_report()
     assert get_job(database, job.id).report == make_report()

@@ -17,10 +17,25 @@ from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.exit_status import describe_status, name_ended
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
-from bexp.workers.process.protocol import Command, HardwareReply, Hello, RankLost, Refused, Reply, ReportReply
-from bexp.workers.process.trial_run import END_GRACE_SECONDS, TICK_SECONDS
+from bexp.workers.process.protocol import (
+    Begin,
+    Command,
+    HardwareReply,
+    Hello,
+    RankLost,
+    Refused,
+    Reply,
+    ReportReply,
+)
+from bexp.workers.process.trial_run import (
+    END_GRACE_SECONDS,
+    TICK_SECONDS,
+    CommandRun,
+    MemoryCeiling,
+    UnexpectedReplyError,
+)
 
-R = TypeVar("R", Hello, HardwareReply, ReportReply)
+R = TypeVar("R", Hello, HardwareReply)
 
 
 class DeviceProcess:
@@ -32,7 +47,7 @@ class DeviceProcess:
         environment: of the process.
         on_wait: called once, with the reason, if another profiler holds a device.
         lock_timeout_seconds: how long to wait for the devices; None: as long as it takes.
-        start_timeout_seconds: how long to wait for the reply to a command before a trial.
+        start_timeout_seconds: how long to wait for the reply to each command before a trial.
     """
 
     def __init__(
@@ -111,6 +126,31 @@ class DeviceProcess:
         reply = self._receive(process, kind)
         self._start_seconds += time.perf_counter() - started
         return reply
+
+    def begin(self, process: ProfilerProcess, command: Begin) -> ReportReply:
+        """Announce a job to a process that is ready; return its reply.
+
+        Raises:
+            CommandFailedError: it hung, crashed or took all of the device's memory; it has been ended.
+            ProfilerError: it did not keep to the protocol.
+            ProfilerInterruptedError: `interrupt()` was called.
+        """
+        started = time.perf_counter()
+        on_cpu = self._devices[0] == "cpu"
+        limit = command.hardware.memory_limit_bytes  # the job's own holds from its first trial on
+        run = CommandRun(
+            process,
+            allowed_seconds=self._start_timeout_seconds,
+            ceiling=MemoryCeiling(process.private_bytes(), limit) if on_cpu else None,
+            replace=self.replace,
+            check_interrupted=self.check_interrupted,
+        )
+        try:
+            return run.follow(command, _report_of)
+        except UnexpectedReplyError as error:
+            raise self.unexpected(error.reply) from error
+        finally:
+            self._start_seconds += time.perf_counter() - started
 
     def take_start_seconds(self) -> float:
         """The seconds that starting and preparing processes took since the last call."""
@@ -235,6 +275,12 @@ class DeviceProcess:
         ended = f"{name} of {self.name} {describe_status(status)}"
         message = f"{ended}: {output}" if output else ended
         return ProfilerStartError(message) if status < 0 else ProfilerError(message)
+
+
+def _report_of(reply: Reply) -> ReportReply:
+    if not isinstance(reply, ReportReply):
+        raise UnexpectedReplyError(reply)
+    return reply
 
 
 def _end(process: ProfilerProcess, grace_seconds: float = 0.0) -> int:

@@ -29,12 +29,17 @@ GROUP_DEFAULTS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without a message is normal here
 }
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""Libraries fetch neither weights nor kernels nor code, whatever a request has them build."""
+LOCAL_TARGET = "BEXP_LOCAL_TARGET"
+"""What a person has named by its file, for a worker of their own. Their code may fetch what it likes."""
 SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN")
 """What only the worker needs. A profiler runs code of a model's author."""
 
 
 def profiler_environment(given: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
     """`given` without secrets, with the defaults of a process that measures `devices`; several have one rank each."""
-    on_cpu = CPU_DEFAULTS if "cpu" in devices else {}
+    more = (CPU_DEFAULTS if "cpu" in devices else {}) | (GROUP_DEFAULTS if len(devices) > 1 else {})
+    more |= {} if given.get(LOCAL_TARGET) else OFFLINE
     kept = {name: value for name, value in given.items() if name not in SECRETS}
-    return CHILD_DEFAULTS | on_cpu | (GROUP_DEFAULTS if len(devices) > 1 else {}) | kept
+    return CHILD_DEFAULTS | more | kept

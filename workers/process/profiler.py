@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -27,11 +27,20 @@ from bexp.workers.process.environment import profiler_environment
 from bexp.workers.process.exit_status import KILLED_HINT
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from bexp.workers.process.kernel_cache import kernel_cache, shrink_cache
-from bexp.workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
-from bexp.workers.process.trial_run import MemoryCeiling, TrialRun, UnexpectedReplyError
+from bexp.workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware
+from bexp.workers.process.trial_run import (
+    CommandFailedError,
+    CommandRun,
+    MemoryCeiling,
+    TrialRun,
+    UnexpectedReplyError,
+)
 
 START_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """The pauses before a process that was killed as it started is started again."""
+
+BEGIN_TRIES = 2
+"""How many processes a job may fail on before its first trial."""
 
 _log = logging.getLogger(__name__)
 
@@ -183,22 +192,31 @@ class Profiler:
         return self._hardware
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
-        """Announce a job: sets its memory limit, and returns which back ends can serve its model."""
+        """Announce a job: sets its memory limit, and returns which back ends can serve its model.
+
+        A process that was ready may crash, hang or run out of memory as it prepares the job. Then another one is asked.
+        If it fails as well, that is the job's outcome: the report refuses it.
+        """
         self._job = None
         if self._allocator not in {None, request.allocator}:
             self._process.end()
         hardware = self.hardware()
-
-        def announce(process: ProfilerProcess) -> DeviceReport:
-            reply = self._process.ask(process, Begin(request=request, hardware=hardware), ReportReply)
+        failures: list[CommandFailedError] = []
+        while len(failures) < BEGIN_TRIES:
+            process = self._with_process(lambda process: process)
+            try:
+                reply = self._process.begin(process, Begin(request=request, hardware=hardware))
+            except CommandFailedError as error:
+                _log.warning("the job cannot be prepared: %s", error)
+                failures.append(error)
+                continue
             ceiling = MemoryCeiling(process.private_bytes(), memory_limit(request, hardware))
             self._job, self._prepared = _Job(request, ceiling, reply.others_bytes, reply.report), process
             self._is_clean, self._allocator = not request.plain_execution.compiles, request.allocator
+            self._prepare_next()
             return reply.report
-
-        report = self._with_process(announce)
-        self._prepare_next()
-        return report
+        reasons = dict.fromkeys([*map(str, failures), *([KILLED_HINT] if failures[-1].was_killed else [])])
+        return DeviceReport.refused(hardware, f"{BEGIN_TRIES} processes could not prepare it: {'; '.join(reasons)}")
 
     def measure(self, task: TrialTask) -> Measurement:
         """Run a trial. A candidate's crash, hang or lack of memory is the outcome.
@@ -232,17 +250,24 @@ class Profiler:
         """Run a trial once; return its measurement, and whether its process was killed for no known reason."""
         if self._job is None:
             raise ProfilerError("measure() was called before begin()")
-        process = self._with_process(lambda process: process)
+        try:
+            process = self._with_process(lambda process: process)
+        except CommandFailedError as error:  # a new process was ready, and did not get through the job's beginning
+            phases = PhaseSeconds(process_start=self._process.take_start_seconds())
+            reason = f"before the trial: {error}"
+            return Measurement(
+                candidate=task.candidate, outcome=error.outcome, reason=reason, phases=phases
+            ), error.was_killed
         start_seconds = self._process.take_start_seconds()
         started = time.perf_counter()
-        run = TrialRun(
+        command = CommandRun(
             process,
-            task,
             allowed_seconds=task.timeout_seconds + self._setup_allowance_seconds,
             ceiling=self._job.ceiling if self.devices[0] == "cpu" else None,
             replace=self._process.replace,
             check_interrupted=self._process.check_interrupted,
         )
+        run = TrialRun(command, task)
         try:
             measurement, child_seconds = run.follow()
         except UnexpectedReplyError as error:
@@ -320,7 +345,7 @@ class Profiler:
                     others_bytes=job.others_bytes,
                     known_report=job.report,
                 )
-                self._process.ask(process, command, ReportReply)
+                self._process.begin(process, command)
                 self._is_clean = not job.request.plain_execution.compiles
                 self._allocator = job.request.allocator
                 self._job = replace(job, ceiling=replace(job.ceiling, baseline_bytes=process.private_bytes()))

@@ -1,17 +1,21 @@
-"""One trial on a profiler process: its replies, its deadline, its memory, and how the process ended."""
+"""What a ready profiler process does for a job: its replies, its deadline, its memory, and how it ended."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.spec.base import Frozen
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained, name_ended
 from bexp.workers.process.protocol import ComponentMeasured, ComponentStarted, RankLost, Reply, RunTrial, TrialFinished
+
+T = TypeVar("T")
 
 TICK_SECONDS = 0.025
 END_GRACE_SECONDS = 1.0
@@ -39,39 +43,89 @@ class UnexpectedReplyError(Exception):
         super().__init__(reply.type)
 
 
-class TrialRun:
-    """Follows a trial to its end. A crash, a hang or too much memory is the trial's outcome.
+class CommandFailedError(Exception):
+    """A ready process did not carry out a command; the message says why.
 
-    Args:
-        process: what runs the trial.
-        task: the trial.
-        allowed_seconds: after this time the trial has timed out.
+    `was_killed` says that the process was killed, and that nothing says why.
+    """
+
+    def __init__(self, outcome: Outcome, reason: str, *, was_killed: bool = False) -> None:
+        self.outcome = outcome
+        self.was_killed = was_killed
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRun:
+    """Follows a command of a job to its end.
+
+    Attributes:
+        process: what carries it out.
+        allowed_seconds: after this time the command has timed out.
         ceiling: None where the device's allocator keeps the limit.
         replace: ends the process, which gets this many seconds to end by itself; returns its exit status.
         check_interrupted: raises if the profiler was interrupted.
+    """
+
+    process: ProfilerProcess
+    allowed_seconds: float
+    ceiling: MemoryCeiling | None
+    replace: Callable[[float], int]
+    check_interrupted: Callable[[], None]
+
+    def follow(self, command: Frozen, take: Callable[[Reply], T | None]) -> T:
+        """Send a command; return what `take` makes of the first reply that it does not return None for.
+
+        Raises:
+            CommandFailedError: the process crashed, hung or took too much memory. It has been ended.
+        """
+        kernel_kills = count_kernel_oom_kills()
+        deadline = time.monotonic() + self.allowed_seconds
+        lost_rank: RankLost | None = None
+        try:
+            self.process.send(command)
+            while True:
+                reply = self.process.receive(TICK_SECONDS)
+                self.check_interrupted()
+                if isinstance(reply, RankLost):
+                    lost_rank = reply
+                    break
+                if reply is not None and (taken := take(reply)) is not None:
+                    return taken
+                failure = self._exceeded_limit(deadline)
+                if failure is not None:
+                    self.replace(0.0)
+                    raise failure
+        except ProcessEndedError:
+            self.check_interrupted()
+        name, status = name_ended(self.replace(END_GRACE_SECONDS), lost_rank)
+        by_kernel = count_kernel_oom_kills() > kernel_kills
+        output = self.process.last_output()
+        outcome, reason = classify_exit(name, status, output, by_kernel)
+        raise CommandFailedError(outcome, reason, was_killed=is_unexplained(status, outcome, output))
+
+    def _exceeded_limit(self, deadline: float) -> CommandFailedError | None:
+        if time.monotonic() >= deadline:
+            return CommandFailedError(Outcome.TIMED_OUT, f"no result within {self.allowed_seconds:g} s")
+        if self.ceiling is not None and self.ceiling.is_exceeded(self.process):
+            limit = self.ceiling.limit_bytes / 2**30
+            return CommandFailedError(
+                Outcome.OUT_OF_MEMORY, f"the process exceeded its memory limit of {limit:.2f} GiB"
+            )
+        return None
+
+
+class TrialRun:
+    """Follows a trial to its end. A crash, a hang or too much memory is the trial's outcome.
 
     `was_killed` says, after the end, that the process or that of a custom target was killed, and that nothing says why.
     """
 
-    def __init__(
-        self,
-        process: ProfilerProcess,
-        task: TrialTask,
-        *,
-        allowed_seconds: float,
-        ceiling: MemoryCeiling | None,
-        replace: Callable[[float], int],
-        check_interrupted: Callable[[], None],
-    ) -> None:
-        self._process = process
+    def __init__(self, run: CommandRun, task: TrialTask) -> None:
+        self._run = run
         self._task = task
-        self._allowed_seconds = allowed_seconds
-        self._ceiling = ceiling
-        self._replace = replace
-        self._check_interrupted = check_interrupted
         self._components: list[ComponentMeasurement] = []
         self._current: Component | None = None
-        self._lost_rank: RankLost | None = None
         self.was_killed = False
 
     def follow(self) -> tuple[Measurement, float | None]:
@@ -80,58 +134,33 @@ class TrialRun:
         Raises:
             UnexpectedReplyError: the process did not keep to the protocol.
         """
-        kernel_kills = count_kernel_oom_kills()
-        deadline = time.monotonic() + self._allowed_seconds
         try:
-            self._process.send(RunTrial(task=self._task))
-            while True:
-                reply = self._process.receive(TICK_SECONDS)
-                self._check_interrupted()
-                if isinstance(reply, TrialFinished):
-                    if reply.poisoned:
-                        self._replace(0.0)
-                    self.was_killed = reply.target_killed
-                    return reply.measurement, reply.seconds
-                if reply is not None:
-                    self._note(reply)
-                failure = self._exceeded_limit(deadline)
-                if failure is not None:
-                    self._replace(0.0)
-                    return failure, None
-        except ProcessEndedError:
-            self._check_interrupted()
-            name, status = name_ended(self._replace(END_GRACE_SECONDS), self._lost_rank)
-            by_kernel = count_kernel_oom_kills() > kernel_kills
-            output = self._process.last_output()
-            outcome, reason = classify_exit(name, status, output, by_kernel)
-            self.was_killed = is_unexplained(status, outcome, output)
-            return self._failure(outcome, reason), None
+            finished = self._run.follow(RunTrial(task=self._task), self._take)
+        except CommandFailedError as error:
+            self.was_killed = error.was_killed
+            return self._failure(error), None
+        if finished.poisoned:
+            self._run.replace(0.0)
+        self.was_killed = finished.target_killed
+        return finished.measurement, finished.seconds
 
-    def _note(self, reply: Reply) -> None:
+    def _take(self, reply: Reply) -> TrialFinished | None:
+        if isinstance(reply, TrialFinished):
+            return reply
         if isinstance(reply, ComponentStarted):
             self._current = reply.component
         elif isinstance(reply, ComponentMeasured):
             self._components.append(reply.measurement)
             self._current = None
-        elif isinstance(reply, RankLost):
-            self._lost_rank = reply
-            raise ProcessEndedError("a rank has ended")
         else:
             raise UnexpectedReplyError(reply)
-
-    def _exceeded_limit(self, deadline: float) -> Measurement | None:
-        if time.monotonic() >= deadline:
-            return self._failure(Outcome.TIMED_OUT, f"no result within {self._allowed_seconds:g} s")
-        if self._ceiling is not None and self._ceiling.is_exceeded(self._process):
-            limit = self._ceiling.limit_bytes / 2**30
-            return self._failure(Outcome.OUT_OF_MEMORY, f"the process exceeded its memory limit of {limit:.2f} GiB")
         return None
 
-    def _failure(self, outcome: Outcome, reason: str) -> Measurement:
+    def _failure(self, error: CommandFailedError) -> Measurement:
         return Measurement(
             candidate=self._task.candidate,
-            outcome=outcome,
-            reason=reason,
+            outcome=error.outcome,
+            reason=str(error),
             components=tuple(self._components),
             failed_component=self._current,
             phases=PhaseSeconds(),

@@ -97,8 +97,10 @@ class Session:
             self._target = open_target(request, self._instruments)
             known = None if isinstance(self._target, WholeTarget) else command.known_report
             report = known or self._target.report(hardware)
-        except UnsupportedTrialError as error:
-            report = DeviceReport.refused(hardware, str(error))
+        except Exception as error:  # whatever a model's code raises is the job's outcome
+            if is_poisoned(self._instruments.device):
+                raise  # this process is of no use any more
+            report = DeviceReport.refused(hardware, classify(error)[1])
         self._instruments.settle(release=True)
         self._instruments.limit_memory(memory_limit(request, hardware), hardware.context_bytes)
         others_bytes = self._instruments.monitor.begin(command.others_bytes)

@@ -12,6 +12,7 @@ from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import ProfilerError
+from bexp.workers.process.profiler import BEGIN_TRIES
 from bexp.workers.ray.cluster import ActorHandle, Cluster, describe_error
 
 TICK_SECONDS = 0.1
@@ -62,7 +63,7 @@ class Actors:
         for handle in self.ready:
             handle.pending = handle.actor.begin.remote(request.model_dump_json())
         self.ready = []
-        self.wait_for_one()
+        self.wait_for_one(tries=BEGIN_TRIES)
         assert self._report is not None
         return self._report
 
@@ -83,13 +84,13 @@ class Actors:
             else:
                 self._check_report(handle, DeviceReport.model_validate_json(answer))
 
-    def wait_for_one(self) -> None:
-        """Wait until an actor is ready.
+    def wait_for_one(self, *, tries: int = 1) -> None:
+        """Wait until an actor is ready, for as long as so many starts and commands may take.
 
         Raises:
             ProfilerError: none is left, or none becomes ready in time.
         """
-        deadline = time.monotonic() + self._start_timeout_seconds
+        deadline = time.monotonic() + (2 * tries - 1) * self._start_timeout_seconds
         while True:
             self._check_interrupted()
             self.admit()

@@ -83,7 +83,7 @@ def test_a_parsed_request_is_parsed_again_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("document", "location", "part"),
     [
-        ({"hf_config": {**GEMMA, "a": {"auto_map": {"A": "x.y"}}}}, ("hf_config", "a", "auto_map"), "never run"),
+        ({"hf_config": {**GEMMA, "a": {"trust_remote_code": 1}}}, ("hf_config", "a", "trust_remote_code"), "never run"),
         ({"model": {**GEMMA, "trust_remote_code": True}}, ("model", "trust_remote_code"), "never run"),
         ({"model": {**GEMMA, "model_type": 3}}, ("model", "model_type"), "kind of model"),
         ({**GEMMA, "seq_length": 0}, ("seq_length",), "greater than"),
@@ -99,7 +99,7 @@ def test_faults_are_located_in_the_document(document: Any, location: tuple[str, 
 def test_the_code_that_a_published_config_names_is_left_out_and_noted(place: Callable[[Any], Any]) -> None:
     request = parse_request(place({**GEMMA, "auto_map": {"AutoConfig": "configuration_gemma.Config"}}))
     assert request.hf_config == GEMMA
-    assert any("auto_map is left out" in notice for notice in request.notices)
+    assert any("auto_map of config.json left out: the library's own class" in notice for notice in request.notices)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ import pytest
 
 from bexp.workers.devices import holder
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
+from tests.waits import PATIENCE_SECONDS
 from tests.workers.process.profilers import wait_for
 
 HOLD = """\
 import os, subprocess, sys
 from pathlib import Path
 from bexp.workers.devices.lock import DeviceLocks
-from tests.waits import PATIENCE_SECONDS
 folder, user, leaves = sys.argv[1:4]
 if user:
     os.setgroups([])

@@ -11,7 +11,7 @@ import pytest
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.workers.process.protocol import RankLost, Reply, TrialFinished
-from bexp.workers.process.trial_run import TrialRun
+from bexp.workers.process.trial_run import CommandRun, TrialRun
 from tests.contracts.samples import make_candidate, make_request
 
 
@@ -20,14 +20,10 @@ def follow(reply: Reply, exit_status: int = 0) -> tuple[TrialRun, Measurement]:
     process = Mock(**{"receive.return_value": reply})
     process.last_output.return_value = ""
     fields: dict[str, Any] = {"model": make_request().model, "candidate": make_candidate(1)}
-    run = TrialRun(
-        process,
-        TrialTask(number=0, kind=TrialKind.COMPONENTS, timeout_seconds=60.0, **fields),
-        allowed_seconds=60.0,
-        ceiling=None,
-        replace=lambda _: exit_status,
-        check_interrupted=lambda: None,
+    command = CommandRun(
+        process, allowed_seconds=60.0, ceiling=None, replace=lambda _: exit_status, check_interrupted=lambda: None
     )
+    run = TrialRun(command, TrialTask(number=0, kind=TrialKind.COMPONENTS, timeout_seconds=60.0, **fields))
     return run, run.follow()[0]
 
 

@@ -34,6 +34,7 @@ from bexp.workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
+from bexp.workers.profiler import session as session_module
 from bexp.workers.profiler.session import Session
 from bexp.workers.targets.reference import target as reference_target
 from tests.workers.profiler.fakes import FakeGpu
@@ -98,6 +99,25 @@ def test_components_are_told_as_they_are_measured(
     assert isinstance(finished, TrialFinished)
     assert [m.component for m in finished.measurement.components] == list(components)
     assert finished.measurement.phases.total == finished.seconds - 1, "one look at the clock earlier"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_whatever_a_target_raises_refuses_the_job_unless_the_device_is_lost(
+    instruments: UnlimitedBench, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("a fault in a model")
+
+    monkeypatch.setattr(session_module, "open_target", fail)
+    monkeypatch.setattr(session_module, "is_poisoned", lambda _: is_lost)
+    begin = Begin(request=REQUEST, hardware=HARDWARE)
+    if is_lost:
+        with pytest.raises(TypeError):
+            Session(instruments, None, sent.append).answer(begin)
+        return
+    assert Session(instruments, None, sent.append).answer(begin), "fit for the next job"
+    assert isinstance(sent[0], ReportReply)
+    assert sent[0].report.refusal == "TypeError: a fault in a model"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from bexp.tune.environment import on_devices, with_hook
 from bexp.tune.placeholders import fill, stands_in
 from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceLocks, lock_folder
-from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
+from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS, LOCAL_TARGET
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 
 SUFFIX = ".json:command"
@@ -71,7 +71,7 @@ def environment_of(devices: Sequence[str]) -> dict[str, str]:
     """The environment of the person who tunes, without what the service has added to it, and with the hook."""
     ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
     added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
-    added |= {"BEXP_LOCAL_TARGET", "PYTHONSAFEPATH"}
+    added |= {LOCAL_TARGET, "PYTHONSAFEPATH"}
     kept = {name: value for name, value in os.environ.items() if name not in added}
     path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
     kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}

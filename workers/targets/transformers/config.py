@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import OWN_TARGET
 from bexp.transformers.layers import config_depth
 
 MINIMUM_VERSION = (5, 0)
-MAX_LAYERS = 512
-_REMOTE_CODE = ("auto_map", "trust_remote_code")
 OWN_CLASS = f"; {OWN_TARGET}"
 _NO_PART_OF_TRAINING = ("quantization_config", "architectures", "transformers_version", "_name_or_path")
 
@@ -86,25 +86,22 @@ def quiet_library() -> Iterator[None]:
 def resolve_config(raw: Mapping[str, Any], seq_length: int) -> ResolvedConfig:
     """`raw` (the content of a config.json) as the installed library understands it.
 
-    UnsupportedModelError if transformers is missing or too old, if `raw` asks for remote code, names no type or one
-    that the library does not know, has no causal language model, holds a value that the class refuses, or states more
-    than MAX_LAYERS layers.
+    UnsupportedModelError if transformers is missing or too old, if `raw` breaks a rule of what a request may hold,
+    names a type that the library does not know or that has no causal language model, holds a value that the class
+    refuses, or states more than MAX_CONFIG_LAYERS layers.
     """
     version = _checked_version()
-    for name in _REMOTE_CODE:
-        if raw.get(name):
-            raise UnsupportedModelError(f"{name}: remote code is never run; remove it to use the library's own class")
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
-        raise UnsupportedModelError("the configuration has no model_type")
     kept = {name: value for name, value in raw.items() if name not in _NO_PART_OF_TRAINING}
+    try:
+        check_hugging_face_config(kept)
+    except RuleError as error:
+        places = "; ".join(".".join(path) for path in error.fields[:1])
+        raise UnsupportedModelError(f"{places}: {error}") from error
+    model_type: str = kept["model_type"]
     config = _build_config(model_type, kept, raw.get("architectures"))
     depth = config_depth(config)
-    if depth is not None and depth > MAX_LAYERS:
-        raise UnsupportedModelError(f"{depth} layers; at most {MAX_LAYERS} are allowed")
-    config.use_cache = False
-    text_config = config.get_text_config(decoder=True)
-    text_config.use_cache = False
+    if depth is not None and depth > MAX_CONFIG_LAYERS:
+        raise UnsupportedModelError(f"{depth} layers; at most {MAX_CONFIG_LAYERS} are allowed")
     return ResolvedConfig(model_type, config, _model_class(config, model_type), version, seq_length)
 
 
@@ -116,12 +113,15 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     arguments = {name: value for name, value in values.items() if name != "model_type"}
     with quiet_library():
         try:
-            made = type(config)(**copy.deepcopy(arguments))
+            return _without_cache(type(config)(**copy.deepcopy(arguments)))
         except Exception as error:  # a configuration's own checks raise errors of any kind
             raise UnsupportedModelError(f"{type(config).__name__} refuses the values: {one_line(error)}") from error
-    made.use_cache = False
-    made.get_text_config(decoder=True).use_cache = False
-    return made
+
+
+def _without_cache(config: Any) -> Any:
+    config.use_cache = False
+    config.get_text_config(decoder=True).use_cache = False
+    return config
 
 
 def one_line(error: BaseException) -> str:
@@ -144,10 +144,14 @@ def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -
     if model_type not in CONFIG_MAPPING:
         meant = _same_class(architectures) or did_you_mean(model_type, CONFIG_MAPPING.keys())
         raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library{meant or OWN_CLASS}")
+    made = CONFIG_MAPPING[model_type]
     arguments = copy.deepcopy({name: value for name, value in raw.items() if name != "model_type"})
+    for name in arguments:  # the class sets an attribute for each key that it does not know
+        if callable(getattr(made, name, None)):
+            raise UnsupportedModelError(f"{name} is a method of {made.__name__}, no value")
     with quiet_library():
         try:
-            return CONFIG_MAPPING[model_type](**arguments)
+            return _without_cache(made(**arguments))
         except Exception as error:  # a configuration's own checks raise errors of any kind
             raise UnsupportedModelError(f"the configuration of {model_type!r} is refused: {one_line(error)}") from error
 

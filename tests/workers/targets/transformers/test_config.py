@@ -15,13 +15,16 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_si
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "code.Model"}}, "remote code"),
-        ({"model_type": "llama", "trust_remote_code": True}, "remote code"),
-        ({}, "no model_type"),
+        ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "code.Model"}}, "never run"),
+        ({"model_type": "llama", "trust_remote_code": True}, "never run"),
+        ({"model_type": "llama", "attn_implementation": "owner/kernels@main"}, "nothing is fetched"),
+        ({}, "model_type: must name"),
         ({"model_type": "no_such_model"}, "unknown to the library; a target of your own measures it whole"),
         ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, "write that instead"),
         ({"model_type": "vit"}, "no causal language model"),
-        ({"model_type": "llama", "num_hidden_layers": 513}, "at most 512"),
+        ({"model_type": "llama", "num_hidden_layers": 513}, "num_hidden_layers: must be a number from -512 to 512"),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba"] * 513}, "513 layers; at most 512"),
+        ({"model_type": "llama", "to_dict": 1}, "to_dict is a method of LlamaConfig"),
         ({"model_type": "llama", "hidden_size": "wide"}, "refused"),
     ],
 )
