@@ -9,9 +9,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -28,6 +29,8 @@ from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
@@ -186,26 +189,25 @@ class JobWorker:
         return self._profiler.hardware()
 
     def _make_ready(self) -> None:
-        """Start the profiler for the next job, unless others are to have the device first.
+        """Start the profiler for the next job, unless others are to have the device first."""
+        if self._profiler.is_awaited or not self._profiler.take():
+            return
+        self._profiler.start()
+        self.hardware = self._profiler.hardware()
 
-        A device that was usable before is tried again for some minutes.
+    def _patiently(self, use: Callable[[], T]) -> T:
+        """Return what `use` returns. A device that was usable before is tried again for some minutes.
 
         Raises:
             ProfilerError: it is still unusable.
         """
-        for pause in (*self._start_pauses_seconds, None):
-            if self._profiler.is_awaited or not self._profiler.take():
-                return
+        for pause in self._start_pauses_seconds:
             try:
-                self._profiler.start()
-                self.hardware = self._profiler.hardware()
+                return use()
             except (ProfilerError, *HOST_TROUBLE) as error:
-                if pause is None:
-                    raise
                 _log.warning("the device cannot be used: %s; it is tried again in %g s", error, pause)
-                self._wait(pause)
-            else:
-                return
+            self._wait(pause)
+        return use()
 
     def _wait(self, seconds: float) -> None:
         if self._stopping.wait(seconds):
@@ -232,7 +234,7 @@ class JobWorker:
             num_jobs += 1
             self._run(claim)
             if not self._stopping.is_set() and num_jobs != max_jobs:
-                self._make_ready()
+                self._patiently(self._make_ready)
             idle_since = time.monotonic()
 
     def _claim(self) -> Claim | None:
@@ -245,13 +247,13 @@ class JobWorker:
             among = None if self._job_ids is None else tuple(self._job_ids)  # which may ask the database
             description = self.hardware.describe()
             return self._queue.claim(self._describe(), description=description, among=among, is_able=self._take_device)
-        except (*DATABASE_TROUBLE, *HOST_TROUBLE) as error:
+        except DATABASE_TROUBLE as error:
             _log.warning("no job could be claimed: %s", str(error).splitlines()[0])
             return None
 
     def _take_device(self) -> bool:
         self._has_work = True
-        return self._profiler.take()
+        return self._patiently(self._profiler.take)
 
     def _rest(self, idle_since: float) -> None:
         """Give the device back if somebody waits for it, or after a while; wait for it no longer than there is work."""

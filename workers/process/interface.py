@@ -34,7 +34,7 @@ class DeviceProfiler(Protocol):
     """
 
     devices: tuple[str, ...] = ()
-    """As a process of their host names them; empty if they are not for other programs of this host."""
+    """As a process of their host names them; of a cluster, those that a trial needs."""
     held_by: str | None = None
     """Who else holds the device, while this waits for it."""
 

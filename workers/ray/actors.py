@@ -43,17 +43,25 @@ class Actors:
         self._num_left_out = 0
         self._starts_left = 0
 
-    def start(self) -> None:
-        """Ask for actors if there are none.
-
-        Raises:
-            ProfilerError: no actor becomes ready.
-        """
+    def ask(self) -> None:
+        """Ask for actors if there are none."""
         if not self.ready and not self.pending:
             self._num_left_out, self._starts_left = 0, sys.maxsize
             self._fill()
             self._starts_left = MOST_REPLACEMENTS
-        self.wait_for_one()
+
+    def is_one_ready(self) -> bool:
+        """Return whether an actor is ready.
+
+        Raises:
+            ProfilerError: none is left.
+        """
+        self._check_interrupted()
+        self.admit()
+        if not self.ready and not self.pending:
+            reason = self._events[-1].message if self._events else f"it has no {self._cluster.kind}"
+            raise ProfilerError(f"the Ray cluster {self._cluster.address} cannot be used: {reason}")
+        return len(self.ready) > 0
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         """Announce a job to all actors; returns the first actor's report."""
@@ -91,14 +99,7 @@ class Actors:
             ProfilerError: none is left, or none becomes ready in time.
         """
         deadline = time.monotonic() + (2 * tries - 1) * self._start_timeout_seconds
-        while True:
-            self._check_interrupted()
-            self.admit()
-            if self.ready:
-                return
-            if not self.pending:
-                reason = self._events[-1].message if self._events else f"it has no {self._cluster.kind}"
-                raise ProfilerError(f"the Ray cluster {self._cluster.address} cannot be used: {reason}")
+        while not self.is_one_ready():
             if time.monotonic() >= deadline:
                 raise ProfilerError(f"no actor of the Ray cluster {self._cluster.address} is ready in time")
             self._cluster.wait([handle.pending for handle in self.pending], TICK_SECONDS)

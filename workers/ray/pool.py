@@ -46,6 +46,7 @@ class RayDevicePool(DevicePool):
         setup_allowance_seconds: float = 240.0,
     ) -> None:
         self.address = address
+        self.devices = tuple(devices)
         self.restarts = 0
         self._cluster = Cluster(address, devices, open_profiler)
         self._actors = Actors(self._cluster, start_timeout_seconds, self._check_interrupted)
@@ -68,11 +69,20 @@ class RayDevicePool(DevicePool):
             ProfilerError: Ray is not installed, the cluster cannot be reached or has no such device.
             ProfilerInterruptedError: `interrupt()` was called meanwhile.
         """
-        if self._interrupted.is_set():
-            self.close()
-            self._interrupted.clear()
-        self._cluster.connect()
-        self._actors.start()
+        self._ask()
+        self._actors.wait_for_one()
+
+    def take(self) -> bool:
+        """Ask for actors, which may have to wait for their devices; return whether one is ready.
+
+        Raises:
+            ProfilerError: as `start` does.
+        """
+        self._ask()
+        is_ready = self._actors.is_one_ready()
+        waits = f"no device of the Ray cluster {self.address} is ready; others may have all"
+        self.held_by = None if is_ready else waits
+        return is_ready
 
     def hardware(self) -> HardwareSpec:
         """The hardware of the first actor that was ready."""
@@ -125,6 +135,7 @@ class RayDevicePool(DevicePool):
 
     def rest(self) -> None:
         """End all actors, so that the cluster can serve others."""
+        super().rest()
         self.close()
 
     def interrupt(self) -> None:
@@ -141,6 +152,13 @@ class RayDevicePool(DevicePool):
     def take_events(self) -> list[EventDraft]:
         """Return the events since the last call."""
         return self._actors.take_events()
+
+    def _ask(self) -> None:
+        if self._interrupted.is_set():
+            self.close()
+            self._interrupted.clear()
+        self._cluster.connect()
+        self._actors.ask()
 
     def _assign(self) -> None:
         for handle in self._actors.ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -56,6 +57,30 @@ def test_each_device_runs_a_trial(pool: RayDevicePool) -> None:
     assert pool.measure(plan(4, CRASHING)).outcome is Outcome.CRASHED
     assert pool.restarts == 1
     assert pool.take_events() == []
+
+
+def test_a_pool_is_taken_once_a_device_is_ready_and_has_none_at_rest(
+    pool: RayDevicePool, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await_capacity(pool, 2)
+    hardware = pool.hardware()
+    assert pool.take()
+    pool.finish_job()
+    assert ray.num_killed == 2
+    others_end = threading.Event()
+    monkeypatch.setattr(fakes.FakeActorProfiler, "start", lambda _: others_end.wait(60))
+    assert not pool.take()
+    assert pool.held_by == "no device of the Ray cluster auto is ready; others may have all"
+    others_end.set()
+    pool.rest()
+    assert ray.num_killed == 4
+    deadline = time.monotonic() + 60
+    while not pool.take():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pool.begin(make_request())
+    assert pool.measure(plan(0)).outcome is Outcome.OK
+    assert pool.hardware() == hardware
 
 
 @pytest.mark.parametrize(("late_seconds", "num_killed"), [(11.0 + 240.0, 0), (21.0 + 240.0, 1)])
