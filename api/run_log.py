@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
 from bexp.explorer.records.event import Event, render_line
+from bexp.private_files import make_private_folder, private
 
 
 def log_path(directory: Path, mode: Literal["train", "eval"], model_name: str, job_id: str) -> Path:
@@ -22,7 +24,7 @@ def _file_name(name: str) -> str:
 
 
 class RunLog:
-    """Appends the BEXP line of each event once, however often a job is watched.
+    """Appends the BEXP line of each event once, however often a job is watched. Only this user can read the file.
 
     Events are numbered from 1 without gaps and each is one line, so the number of lines in the file is the number of
     the last event in it. While one process writes a file, another that opens it writes nothing.
@@ -32,8 +34,8 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] | None = path.open("a+b")
+        make_private_folder(path.parent)
+        self._file: IO[bytes] | None = os.fdopen(private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

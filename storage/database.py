@@ -21,6 +21,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from bexp.private_files import make_private_folder, private
 from bexp.storage.tables import UTCDateTime
 
 
@@ -297,7 +298,7 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         least = ".".join(map(str, SQLITE_VERSION))
         raise ValueError(f"bexp needs SQLite {least} or later, and this Python has {sqlite3.sqlite_version}")
     path = Path(url.database).expanduser().absolute()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     _warn_if_exposed(path)
     busy_timeout = limits.lock if limits is not None else SQLITE_BUSY_TIMEOUT
     engine = sa.create_engine(
@@ -312,7 +313,7 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
     def create(*_: object) -> None:
         # SQLite itself would let the umask decide. Its journals get the mode of the file.
         with suppress(OSError):  # it is there already, or SQLite will say what is wrong
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(private(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _: object) -> None:

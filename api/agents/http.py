@@ -67,7 +67,9 @@ def create_app(service_url: str, host: str, limits: Limits) -> ASGIApp:
             yield client
 
     async def pause(ctx: Context, seconds: float) -> None:
-        call: Call = ctx.request_context.request.state.call
+        request = ctx.request_context.request
+        assert request is not None, "it came over HTTP"
+        call: Call = request.state.call
         await call.pause(seconds)
 
     server = build_server(open_)

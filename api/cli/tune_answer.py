@@ -134,7 +134,9 @@ class TuneAnswer:
         Raises CommandError if that cannot be done.
         """
         text = _changed(command, self.values)
-        with path.open("x", newline="") as file:
+        assert command.yaml is not None, "its text was changed"
+        mode = command.yaml.stat().st_mode & 0o777  # what is a secret there is one in its copy
+        with open(path, "x", newline="", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
         say(f"wrote {path}")
 

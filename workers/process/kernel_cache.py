@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from bexp.private_files import make_private_folder
+
 FOLDER_VARIABLE = "BEXP_KERNEL_CACHE"
 LIBRARY_FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
@@ -55,7 +57,7 @@ def _usual_folders(environment: Mapping[str, str]) -> Iterator[Path]:
 def _is_writable(folder: Path) -> bool:
     """Whether this process can write to a folder, which is made if it is missing."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError:
         return False
     return os.access(folder, os.W_OK | os.X_OK)

@@ -146,6 +146,7 @@ def test_the_command_is_run_and_written_only_with_an_answer(
     bexp: Run, trials: type[Trials], started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("own.yaml").write_text("micro_batch_size: 1\n")
+    Path("own.yaml").chmod(0o600)
     program = Path("axolotl").absolute()
     program.touch(0o755)
     command = ["--device", "cpu", "--run", "--write", "tuned.yaml", "--", str(program), "train", "own.yaml"]
@@ -157,6 +158,7 @@ def test_the_command_is_run_and_written_only_with_an_answer(
     monkeypatch.setattr(trials, "state", JobState.SUCCEEDED)
     assert bexp("tune", *command).code == 0
     assert Path("tuned.yaml").read_text() == "micro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+    assert Path("tuned.yaml").stat().st_mode & 0o777 == 0o600, "whoever cannot read the one cannot read its copy"
     ((arguments, environment),) = started
     assert arguments == [str(program), "train", "tuned.yaml"]
     assert (environment[link.SIZE], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "")

@@ -25,6 +25,7 @@ import torch
 
 from bexp.kernels.experts.auto.choice import ByLoad, Seconds, Times, choose
 from bexp.kernels.experts.auto.digest import kernels_digest
+from bexp.private_files import make_private_folder, private
 
 FOLDER_VARIABLE = "BEXP_EXPERT_TABLES"
 MEASURE_VARIABLE = "BEXP_MEASURE_EXPERTS"
@@ -132,8 +133,8 @@ class KernelTable:
         """Keep the seconds of a class, here and in the file. A folder that cannot be written costs only the file."""
         mine = {load: dict(times) for load, times in seconds.items()}
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.path.with_suffix(".lock").open("w") as lock:
+            make_private_folder(self.path.parent)
+            with open(self.path.with_suffix(".lock"), "w", opener=private) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self.read()
                 self._seconds.setdefault(shape, {})[number] = mine
