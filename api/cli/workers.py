@@ -13,7 +13,8 @@ from bexp.explorer.spec.target import describe_target
 def workers(as_json: AsJson = False) -> None:
     """List the workers: their devices and versions, and what they do.
 
-    A worker that shut down is not listed. A lost one, whose heartbeats ended without that, is listed for a day.
+    A worker that shut down is not listed. A lost one, whose heartbeats ended without that, is listed for a day. A
+    reserved one waits for the exploration of the command that has started it.
 
     Example: bexp workers
     """
@@ -36,4 +37,6 @@ def workers(as_json: AsJson = False) -> None:
 
 
 def _state(worker: Worker) -> str:
-    return worker.state if worker.exploration is None else f"{worker.state} {worker.exploration}"
+    if worker.exploration is None:
+        return "reserved" if worker.reserved and worker.state == "idle" else worker.state
+    return f"{worker.state} {worker.exploration}"

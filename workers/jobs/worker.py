@@ -44,7 +44,8 @@ class JobWorker:
 
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
     started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those
-    jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
+    jobs; they are iterated over before each claim, so there may be others each time. With a `name`, it runs only those
+    whose own worker it is. `targets` has the version of each
     target by name, and `software` that of each package that the speed of a component depends on; the default is what is
     installed here. An idle worker polls at intervals that grow to `max_poll_seconds`. `hardware` is None until the
     device is ready.
@@ -58,6 +59,7 @@ class JobWorker:
         *,
         explore: Explore = explore,
         job_ids: Iterable[str] | None = None,
+        name: str = "",
         targets: Mapping[str, str] | None = None,
         software: Mapping[str, str] | None = None,
         max_poll_seconds: float = MAX_POLL_SECONDS,
@@ -65,6 +67,7 @@ class JobWorker:
     ) -> None:
         host = socket.gethostname()
         self.id = f"{worker_prefix(host, os.getpid())}{device}-{secrets.token_hex(2)}"
+        self.name = name
         self._host = host
         self._device = device
         self._queue = queue
@@ -100,6 +103,8 @@ class JobWorker:
                 devices=self._device,
                 versions=hardware.versions.model_dump(exclude_none=True) | self._software,
                 memory_limit_bytes=hardware.memory_limit_bytes,
+                memory_bytes=hardware.most_memory_bytes,
+                name=self.name,
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
