@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,7 +20,6 @@ from types import MappingProxyType
 
 from bexp.child_process import module_command, safe_environment
 from bexp.client.errors import ServiceError
-from bexp.storage.ids import worker_prefix
 
 GRACE_SECONDS = 8.0
 TAIL_LINES = 8
@@ -50,6 +48,7 @@ class LocalWorker:
 
     Args:
         job_id: the exploration; it may be submitted later.
+        name: that of the worker, which the exploration is submitted for.
         options: what `python -m bexp.workers` takes to choose devices.
         database_url: where the exploration is.
         more_environment: variables for the worker alone.
@@ -58,6 +57,7 @@ class LocalWorker:
     def __init__(
         self,
         job_id: str,
+        name: str,
         options: Sequence[str],
         *,
         database_url: str,
@@ -68,7 +68,7 @@ class LocalWorker:
         try:
             with self.log.open("wb") as output:
                 self._process = subprocess.Popen(
-                    module_command("bexp.workers", "--job", job_id, *options),
+                    module_command("bexp.workers", "--job", job_id, "--name", name, *options),
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -84,15 +84,12 @@ class LocalWorker:
         """The id of the process and of its group."""
         return self._process.pid
 
-    @property
-    def prefix(self) -> str:
-        """How the ids of its workers begin."""
-        return worker_prefix(socket.gethostname(), self.pid)
-
-    def check(self) -> None:
-        """Raise WorkerEndedError, with the end of the log, if the process has failed."""
-        if not self._has_ended() or (status := self._process.wait()) == 0:
-            return
+    def check(self) -> bool:
+        """Return whether the process runs. Raises WorkerEndedError, with the end of the log, if it has failed."""
+        if not self._has_ended():
+            return True
+        if (status := self._process.wait()) == 0:
+            return False
         lines = self._tail()
         if status in EXPLAINED:
             raise WorkerEndedError(f"the worker ended: {RECORD_START.sub('', lines[-1])}", status)

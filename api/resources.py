@@ -90,7 +90,7 @@ class ExplorationSummary(BaseModel):
     started_at: datetime | None
     finished_at: datetime | None
     cancel_requested: bool
-    waiting_reason: str | None
+    waiting_reason: Annotated[str | None, Field(description="Why no live worker can run it, or why none does yet.")]
     error: str | None
     answered_from: Annotated[
         AnswerSource | None, Field(description="Null if the exploration measures, or has measured, its own answer.")
@@ -258,9 +258,13 @@ class WorkerResource(BaseModel):
     num_devices: int
     device_kind: str
     device_name: Annotated[str, Field(description="Empty until it has had the devices.")]
+    memory_bytes: Annotated[int, Field(description="What `memory_limit_gib` may ask for of one device.")]
     fingerprint: Annotated[str, Field(description="Equal for workers whose measurements can be compared.")]
     versions: Annotated[dict[str, str], Field(description="Of the libraries that a measurement depends on.")]
     targets: Annotated[dict[str, str], Field(description="The version of each target that it can measure.")]
+    reserved: Annotated[
+        bool, Field(description="It takes one exploration alone, whose command has started it on its machine.")
+    ]
     started_at: datetime
     last_heartbeat_at: datetime
     lost_since: datetime | None
@@ -270,7 +274,8 @@ class WorkerResource(BaseModel):
         """Return the resource of a worker."""
         info = worker.info
         return cls(
-            **{part.name: getattr(info, part.name) for part in fields(info) if part.name != "pid"},
+            **{part.name: getattr(info, part.name) for part in fields(info) if part.name not in {"pid", "name"}},
+            reserved=bool(info.name),
             state=worker.state,
             exploration=worker.job_id,
             started_at=worker.started_at,

@@ -43,7 +43,7 @@ def _run(asked: dict[str, Any]) -> None:
     request = parse_request(asked["document"], overrides={} if kind is None else {"device_kind": kind})
     check_target(request, device)
     with LocalRun(request, new_job_id(), device, None) as run, open_stored() as stored:
-        job = stored.submit(request, job_id=run.job_id)
+        job = stored.submit(request, job_id=run.job_id, own_worker=run.worker_name)
         _tell(exploration=job.model_dump(mode="json"))
         closed = threading.Event()
         threading.Thread(target=_await_end_of_stdin, args=(closed,), daemon=True).start()

@@ -47,8 +47,9 @@ class StoredExplorations:
         idempotency_key: str | None = None,
         priority: int = 0,
         job_id: str | None = None,
+        own_worker: str = "",
     ) -> Exploration:
-        """Submit an exploration. With `job_id`, the submitter has started a worker for the exploration of this id."""
+        """Submit an exploration. With `own_worker`, the submitter has started a worker of this name for it alone."""
         with _refusals():
             job, _ = submit(
                 self.queue,
@@ -56,7 +57,7 @@ class StoredExplorations:
                 idempotency_key=idempotency_key,
                 priority=priority,
                 job_id=job_id,
-                has_own_worker=job_id is not None,
+                own_worker=own_worker,
             )
             return _shown(job)
 
@@ -84,15 +85,18 @@ class StoredExplorations:
             if cursor is None:
                 return
 
-    def cancel(self, job_id: str) -> Exploration:
-        """Cancel an exploration; its worker stops within seconds."""
+    def cancel(self, job_id: str, *, own_worker: str = "") -> Exploration:
+        """Cancel an exploration; its worker stops within seconds. With `own_worker`, only if it is that worker's."""
         with _refusals():
-            return _shown(self.queue.request_cancel(job_id))
+            return _shown(self.queue.request_cancel(job_id, own_worker=own_worker))
 
-    def resume(self, job_id: str) -> Exploration:
-        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is."""
+    def resume(self, job_id: str, *, own_worker: str = "") -> Exploration:
+        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is.
+
+        With `own_worker`, the caller has started a worker of this name for it alone.
+        """
         with _refusals():
-            return _shown(self.queue.resume(job_id))
+            return _shown(self.queue.resume(job_id, own_worker=own_worker))
 
     def delete(self, job_id: str) -> None:
         """Delete an exploration that has ended, and all that belongs to it."""

@@ -23,17 +23,19 @@ def submit(
     priority: int,
     by: Caller = LOCAL,
     job_id: str | None = None,
-    has_own_worker: bool = False,
+    own_worker: str = "",
 ) -> tuple[Job, bool]:
     """Queue an exploration; return its job, and whether it is new. `Queue.enqueue` explains the arguments.
 
-    `has_own_worker` says that the submitter starts a worker for it, which may have a target that is a file there.
+    A worker that the submitter starts for it may have a target that is a file there.
 
     Raises what `bexp.api.refusals.refusal_of` knows.
     """
     if idempotency_key is not None and not _KEY.fullmatch(idempotency_key):
         raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
-    if is_local_target(request.target_name) and not has_own_worker:
+    if is_local_target(request.target_name) and not own_worker:
         where = "is a file on somebody's machine; `bexp explore` measures it there"
         raise FormatError([(("target",), f"'{request.target_name}' {where}")])
-    return queue.enqueue(request, idempotency_key=idempotency_key, priority=priority, by=by, job_id=job_id)
+    return queue.enqueue(
+        request, idempotency_key=idempotency_key, priority=priority, by=by, job_id=job_id, own_worker=own_worker
+    )

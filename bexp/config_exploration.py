@@ -53,7 +53,9 @@ class ExplorationResult:
             return str(self.view)
         from bexp.explorer.answers.summary import render_summary  # noqa: PLC0415 - for those who print it
 
-        return render_summary(answer, self.exploration.id, self.exploration.request)
+        return render_summary(
+            answer, self.exploration.id, self.exploration.request, device=self.exploration.device_name
+        )
 
     def _repr_html_(self) -> str:
         return self.view._repr_html_()

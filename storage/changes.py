@@ -49,7 +49,7 @@ def change_job(
 
 
 def change_jobs(
-    database: Database, connection: sa.Connection, conditions: Conditions, draft: EventDraft | None, **values: Any
+    database: Database, connection: sa.Connection, conditions: Conditions, draft: EventDraft, **values: Any
 ) -> None:
     """Change each job that meets `conditions` and append `draft`, which is no recommendation, to its log.
 
@@ -58,12 +58,11 @@ def change_jobs(
     change = (
         sa.update(jobs)
         .where(*conditions)
-        .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + (0 if draft is None else 1), **values)
+        .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + 1, **values)
         .returning(jobs.c.id, jobs.c.last_seq)
     )
     changed = {row.id: row.last_seq for row in connection.execute(change)}
-    if draft is not None:
-        insert_same_event(database, connection, changed, draft)
+    insert_same_event(database, connection, changed, draft)
 
 
 def write_job(

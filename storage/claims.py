@@ -15,6 +15,7 @@ from bexp.storage.database import Database
 from bexp.storage.events import insert_events
 from bexp.storage.jobs import Job, JobState, describe_unreadable, job_from_row
 from bexp.storage.leases import Claim, Lease
+from bexp.storage.matching import can_run, is_left_to_gpus
 from bexp.storage.progress import claim_event
 from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.reuse import Offer, find_answer, software_of
@@ -22,7 +23,7 @@ from bexp.storage.schema import refuse_later_version
 from bexp.storage.tables import UTCDateTime, jobs
 from bexp.storage.trials import select_trials, trial_from_row
 from bexp.storage.turns import Conditions, await_turn, find_next, take_turn
-from bexp.storage.workers import WorkerInfo
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
 
 _LOST = "in a row that ended with the worker or its device and brought no trial"
 
@@ -89,14 +90,14 @@ def _claimable(
 
     A pause that seems to last for longer than any was set before the clock was set back.
     """
+    with database.read() as connection:
+        live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
     now = database.clock()
     return (
         has_no_worker(database),
         sa.not_(jobs.c.cancel_requested),
-        sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == by.device_kind),
-        jobs.c.target.in_(by.targets),
-        jobs.c.devices_needed <= by.num_devices,
-        sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == by.fingerprint),
+        can_run(by),
+        sa.not_(is_left_to_gpus(by, live)),
         sa.not_(_is_exhausted(settings)),
         sa.or_(jobs.c.not_before.is_(None), sa.not_(jobs.c.not_before.between(now, database.clock(LONGEST_PAUSE)))),
         *([jobs.c.id.in_(among)] if among is not None else []),

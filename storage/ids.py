@@ -10,6 +10,11 @@ def worker_prefix(host: str, pid: int) -> str:
     return f"{host[:64]}-{pid}-"
 
 
+def new_worker_name() -> str:
+    """Return a name that no worker has."""
+    return secrets.token_hex(8)
+
+
 def new_job_id() -> str:
     """Return an id that no job has."""
     return secrets.token_hex(8)

@@ -47,7 +47,10 @@ class JobNotFoundError(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """What a list shows of a job. It is read from columns of its own, so no stored document is parsed for it."""
+    """What a list shows of a job. It is read from columns of its own, so no stored document is parsed for it.
+
+    `own_worker` is the name of the only worker that may take it, which a command has started; empty if any may.
+    """
 
     id: str
     state: JobState
@@ -68,6 +71,7 @@ class JobSummary:
     error: str | None
     reused_from: str | None
     measured_at: datetime | None
+    own_worker: str
     last_seq: int
     version: int
     labels: Mapping[str, str]

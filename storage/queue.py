@@ -60,6 +60,7 @@ class Queue:
         priority: int = 0,
         by: Caller = LOCAL,
         job_id: str | None = None,
+        own_worker: str = "",
     ) -> tuple[Job, bool]:
         """Store a job and its first event; return it, and whether it is new.
 
@@ -71,13 +72,15 @@ class Queue:
             priority: among the jobs of the owner, the highest is first.
             by: who submits it; the job belongs to its owner.
             job_id: the id of a new job; default: `new_job_id`.
+            own_worker: the name of the only worker that may take it; default: any may. No stored answer of another
+                worker's hardware serves such a job.
 
         Raises:
             IdempotencyConflictError: the key was used for another request.
             QueuedQuotaError: the owner has as many jobs in the queue as its quota allows.
             StoredQuotaError: the owner stores as much as its quota allows.
         """
-        submission = Submission(request, by, idempotency_key, body_hash, priority, job_id)
+        submission = Submission(request, by, idempotency_key, body_hash, priority, job_id, own_worker)
         return insert_submission(self.database, submission, self._sums)
 
     def claim(
@@ -93,10 +96,10 @@ class Queue:
         Owners take turns (`bexp.storage.turns`); within an owner, the highest priority and then the oldest is next.
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
-        with these ids. A job of a target that the worker has not is left. `description` of the hardware goes into the
-        event. If another version stored the job and this one cannot read it, the job is ended and the next one is
-        taken. A job that a stored answer serves is ended with that. `is_able` is asked once there is a job, and may
-        leave it to others.
+        with these ids, and `bexp.storage.matching` to what the worker can run and no other one goes before it.
+        `description` of the hardware goes into the event. If another version stored the job and this one cannot read
+        it, the job is ended and the next one is taken. A job that a stored answer serves is ended with that. `is_able`
+        is asked once there is a job, and may leave it to others.
 
         Raises:
             NewerSchemaError: a later version of this program has upgraded the database, and may have stored the job.
@@ -260,8 +263,10 @@ class Queue:
             self._put_back(connection, lease, draft, wait=wait, num_releases=jobs.c.num_releases + 1)
             return JobState.QUEUED
 
-    def request_cancel(self, job_id: str, *, by: Caller = LOCAL) -> Job:
+    def request_cancel(self, job_id: str, *, by: Caller = LOCAL, own_worker: str = "") -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as its worker sees this. A finished job stays.
+
+        With `own_worker`, a job stays as well that is not for the worker of that name.
 
         Raises:
             JobNotFoundError: there is no such job that `by` sees.
@@ -269,7 +274,7 @@ class Queue:
         with self.database.begin() as connection:
             row = select_row(connection, job_id, lock=True, owner=by.sees)
             here = jobs.c.id == job_id
-            if not JobState(row.state).is_final:
+            if not JobState(row.state).is_final and own_worker in {"", row.own_worker}:
                 if not row.cancel_requested:
                     note_action(self.database, connection, by, Action.CANCEL, job_id)
                 held = connection.scalar(sa.select(jobs.c.id).where(here, is_held(self.database)))
@@ -280,9 +285,9 @@ class Queue:
                 row = select_row(connection, job_id)
         return job_from_row(row)
 
-    def resume(self, job_id: str, *, by: Caller = LOCAL) -> Job:
+    def resume(self, job_id: str, *, by: Caller = LOCAL, own_worker: str = "") -> Job:
         """Queue a job again that was cancelled or has failed, as `resume_job` does."""
-        return resume_job(self.database, job_id, by=by)
+        return resume_job(self.database, job_id, by=by, own_worker=own_worker)
 
     def confirm_cancel(self, lease: Lease) -> None:
         """Record that a running job has been stopped because it was cancelled.

@@ -9,6 +9,7 @@ from bexp.storage.database import Database
 from bexp.storage.events import keep_answer
 from bexp.storage.jobs import Job, JobState, job_from_row, select_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
+from bexp.storage.own_workers import reserve_job
 from bexp.storage.owners import LOCAL, Caller
 from bexp.storage.quotas import check_queued, check_stored, find_quota
 from bexp.storage.tables import jobs
@@ -22,10 +23,11 @@ class JobFinishedError(Exception):
         self.job_id = job_id
 
 
-def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
+def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL, own_worker: str = "") -> Job:
     """Queue a job again that was cancelled or has failed; one that waits or runs stays as it is.
 
-    Its attempts and failures count from zero again. Its log goes on after the event that ended it.
+    Its attempts and failures count from zero again. Its log goes on after the event that ended it. The job is then for
+    the worker called `own_worker` alone, or for all without a name; one that waits is so unless its own worker lives.
 
     Raises:
         JobNotFoundError: there is no such job that the caller sees.
@@ -58,10 +60,12 @@ def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
                 queued_at=database.clock(),
                 not_before=None,
                 waiting_reason=None,
+                own_worker="",
                 num_releases=jobs.c.attempt,
                 num_faults=0,
             )
             note_action(database, connection, by, Action.RESUME, job_id)
-            notify(database, connection, QUEUED_JOBS)
-            row = select_row(connection, job_id)
+        reserve_job(database, connection, job_id, own_worker)
+        notify(database, connection, QUEUED_JOBS)
+        row = select_row(connection, job_id)
     return job_from_row(row)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC
+from types import SimpleNamespace
 from typing import Any
 
 import sqlalchemy as sa
@@ -23,6 +24,7 @@ from bexp.explorer.spec.request_key import request_key
 from bexp.explorer.spec.target import BEXP, describe_target
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState, job_from_row
+from bexp.storage.matching import MEMORY_TOLERANCE, find_takers, needs_of
 from bexp.storage.tables import jobs, run_reports
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
 
@@ -31,9 +33,6 @@ _COPIED = (
     *("micro_batch_size", "performance", "tokens_per_second", "confidence"),
     *("devices_needed", "software", "request_key"),
 )
-MEMORY_TOLERANCE = 0.1
-"""The free memory of a host or a GPU is never twice the same; by more than this, other candidates would fit."""
-
 _MOST_TRIED = 5
 _IN_FINGERPRINT = frozenset(SoftwareVersions.model_fields)
 
@@ -79,14 +78,8 @@ def find_answer_of_live(database: Database, request: ExplorationRequest, owner: 
         return None
     with database.read() as connection:
         live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
-    offers = {
-        Offer.of(request, worker)
-        for worker in live
-        if request.target_name in worker.targets
-        and request.device_kind in {None, worker.device_kind}
-        and worker.num_devices >= request.devices.needed()
-    }
-    return find_answer(database, request, owner, offers)
+    takers = find_takers(SimpleNamespace(**needs_of(request), own_worker=""), live)
+    return find_answer(database, request, owner, {Offer.of(request, worker) for worker in takers})
 
 
 def find_answer(

@@ -13,19 +13,21 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs, trials, workers
 from bexp.storage.turns import HELD_BACK
-from bexp.storage.workers import KEEP, LIVE_WITHIN, select_workers
+from bexp.storage.workers import KEEP, LIVE_WITHIN, is_live, select_workers
 
 RECENT = timedelta(hours=1)
 MOST_RECENT = 1000
 
 _ACTIVE = jobs.c.state.in_([JobState.QUEUED.value, JobState.RUNNING.value])
 _HELD_BACK = jobs.c.waiting_reason.startswith(HELD_BACK)
+_IS_FOR_ANY = jobs.c.own_worker == ""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Every state and every outcome has an entry; a device kind, and a target with its version, have
-    one while a worker that has it lives.
+    one while a worker that has it lives. A worker that a command has started for its own exploration is not counted,
+    and that exploration lacks no worker.
 
     `recent_answer_seconds` are those from submission to answer, ascending, of the explorations of the last day that
     measured their answer and finished within `RECENT`; of `MOST_RECENT` at most. What a quota holds back lacks no
@@ -53,17 +55,21 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
         oldest = connection.scalar(
             sa.select(sa.func.min(jobs.c.queued_at)).where(
                 jobs.c.state == JobState.QUEUED.value,
+                _IS_FOR_ANY,
                 sa.or_(jobs.c.waiting_reason.is_(None), sa.not_(_HELD_BACK)),
             )
         )
         held_back = _number(connection, jobs, _HELD_BACK, _ACTIVE)
-        without_worker = _number(connection, jobs, jobs.c.waiting_reason.is_not(None), sa.not_(_HELD_BACK), _ACTIVE)
+        lacks_worker = (jobs.c.waiting_reason.is_not(None), sa.not_(_HELD_BACK), _IS_FOR_ANY)
+        without_worker = _number(connection, jobs, *lacks_worker, _ACTIVE)
         reused = _number(connection, jobs, jobs.c.reused_from.is_not(None))
         recent = _recent_answer_seconds(database, connection)
         age = 0.0 if oldest is None else max(0.0, (database.now(connection) - oldest).total_seconds())
-        silent = workers.c.last_seen_at < database.clock(-live_within)
-        lost = _number(connection, workers, silent, workers.c.last_seen_at >= database.clock(-KEEP))
-        live = select_workers(database, connection, live_within=live_within)
+        is_silent = sa.not_(is_live(database, live_within))
+        is_known = workers.c.last_seen_at >= database.clock(-KEEP)
+        lost = _number(connection, workers, is_silent, is_known, workers.c.name == "")
+        every = select_workers(database, connection, live_within=live_within)
+        live = [worker.info for worker in every if not worker.info.name]
     trials_by_outcome = dict.fromkeys(Outcome, 0)
     for stored, number in outcomes.items():
         trials_by_outcome[Outcome(stored)] += number
@@ -74,8 +80,8 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
         num_reused=reused,
         oldest_queued_seconds=age,
         recent_answer_seconds=recent,
-        workers_by_device_kind=dict(Counter(worker.info.device_kind for worker in live)),
-        workers_by_target=dict(Counter(item for worker in live for item in worker.info.targets.items())),
+        workers_by_device_kind=dict(Counter(worker.device_kind for worker in live)),
+        workers_by_target=dict(Counter(item for worker in live for item in worker.targets.items())),
         num_lost_workers=lost,
         trials_by_outcome=trials_by_outcome,
     )

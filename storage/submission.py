@@ -21,7 +21,9 @@ from bexp.storage.database import Database
 from bexp.storage.events import insert_events
 from bexp.storage.ids import new_job_id
 from bexp.storage.jobs import Job, JobState, job_from_row
+from bexp.storage.matching import needs_of
 from bexp.storage.notifications import QUEUED_JOBS, notified
+from bexp.storage.own_workers import reserve_job
 from bexp.storage.owners import Caller
 from bexp.storage.quotas import check_queued, check_stored, find_quota
 from bexp.storage.reuse import find_answer_of_live
@@ -74,6 +76,7 @@ class Submission:
     body_hash: str | None
     priority: int
     job_id: str | None
+    own_worker: str
 
 
 class IdempotencyConflictError(ValueError):
@@ -103,10 +106,9 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
         "priority": given.priority,
         "request": document,
         "model_name": request.explored.name,
-        "device_kind": request.device_kind,
+        **needs_of(request),
+        "own_worker": given.own_worker,
         "confidence_target": request.budget.confidence_target,
-        "target": request.target_name,
-        "devices_needed": request.devices.needed(),
         "attempt": 0,
         "num_releases": 0,
         "num_faults": 0,
@@ -117,7 +119,7 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
         "request_key": request_key(request),
     }
     num_bytes = count_queued(document, [draft.message for draft in drafts], request.labels)
-    stored = find_answer_of_live(database, request, owner)
+    stored = None if given.own_worker else find_answer_of_live(database, request, owner)
     if stored is None:
         values["stored_bytes"] = num_bytes
     else:
@@ -135,6 +137,8 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
                 given_time = {} if database.is_postgresql else {"now": database.now(connection)}
                 insert = _insert(database.is_postgresql, stored is not None)
                 now = connection.execute(insert, columns | given_time).scalar_one()
+                if given.own_worker:
+                    reserve_job(database, connection, job_id, given.own_worker)
                 _insert_labels(connection, job_id, request.labels)
                 insert_events(database, connection, job_id, len(drafts), drafts, at=now, is_new=True)
                 note_action(database, connection, given.by, Action.SUBMIT, job_id, at=now)

@@ -10,16 +10,16 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
-from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
+from bexp.storage.leases import is_held
+from bexp.storage.matching import NEEDED, OWN_WORKER, STARTING, has_live_own_worker, waiting_reason
 from bexp.storage.tables import events, jobs
 from bexp.storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
-from bexp.storage.workers import REPLAYED, WorkerInfo, select_workers
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
 
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
@@ -31,22 +31,21 @@ NOTED_AT_ONCE = 20
 """Jobs whose reasons one transaction stores. More would keep others waiting for SQLite's write lock."""
 
 
+def find_reason(database: Database, job_id: str) -> str | None:
+    """Return why no live worker can run a job, as it is now."""
+    with database.read() as connection:
+        live, rows = select_overdue(database, connection, jobs.c.id == job_id, live_within=LIVE_WITHIN)
+    return waiting_reason(rows[0], live) if rows else None
+
+
 def select_overdue(
     database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
 ) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
     """Return the live workers and the `overdue` jobs, within a transaction."""
     live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
-    columns = (
-        jobs.c.id,
-        jobs.c.owner,
-        jobs.c.device_kind,
-        jobs.c.target,
-        jobs.c.devices_needed,
-        jobs.c.fingerprint,
-        jobs.c.report,
-    )
-    query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
-    return live, list(connection.execute(query))
+    told = (is_held(database).label("is_held"), has_live_own_worker(database).label("own_is_alive"))
+    columns = (jobs.c.id, jobs.c.owner, *NEEDED, jobs.c.report, jobs.c.waiting_reason, *told)
+    return live, list(connection.execute(sa.select(*columns).where(overdue).order_by(jobs.c.created_at)))
 
 
 def find_waiting(
@@ -56,26 +55,34 @@ def find_waiting(
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
-    The reason is None when a live worker could run the job and is merely busy. `quotas` are those of the owners.
-    The reason that one gave stays while the quota is the same: between two claims it does not hold for a moment.
+    The reason is None when a live worker could run the job and is merely busy, or runs it. `quotas` are those of the
+    owners. The reason that one gave stays while the quota is the same: between two claims it does not hold for a
+    moment. That of a worker which waits for its device stays until it has the device.
     """
     changed = []
     for row in overdue:
-        new = waiting_reason(row, live)
+        new = None if row.is_held else waiting_reason(row, live)
         quota = quotas.get(row.owner)
-        if new is None and quota is not None and (quota.holds or row.waiting_reason == quota.reason):
-            new = quota.reason
+        if new is None and not row.is_held and quota is not None:
+            new = quota.reason if quota.holds or row.waiting_reason == quota.reason else None
+        if new == STARTING and row.waiting_reason is not None and row.waiting_reason.startswith(DEVICE_HELD):
+            continue
         if new != row.waiting_reason:
             changed.append((row.id, new))
     return changed
 
 
 def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
-    """Append an event to each job that has been left alone for `grace`, whenever the reason why it waits changes."""
+    """Append an event to each job that has been left alone for `grace`, whenever the reason why it waits changes.
+
+    The end of a reason is told as well, so that no log ends with one that holds no more.
+    """
     with database.read() as connection:
         overdue = sa.or_(
-            (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < database.clock(-grace)),
+            (jobs.c.state == JobState.QUEUED.value)
+            & sa.not_(jobs.c.queued_at.between(database.clock(-grace), database.clock())),
             (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
+            is_held(database) & jobs.c.waiting_reason.is_not(None),  # its worker was frozen and goes on
         )
         live, rows = select_overdue(database, connection, overdue, live_within=live_within)
         quotas = find_claim_quotas(database, connection)
@@ -96,20 +103,23 @@ def note_reason(database: Database, job_id: str, reason: str) -> None:
 
 
 def _note_reason(database: Database, connection: sa.Connection, job_ids: Sequence[str], reason: str | None) -> None:
-    conditions = [jobs.c.id.in_(job_ids), has_no_worker(database), jobs.c.waiting_reason.is_distinct_from(reason)]
-    draft = None
-    if reason is not None:
-        is_known = reason.startswith((HELD_BACK, DEVICE_HELD))
-        message = f"Waiting: {reason}" if is_known else f"Waiting for a worker: {reason}"
-        draft = EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason})
+    conditions = [jobs.c.id.in_(job_ids), jobs.c.waiting_reason.is_distinct_from(reason)]
+    if reason is None:
+        message = "A worker can run it now"
+    else:
+        conditions.append(has_no_worker(database))
+        has_worker = reason.startswith((HELD_BACK, DEVICE_HELD, OWN_WORKER))
+        message = f"Waiting: {reason}" if has_worker else f"Waiting for a worker: {reason}"
+    draft = EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason})
     change_jobs(database, connection, conditions, draft, waiting_reason=reason)
 
 
 def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta) -> None:
     """End each job that has been in the queue for `max_wait` and that no worker could run when this was last noted.
 
-    The reason must have been noted for a while. After a host was asleep, or its clock was set forward, all workers seem
-    to be gone until they report.
+    One that was begun stays, because a worker like its first may come; its own worker does not come again. The reason
+    must have been noted for a while. After a host was asleep, or its clock was set forward, all workers seem to be gone
+    until they report.
     """
     just_noted = sa.select(events.c.seq).where(
         events.c.job_id == jobs.c.id,
@@ -117,7 +127,7 @@ def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta
         events.c.at > database.clock(-noted_for),
     )
     overdue = [
-        jobs.c.state == JobState.QUEUED.value,
+        sa.or_(jobs.c.state == JobState.QUEUED.value, has_no_worker(database) & (jobs.c.own_worker != "")),
         jobs.c.waiting_reason.is_not(None),
         sa.not_(jobs.c.waiting_reason.startswith(HELD_BACK)),
         jobs.c.queued_at < database.clock(-max_wait),
@@ -138,37 +148,6 @@ def describe_duration(duration: timedelta) -> str:
         if seconds >= 2 * size and seconds % size == 0:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:g} s"
-
-
-def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) -> str | None:
-    """Return why none of the live workers can run a job, or None if one can."""
-    if not live:
-        return "none is running"
-    alike = [worker for worker in live if job.device_kind in {None, worker.device_kind}]
-    if not alike:
-        return f"none with a {job.device_kind} device is running"
-    enough = [worker for worker in alike if worker.num_devices >= job.devices_needed]
-    if not enough:
-        return f"none with {job.devices_needed} devices is running"
-    able = [worker for worker in enough if job.target in worker.targets]
-    if not able:
-        return f"none with the target '{job.target}' is running{_describe_installation(job.target)}"
-    if job.fingerprint is None and all(worker.device_name.endswith(REPLAYED) for worker in able):
-        return "only recorded tables are replayed, and each takes the explorations that it can answer"
-    if job.fingerprint is None or any(worker.fingerprint == job.fingerprint for worker in able):
-        return None
-    return f"none with the hardware that this exploration started on is running ({_describe_pinned(job.report)})"
-
-
-def _describe_installation(target: str) -> str:
-    return " (it needs pip install 'bexp[transformers]')" if target == TRANSFORMERS else ""
-
-
-def _describe_pinned(report: Any) -> str:
-    try:
-        return DeviceReport.model_validate(report).hardware.describe()
-    except ValidationError:
-        return "another version stored a description that this one cannot read"
 
 
 def list_waiting_ids(database: Database, target: str) -> list[str]:

@@ -30,8 +30,10 @@ class WorkerInfo:
 
     `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
     and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
-    that one and three more. `memory_limit_bytes` is what a job may use of a device by default. `held_by` says who has
-    the devices while the worker waits for them. One that never had them knows neither name, fingerprint nor memory.
+    that one and three more. `memory_limit_bytes` is what a job may use of a device by default, and `memory_bytes` what
+    one may ask for at most. `held_by` says who has the devices while the worker waits for them. One that never had them
+    knows neither name, fingerprint nor memory. A worker with a `name` is there for the jobs alone whose `own_worker` is
+    that name.
     """
 
     id: str
@@ -42,10 +44,17 @@ class WorkerInfo:
     num_devices: int
     fingerprint: str
     memory_limit_bytes: int
+    memory_bytes: int
     targets: Mapping[str, str] = field(default_factory=dict)
     devices: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     held_by: str | None = None
+    name: str = ""
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether it replays a recorded table."""
+        return self.device_name.endswith(REPLAYED)
 
 
 class WorkerState(StrEnum):
@@ -77,14 +86,6 @@ class KnownWorker:
     last_seen_at: datetime
 
 
-def is_run_by_another(database: Database, job_id: str, own_prefix: str) -> bool:
-    """Whether a live worker runs a job whose id does not begin with this prefix."""
-    return any(
-        worker.job_id == job_id and worker.state is WorkerState.MEASURING and not worker.info.id.startswith(own_prefix)
-        for worker in list_known_workers(database)
-    )
-
-
 def register_worker(database: Database, worker: WorkerInfo) -> None:
     """Enter a worker that is alive, or renew its entry; entries that are long dead are dropped."""
     with database.begin() as connection:
@@ -109,8 +110,13 @@ def list_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) ->
 
 def select_workers(database: Database, connection: sa.Connection, *, live_within: timedelta) -> list[RegisteredWorker]:
     """`list_workers` within a transaction."""
-    query = sa.select(workers).where(workers.c.last_seen_at >= database.clock(-live_within)).order_by(workers.c.id)
+    query = sa.select(workers).where(is_live(database, live_within)).order_by(workers.c.id)
     return [RegisteredWorker(_info_of(row), row.started_at, row.last_seen_at) for row in connection.execute(query)]
+
+
+def is_live(database: Database, live_within: timedelta) -> sa.ColumnElement[bool]:
+    """Return the condition of live workers. One seen much later than now was so before the clock was set back."""
+    return workers.c.last_seen_at.between(database.clock(-live_within), database.clock(LIVE_WITHIN))
 
 
 def list_known_workers(
@@ -121,7 +127,7 @@ def list_known_workers(
     A worker that shuts down is removed. One that is killed stays for a day. With `owner`, the jobs of other owners are
     not named.
     """
-    alive = (workers.c.last_seen_at >= database.clock(-live_within)).label("alive")
+    alive = is_live(database, live_within).label("alive")
     owned = sa.and_(jobs.c.worker == workers.c.id, jobs.c.state == JobState.RUNNING.value)
     query = (
         sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owner)

@@ -55,9 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--job",
         metavar="ID",
-        help="run this exploration alone, and end with it; it is cancelled when standard input is closed",
+        help="end with this exploration; it is cancelled when standard input is closed",
     )
+    parser.add_argument("--name", default="", help="with --job: run what is stored for a worker of this name alone")
     options = parser.parse_args(arguments)
+    if (options.job is None) != (not options.name):
+        parser.error("--job and --name go together")
     if options.max_jobs is not None and options.max_jobs < 1:
         parser.error("--max-jobs must be at least 1")
     if options.group and options.ray is not None:
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     profiler.prepare()  # its process imports torch while this one imports the search and the database
             from bexp.workers.serving import build_workers, run_workers  # noqa: PLC0415 - beside the other import
 
-            workers = build_workers(profilers, options.database_url or settings.database_url, settings, options.job)
+            workers = build_workers(profilers, options.database_url or settings.database_url, settings, options.name)
         except ValueError as error:
             parser.exit(USAGE, f"bexp worker: {error}\n")
         except OSError as error:

@@ -41,17 +41,16 @@ _log = logging.getLogger("bexp.workers")
 
 
 def build_workers(
-    profilers: Mapping[str, DeviceProfiler], database_url: str, settings: WorkerSettings, own_job_id: str | None = None
+    profilers: Mapping[str, DeviceProfiler], database_url: str, settings: WorkerSettings, name: str = ""
 ) -> list[JobWorker]:
-    """A worker for each profiler, by the name of its device. With `own_job_id` they run that job alone.
+    """A worker for each profiler, by the name of its device. With a `name` they run the jobs alone that are for it.
 
     Raises:
         ValueError: the database's URL, or the file of a local target, cannot be used.
         OSError: a file cannot be opened.
     """
     database = open_database(database_url, database_limits(len(profilers)))
-    job_ids = None if own_job_id is None else [own_job_id]
-    return [_worker(database, device, profiler, settings, job_ids) for device, profiler in profilers.items()]
+    return [_worker(database, device, profiler, settings, name) for device, profiler in profilers.items()]
 
 
 def run_workers(workers: Sequence[JobWorker], max_jobs: int | None, own_job_id: str | None = None) -> int:
@@ -85,12 +84,13 @@ def _upgrade(database: Database) -> None:
 
 
 def _worker(
-    database: Database, device: str, profiler: DeviceProfiler, settings: WorkerSettings, job_ids: list[str] | None
+    database: Database, device: str, profiler: DeviceProfiler, settings: WorkerSettings, name: str
 ) -> JobWorker:
-    options: dict[str, Any] = {"job_ids": job_ids}
+    options: dict[str, Any] = {"name": name}
     if isinstance(profiler, ReplayProfiler):
-        chosen = AnswerableJobs(database, profiler.recording) if job_ids is None else job_ids
-        options = {"job_ids": chosen, "explore": partial(explore, clock=profiler.clock)}
+        options["explore"] = partial(explore, clock=profiler.clock)
+        if not name:
+            options["job_ids"] = AnswerableJobs(database, profiler.recording)
     elif settings.local_target is not None:
         file = Path(settings.local_target).name
         local = {name_local_target(settings.local_target): file, LOCAL: file}
@@ -103,7 +103,7 @@ def _worker(
 def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job_id: str | None = None) -> int:
     """Run each worker in a thread until all have ended; returns SERVICE_FAILED if the device of any failed.
 
-    With `own_job_id` the first worker is there for that job alone.
+    With `own_job_id` they are there for that job alone.
     """
     ending = threading.Event()
     failed = threading.Event()

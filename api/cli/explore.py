@@ -61,7 +61,7 @@ def explore(
     if local_target is None:
         check_target(request, device)
     with LocalRun(request, new_job_id(), device, target) as run, open_stored() as stored:
-        job = stored.submit(request, job_id=run.job_id)
+        job = stored.submit(request, job_id=run.job_id, own_worker=run.worker_name)
         raise typer.Exit(run.follow(stored, job, as_json=as_json, verbose=verbose, log_dir=log_dir))
 
 

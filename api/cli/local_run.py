@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Self
 from bexp.api.cli import options
 from bexp.api.cli.connection import environment, shown_url
 from bexp.api.cli.errors import CommandError, ExitCode, say
-from bexp.api.local_worker import LocalWorker
+from bexp.api.local_worker import LocalWorker, WorkerEndedError
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.device_names import parse_devices
-from bexp.storage.workers import is_run_by_another
+from bexp.storage.ids import new_worker_name
+from bexp.storage.matching import STARTING
 
 if TYPE_CHECKING:
     from bexp.api.stored import StoredExplorations
@@ -30,6 +31,8 @@ REMIND_SECONDS = 30.0
 
 class LocalRun:
     """A worker for the exploration `job_id`, which may be submitted while it starts. It lives in the context.
+
+    The exploration is to be submitted for `worker_name`: no other worker takes it then.
 
     `device` and `target` are as on the command line, None if they were not given. `local_target` is the reference of a
     training command.
@@ -54,6 +57,7 @@ class LocalRun:
         chosen = ["--device", owned] if owned is not None else ["--num-devices", ",".join(map(str, counts))]
         _, file = (None, local_target) if local_target is not None else options.split_target(target)
         self.job_id = job_id
+        self.worker_name = new_worker_name()
         given = (("--device", device), ("--target", target if file is not None else None))
         parts = [part for name, value in given if value for part in (name, value)]
         self._again = shlex.join(["bexp", "resume", job_id, *parts])
@@ -67,6 +71,7 @@ class LocalRun:
         self._begun = self._checked = time.monotonic()
         self._worker = LocalWorker(
             self.job_id,
+            self.worker_name,
             self._options,
             database_url=environment().database_url,
             more_environment=self._more_environment,
@@ -86,12 +91,10 @@ class LocalRun:
         as_json: bool,
         verbose: bool = False,
         log_dir: Path | None = None,
-        leaves_others: bool = False,
     ) -> ExitCode:
         """Follow the exploration to its end and print the answer; its log is kept below `log_dir` if that is given.
 
-        What stops this cancels the exploration, because nobody waits for it; with `leaves_others` only if no other
-        worker runs it.
+        What stops this cancels the exploration, because nobody waits for it, unless it is another worker's.
         """
         from bexp.api.cli.following import follow  # noqa: PLC0415 - the worker starts meanwhile
         from bexp.api.cli.results import conclude, say_best  # noqa: PLC0415 - the worker starts meanwhile
@@ -101,10 +104,7 @@ class LocalRun:
             last = follow(stored, job, to_stderr=as_json, log_dir=log_dir, check=lambda: self.check(stored))
         except BaseException as error:  # Ctrl-C too
             with suppress(ProblemError, ServiceError):
-                if leaves_others and is_run_by_another(stored.database, job.id, self._worker.prefix):
-                    say(f"exploration {job.id} goes on: another worker runs it")
-                else:
-                    self.cancel(stored)
+                self.cancel(stored)
             if isinstance(error, KeyboardInterrupt):
                 say_best(stored, job.id)
                 say(f"`{self._again}` continues it")
@@ -112,25 +112,33 @@ class LocalRun:
         return conclude(stored, job.id, last, as_json=as_json, verbose=verbose)
 
     def check(self, stored: StoredExplorations) -> None:
-        """Raise WorkerEndedError if the worker has failed; say now and then why the exploration has not started."""
-        self._worker.check()
+        """Raise WorkerEndedError if the worker has failed, or if somebody has ended it before the exploration.
+
+        Say now and then why the exploration has not started.
+        """
+        is_alive = self._worker.check()
         now = time.monotonic()
-        if self._has_started or now - self._checked < CHECK_SECONDS:
+        if (self._has_started and is_alive) or now - self._checked < CHECK_SECONDS:
             return
         waited = now - self._begun
         is_due = waited // REMIND_SECONDS > (self._checked - self._begun) // REMIND_SECONDS
         self._checked = now
         job = stored.summary(self.job_id)
+        if not is_alive and not job.state.is_final and job.own_worker == self.worker_name:
+            raise WorkerEndedError("the worker was told to end before the exploration has ended", 0)
         self._has_started = job.state != "queued"
         if is_due and not self._has_started:
-            reason = job.waiting_reason or "its worker is still starting"
+            reason = job.waiting_reason or STARTING
             say(f"not started after {waited:.0f} s: {reason}")
 
     def cancel(self, stored: StoredExplorations) -> None:
-        """Cancel the exploration, and wait some seconds for its end."""
-        say(f"cancelling exploration {self.job_id}")
+        """Cancel the exploration, and wait some seconds for its end; leave it if it is another worker's."""
         deadline = time.monotonic() + CANCEL_SECONDS
-        job = stored.cancel(self.job_id)
+        job = stored.cancel(self.job_id, own_worker=self.worker_name)
+        if not (job.is_final or job.cancel_requested):
+            say(f"exploration {self.job_id} goes on: another worker runs it")
+            return
+        say(f"cancelling exploration {self.job_id}")
         while not job.is_final and time.monotonic() < deadline:
             time.sleep(0.1)
             job = stored.get(self.job_id)

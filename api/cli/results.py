@@ -55,11 +55,11 @@ def answer_text(job: Exploration, result: Result, *, verbose: bool) -> str:
     if answer is None:
         if best is None:
             return ""
-        lines = render_recommendation(best, job.request, result.measured, width)
+        lines = render_recommendation(best, job.request, result.measured, width, job.device_name)
         return "\n".join(["Ended early. The best until then:", *lines])
     if not verbose:
-        return render_summary(answer, job.id, job.request, width)
-    whole = render_answer(answer, job.request, result.measured, width)
+        return render_summary(answer, job.id, job.request, width, job.device_name)
+    whole = render_answer(answer, job.request, result.measured, width, job.device_name)
     return whole if best is None else "\n".join([whole, "", *wrap(usage_rows(job, answer, best), width)])
 
 

@@ -39,6 +39,9 @@ def resume(
     Example: bexp resume latest
     """
     if environment().api_url is not None:
+        if device is not None or target is not None:
+            message = "--device and --target are for a worker here, and the workers of BEXP_API_URL continue it"
+            raise CommandError(ExitCode.USAGE, message, "leave them out, or unset BEXP_API_URL")
         with connect() as service:
             job = service.resume(find_job(service, job_id).id)
             say(f"exploration {job.id}")
@@ -49,9 +52,9 @@ def resume(
         if job.state == "running":
             say("it runs already, or its worker has died: this command's worker takes it over if it has")
         run = LocalRun(request, job.id, device, target)
-        resumed = stored.resume(job.id)
+        resumed = stored.resume(job.id, own_worker=run.worker_name)
         with run:
-            raise typer.Exit(run.follow(stored, resumed, as_json=as_json, verbose=verbose, leaves_others=True))
+            raise typer.Exit(run.follow(stored, resumed, as_json=as_json, verbose=verbose))
 
 
 def _resumable(job: Exploration, target: str | None) -> ExplorationRequest:

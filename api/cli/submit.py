@@ -9,7 +9,7 @@ import typer
 from bexp.api.cli import options
 from bexp.api.cli.arguments import AsJson
 from bexp.api.cli.connection import connect
-from bexp.api.cli.errors import say
+from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.jobs import follow_job
 from bexp.api.cli.results import print_json
 from bexp.client.errors import ProblemError, ServiceError
@@ -39,6 +39,9 @@ def submit(
     Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
     """
     kind = options.device_kind(device)
+    if device != kind:
+        message = f"--device {device} is of one machine, and any worker may take what is submitted: give cpu or cuda"
+        raise CommandError(ExitCode.USAGE, message, "`bexp explore` measures on a device of this machine")
     request = options.read_request(config, fields, model=model, device_kind=kind, target=target)
     with connect() as client:
         job = client.submit(request, priority=priority)
@@ -64,7 +67,7 @@ def missing_target(client: Explorations, job: Exploration, name: str) -> str | N
     if job.is_final:
         return None
     try:
-        live = [worker.targets for worker in client.workers() if worker.state != "lost"]
+        live = [worker.targets for worker in client.workers() if worker.state != "lost" and not worker.reserved]
     except (ProblemError, ServiceError):  # a token that may submit need not see the workers
         return None
     known = {BEXP, TRANSFORMERS, *(target for targets in live for target in targets)}

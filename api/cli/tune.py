@@ -147,7 +147,10 @@ def tune(
             old = None if resume is None else _resumable(stored, resume, request)
             job_id = new_job_id() if old is None else old.id
             worker = LocalRun(request, job_id, devices[0] if devices else None, local_target=reference)
-            job = stored.submit(request, job_id=worker.job_id) if old is None else stored.resume(old.id)
+            if old is None:
+                job = stored.submit(request, job_id=worker.job_id, own_worker=worker.worker_name)
+            else:
+                job = stored.resume(old.id, own_worker=worker.worker_name)
             with worker:
                 code = worker.follow(stored, job, as_json=as_json, verbose=verbose)
             answer = TuneAnswer.find(stored, job.id, tried, batch_size)

@@ -13,8 +13,9 @@ from bexp.explorer.spec.target import describe_target
 def workers(as_json: AsJson = False) -> None:
     """List the workers: their devices and versions, and what they do.
 
-    One that is waiting has work, while another process has its device. One that shut down is not listed. A lost one,
-    whose heartbeats ended without that, is listed for a day.
+    One that is waiting has work, while another process has its device. A reserved one waits for the exploration of the
+    command that has started it. One that shut down is not listed. A lost one, whose heartbeats ended without that, is
+    listed for a day.
 
     Example: bexp workers
     """
@@ -40,4 +41,6 @@ def workers(as_json: AsJson = False) -> None:
 
 
 def _state(worker: Worker) -> str:
-    return worker.state if worker.exploration is None else f"{worker.state} {worker.exploration}"
+    if worker.exploration is None:
+        return "reserved" if worker.reserved and worker.state == "idle" else worker.state
+    return f"{worker.state} {worker.exploration}"

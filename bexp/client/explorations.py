@@ -52,8 +52,10 @@ class Exploration(BaseModel):
     labels: dict[str, str] = Field(default_factory=dict)
     micro_batch_size: int | None = None
     confidence: int | None = None
+    cancel_requested: bool = False
     error: str | None = None
     waiting_reason: str | None = None
+    device_name: str | None = Field(None, description="Of the device that it runs on; None until one has it.")
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
@@ -107,6 +109,7 @@ class Worker(BaseModel):
     device_name: str
     versions: dict[str, str]
     targets: dict[str, str]
+    reserved: bool = Field(False, description="It takes one exploration alone, whose command has started it.")
     last_heartbeat_at: datetime
 
 

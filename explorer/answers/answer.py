@@ -16,6 +16,7 @@ from bexp.explorer.records.recommendation import (
     Relaxation,
     RunnerUpCheck,
     TextFigures,
+    VariantAnswer,
     WholeModelCheck,
 )
 from bexp.explorer.spec.candidate import Candidate
@@ -27,19 +28,23 @@ TOTAL = "total"
 
 
 def render_answer(
-    answer: Answer, request: ExplorationRequest | None, measured: str | None = None, width: int = WIDTH
+    answer: Answer,
+    request: ExplorationRequest | None,
+    measured: str | None = None,
+    width: int = WIDTH,
+    device: str | None = None,
 ) -> str:
     """Return the whole answer in lines of `width` columns, without a line break at its end.
 
-    `measured` names the code that it is about. Lines break between words; only a longer word is wider than `width`.
+    `measured` names the code that it is about, and `device` what it was measured on. Lines break between words; only a
+    longer word is wider than `width`.
     """
     lines: list[str] = []
     main = answer.variants[0]
     if main.recommendation is None:
-        lines.append(f"No recommendation: {main.reason or 'all of them failed'}")
-        lines += remedy_rows(main.remedies)
+        lines += [nothing_text(main, device), *remedy_rows(main.remedies)]
     else:
-        lines += _recommendation_rows(main.recommendation, request, measured)
+        lines += _recommendation_rows(main.recommendation, request, measured, device)
     if len(answer.variants) > 1:
         lines += ["", *variant_lines(answer.variants)]
     if answer.timings:
@@ -48,14 +53,31 @@ def render_answer(
 
 
 def render_recommendation(
-    best: Recommendation, request: ExplorationRequest | None, measured: str | None = None, width: int = WIDTH
+    best: Recommendation,
+    request: ExplorationRequest | None,
+    measured: str | None = None,
+    width: int = WIDTH,
+    device: str | None = None,
 ) -> list[str]:
     """Return the lines of one recommendation."""
-    return wrap(_recommendation_rows(best, request, measured), width)
+    return wrap(_recommendation_rows(best, request, measured, device), width)
 
 
-def _recommendation_rows(best: Recommendation, request: ExplorationRequest | None, measured: str | None) -> list[str]:
-    lines = [f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{_context(request)}"]
+def device_text(device: str | None) -> str:
+    """Return where something was measured, for a first line."""
+    return "" if device is None else f" on {device}"
+
+
+def nothing_text(variant: VariantAnswer, device: str | None) -> str:
+    """Return why nothing is recommended."""
+    return f"No recommendation{device_text(device)}: {variant.reason or 'all of them failed'}"
+
+
+def _recommendation_rows(
+    best: Recommendation, request: ExplorationRequest | None, measured: str | None, device: str | None
+) -> list[str]:
+    size = best.candidate.micro_batch_size
+    lines = [f"Recommended micro_batch_size: {size}{_context(request)}{device_text(device)}"]
     lines += [*second_figure(best, request), *_provisional(best, request), ""]
     if measured is not None:
         lines.append(row("measured", measured))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bexp.explorer.answers.answer import is_provisional, remedy_rows, texts_text
+from bexp.explorer.answers.answer import device_text, is_provisional, nothing_text, remedy_rows, texts_text
 from bexp.explorer.answers.choices import second_figure
 from bexp.explorer.answers.plan import mesh_text
 from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, wrap
@@ -20,21 +20,28 @@ LEAST_GAIN = 1.01
 FRESH = "fresh: true (option --fresh)"
 
 
-def render_summary(answer: Answer, job_id: str, request: ExplorationRequest | None, width: int = WIDTH) -> str:
-    """Return the lines of an answer for a person who wants to use it; `bexp best ID -v` prints all of it."""
+def render_summary(
+    answer: Answer, job_id: str, request: ExplorationRequest | None, width: int = WIDTH, device: str | None = None
+) -> str:
+    """Return the lines of an answer for a person who wants to use it; `bexp best ID -v` prints all of it.
+
+    The first one names the `device` that was measured.
+    """
     main = answer.variants[0]
     if main.recommendation is None:
-        lines = [f"No recommendation: {main.reason or 'all of them failed'}", *remedy_rows(main.remedies)]
+        lines = [nothing_text(main, device), *remedy_rows(main.remedies)]
     else:
-        lines = list(_rows(main.recommendation, job_id, request, answer.serves_up_to))
+        lines = list(_rows(main.recommendation, job_id, request, answer.serves_up_to, device))
     if len(answer.variants) > 1:
         lines += ["", *variant_lines(answer.variants)]
     return "\n".join(wrap(lines, width))
 
 
-def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None, served: int) -> Iterable[str]:
+def _rows(
+    best: Recommendation, job_id: str, request: ExplorationRequest | None, served: int, device: str | None
+) -> Iterable[str]:
     name = "" if request is None else f" for {request.explored.name}"
-    yield f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{name}"
+    yield f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{name}{device_text(device)}"
     for line in second_figure(best, request):
         yield row("batch", line.removeprefix("It makes ").removeprefix("For "))
     if best.plan is not None:

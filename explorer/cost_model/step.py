@@ -161,9 +161,7 @@ def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
     """Return the bytes of one device that the job may use: the limit without the request's headroom."""
     limit = hardware.memory_limit_bytes
     if request.memory_limit_gib is not None:
-        # A person may ask for more than the default share of a CPU's memory. On a GPU, the rest is held by others.
-        most = hardware.memory_bytes if hardware.device_kind == "cpu" else limit
-        limit = min(round(request.memory_limit_gib * GIB), most)
+        limit = min(round(request.memory_limit_gib * GIB), hardware.most_memory_bytes)
     return round((1.0 - request.headroom) * limit) if request.headroom else limit
 
 

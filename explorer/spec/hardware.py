@@ -68,6 +68,11 @@ class HardwareSpec(Frozen):
     versions: SoftwareVersions
 
     @property
+    def most_memory_bytes(self) -> int:
+        """What a request may ask for of one device: more than the default of a CPU. Others hold the rest of a GPU."""
+        return self.memory_bytes if self.device_kind == "cpu" else self.memory_limit_bytes
+
+    @property
     def fingerprint(self) -> str:
         """A hash of what a result depends on, without the measured peaks; a resumed job needs the same."""
         parts = (self.device_kind, self.device_name, str(self.memory_bytes), self.versions.model_dump_json())

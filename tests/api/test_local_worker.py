@@ -27,7 +27,7 @@ def test_a_worker_may_end_by_itself_for_so_long(
 ) -> None:
     monkeypatch.setattr(local_worker, "GRACE_SECONDS", grace)
     monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", program])
-    worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    worker = LocalWorker("id", "name", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
     while "ready" not in worker.log.read_text():
         pass
     worker.stop(keeps_log=False)
@@ -52,7 +52,7 @@ def test_a_worker_that_has_failed_is_told_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
 ) -> None:
     monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", program])
-    worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    worker = LocalWorker("id", "name", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
     worker._process.wait()
     with pytest.raises(WorkerEndedError, match=said):
         worker.check()
@@ -63,13 +63,13 @@ def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkey
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(local_worker, "module_command", lambda *_: [str(tmp_path / "no program")])
     with pytest.raises(FileNotFoundError):
-        LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+        LocalWorker("id", "name", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_is_done_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", "print('done')"])
-    worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    worker = LocalWorker("id", "name", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
     worker._process.wait()
     worker.check()
     worker.stop(keeps_log=True)

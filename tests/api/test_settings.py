@@ -23,7 +23,7 @@ from bexp.api.agents import commands
 from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
-from bexp.storage import components, reuse, stored_bytes
+from bexp.storage import components, matching, stored_bytes
 from bexp.storage.audit import KEEP_AUDIT, MOST_RECORDS
 from bexp.storage.database import DatabaseLimits
 from bexp.storage.queue import WAITING_GRACE
@@ -193,7 +193,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("configuration", r"idle worker asks again \(at least (\S+)\)", worker.MIN_POLL_SECONDS),
         ("owners", r"sums what an owner stores once in (\S+) s", stored_bytes.SUM_SECONDS),
         ("owners", r"by 1/(\S+) for each further API process", 1 / stored_bytes.SHARE_OF_ROOM),
-        ("service", r"memory \(within a (\S+)\)", reuse.MEMORY_TOLERANCE),
+        ("service", r"memory \(within a (\S+)\)", matching.MEMORY_TOLERANCE),
         ("service", r"up to (\S+) reports of what real runs", MAX_REPORTS),
         ("service", r"the owner's later explorations of that model use those of the last (\S+) \|", MAX_EXPLORATIONS),
         ("answer", r"the last (\S+) runs of a component", components.MAX_RUNS),

@@ -34,7 +34,7 @@ TEXTS = {
     EventCode.QUEUED: r"Exploration {id} (of {model} is queued|is queued again)",
     EventCode.STARTED: rf"Exploration started by {WORKER}, measuring .+",
     EventCode.RESUMED: rf"Exploration resumed by {WORKER} with {{num_trials}} stored trials?",
-    EventCode.WAITING: r"Waiting for a worker: .+",
+    EventCode.WAITING: r"Waiting for a worker: .+|Waiting: .+|A worker can run it now",
     EventCode.WARNING: r"Put back: .+",
     EventCode.CANCELLED: r"Exploration cancelled",
     EventCode.FAILED: rf"Exploration failed: {GIVEN_UP}",

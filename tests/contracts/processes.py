@@ -33,7 +33,7 @@ def drain(database: Database, owner: str) -> None:
     """Claim jobs, and print their ids."""
     queue = Queue(database, QueueSettings(lease=timedelta(hours=1)))
     for _ in range(60):
-        claim = queue.claim(WorkerInfo(owner, "host", 1, "cpu", "A device", 1, "f", 1, {"bexp": ""}))
+        claim = queue.claim(WorkerInfo(owner, "host", 1, "cpu", "A device", 1, "f", 1, 1, {"bexp": ""}))
         if claim is not None:
             sys.stdout.write(f"{claim.job.id}\n")
 

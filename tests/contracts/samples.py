@@ -45,7 +45,8 @@ def make_report(device_name: str = "A device", device_kind: str = "cpu") -> Devi
 def make_worker(
     worker_id: str = "a", device_kind: str = "cpu", num_devices: int = 1, fingerprint: str = "f", **changes: Any
 ) -> WorkerInfo:
-    told = {"host": "host", "pid": 1, "device_name": "A device", "memory_limit_bytes": 1, "targets": {"bexp": ""}}
+    told = {"host": "host", "pid": 1, "device_name": "A device", "targets": {"bexp": ""}}
+    told |= {"memory_limit_bytes": 1, "memory_bytes": 2 << 30}
     known = {"device_kind": device_kind, "num_devices": num_devices, "fingerprint": fingerprint}
     return WorkerInfo(**{"id": worker_id, **told, **known, **changes})
 

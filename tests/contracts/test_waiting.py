@@ -13,14 +13,15 @@ from bexp.storage import waiting
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
+from bexp.storage.matching import needs_of
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
-from bexp.storage.tables import events, jobs
+from bexp.storage.tables import events, jobs, workers
 from bexp.storage.turns import ClaimQuota
 from bexp.storage.waiting import describe_duration, find_waiting, list_waiting_ids
-from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
-from tests.contracts.jobs import claim_one
-from tests.contracts.samples import make_report, make_request, make_worker
+from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker, worker_heartbeat
+from tests.contracts.jobs import claim_one, expire
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 NO_GRACE = timedelta(0)
 FINGERPRINT = make_report().hardware.fingerprint
@@ -33,7 +34,7 @@ def add_worker(
     register_worker(database, make_worker(worker_id, device_kind=kind, fingerprint=fingerprint, targets=targets))
 
 
-def reasons(database: Database, job_id: str) -> list[str]:
+def reasons(database: Database, job_id: str) -> list[str | None]:
     return [event.data["reason"] for event in read_events(database, job_id) if event.code == 105]
 
 
@@ -51,10 +52,11 @@ def test_a_job_says_once_what_it_waits_for(database: Database) -> None:
     add_worker(database, "gpu", "cuda")
     queue.note_waiting(grace=NO_GRACE)
     assert get_job(database, job.id).waiting_reason is None
-    assert len(reasons(database, job.id)) == 2
+    assert reasons(database, job.id)[2:] == [None]
+    assert read_events(database, job.id)[-1].message == "A worker can run it now"
     forget_worker(database, "gpu")
     queue.note_waiting(grace=NO_GRACE)
-    assert len(reasons(database, job.id)) == 3
+    assert len(reasons(database, job.id)) == 4
 
 
 def test_the_same_reason_of_many_jobs_is_noted_in_few_statements(database: Database) -> None:
@@ -199,7 +201,7 @@ def test_a_job_pinned_by_another_version_waits_like_any_other(database: Database
         connection.execute(sa.update(jobs).values(report={"hardware": {}}, fingerprint="f"))
     add_worker(database)
     queue.note_waiting(grace=NO_GRACE)
-    assert "hardware that this exploration started on" in reasons(database, job.id)[0]
+    assert "hardware that this exploration started on" in (reasons(database, job.id)[0] or "")
 
 
 def test_a_running_job_does_not_wait(database: Database) -> None:
@@ -208,6 +210,36 @@ def test_a_running_job_does_not_wait(database: Database) -> None:
     assert queue.claim(make_worker(fingerprint=FINGERPRINT)) is not None
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == []
+
+
+def test_a_worker_that_was_frozen_and_goes_on_ends_the_reason(database: Database) -> None:
+    """Its next trial may take minutes, and the log would end with what holds no more."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    lease = claim_one(queue).lease
+    expire(database, job.id)
+    queue.note_waiting(grace=NO_GRACE)
+    queue.heartbeat(lease)
+    for _ in range(2):
+        queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, job.id) == ["none is running", None]
+    assert get_job(database, job.id).waiting_reason is None
+    assert queue.record(lease, make_progress(0), after_seq=2) == 5, "the worker knows of neither"
+
+
+def test_a_reason_changes_although_the_clock_was_set_back(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    register_worker(database, make_worker("silent"))
+    with database.begin() as connection:
+        later = database.clock(timedelta(hours=1))
+        connection.execute(sa.update(jobs).values(queued_at=later))
+        connection.execute(sa.update(workers).values(last_seen_at=later))
+    queue.note_waiting()
+    assert reasons(database, job.id) == ["none is running"], "it was seen before that, and not since"
+    assert worker_heartbeat(database, "silent")
+    queue.note_waiting()
+    assert reasons(database, job.id)[1:] == [None]
 
 
 def test_several_callers_note_a_reason_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +255,8 @@ def test_a_reason_of_a_quota_stays_until_the_quota_changes_and_no_other_reason_d
     quota = ClaimQuota("the quota", holds=False)
 
     def reason_of(stored: str, **changes: object) -> list[tuple[str, str | None]]:
-        waits = {"id": "j", "owner": "a", "device_kind": None, "target": "bexp", "devices_needed": 1}
-        row: Any = SimpleNamespace(**waits, fingerprint=None, report=None, waiting_reason=stored)
+        waits = {**needs_of(make_request()), "own_worker": "", "is_held": False}
+        row: Any = SimpleNamespace(**waits, id="j", owner="a", waiting_reason=stored)
         return find_waiting([make_worker()], [row], {"a": replace(quota, **changes)})  # type: ignore[arg-type]  # names of fields
 
     assert reason_of("the quota") == []

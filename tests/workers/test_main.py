@@ -160,8 +160,9 @@ def test_a_worker_for_one_job_leaves_the_others_and_ends_with_it(
 ) -> None:
     queue = Queue(sqlite_database)
     forgotten, _ = queue.enqueue(make_request())
-    worker = JobWorker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=["own"], max_poll_seconds=0.05)
-    submit = threading.Timer(0.3, queue.enqueue, [make_request()], {"job_id": "own"})  # the worker waits by then
+    worker = JobWorker(queue, FakeProfiler(), "cpu", explore=fake_explore, name="me", max_poll_seconds=0.05)
+    given = {"job_id": "own", "own_worker": "me"}
+    submit = threading.Timer(0.3, queue.enqueue, [make_request()], given)  # the worker waits by then
     reader, writer = os.pipe()
     with os.fdopen(reader) as stdin, os.fdopen(writer, "w"):
         monkeypatch.setattr("sys.stdin", stdin)

@@ -217,7 +217,7 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
 
 
 def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
-    worker = workers.start("--job", "none")
+    worker = workers.start("--job", "none", "--name", "none")
     wait_until(lambda: profilers(worker) != [])
     assert worker.stdin is not None
     worker.stdin.close()

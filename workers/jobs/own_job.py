@@ -12,13 +12,15 @@ from contextlib import suppress
 
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.storage.database import DATABASE_TROUBLE
-from bexp.storage.jobs import JobNotFoundError, JobState, get_job, get_summary
+from bexp.storage.jobs import JobNotFoundError, JobState, get_summary
+from bexp.storage.matching import OWN_WORKER, OWN_WORKER_TERM
+from bexp.storage.own_workers import keep_job
 from bexp.storage.queue import Queue
-from bexp.storage.waiting import DEVICE_HELD, note_reason
-from bexp.storage.workers import is_run_by_another
+from bexp.storage.waiting import DEVICE_HELD, find_reason, note_reason
 from bexp.workers.jobs.worker import JobWorker
 
 CHECK_SECONDS = 0.3
+KEEP_SECONDS = OWN_WORKER_TERM.total_seconds() / 6
 PATIENCE_SECONDS = 2.0
 """So long another idle worker may take to claim the job or to give the device back, before the job is told."""
 CLAIM_SECONDS = 10.0
@@ -29,9 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class OwnJob:
-    """Watches the job that `worker` is there for, which may be submitted later.
+    """Watches the job that `worker` is there for, which may be submitted later, and says that the worker lives.
 
-    `is_refused` says that the worker was ready and did not take the job: it never will.
+    `is_refused` says that the worker was ready and did not take the job: it never will. A job that was resumed while
+    another worker had it is this one's as soon as it waits for one.
     """
 
     def __init__(self, worker: JobWorker, job_id: str) -> None:
@@ -44,13 +47,18 @@ class OwnJob:
     def watch(self, ending: threading.Event) -> None:
         """Set `ending` once the job has ended, or if the worker is ready and does not claim it."""
         queued_at = ready_at = math.inf
+        kept_at = -math.inf
         while not ending.wait(CHECK_SECONDS):
             with suppress(JobNotFoundError, *DATABASE_TROUBLE):
-                state, now = get_summary(self._queue.database, self._job_id).state, time.monotonic()
-                queued_at = min(queued_at, now)
-                if state.is_final:
+                job, now = get_summary(self._queue.database, self._job_id), time.monotonic()
+                if kept_at + KEEP_SECONDS <= now:
+                    keep_job(self._queue.database, self._job_id, self._worker.name)
+                    kept_at = now
+                is_ours = job.state is JobState.QUEUED and job.own_worker == self._worker.name
+                queued_at = min(queued_at, now) if is_ours else math.inf
+                if job.state.is_final:
                     ending.set()
-                elif state is not JobState.QUEUED:
+                elif not is_ours:
                     ready_at = math.inf
                 elif self._worker.hardware is None or self._worker.device_held is not None:
                     ready_at = math.inf
@@ -60,7 +68,7 @@ class OwnJob:
                     ending.set()
 
     def end_with_stdin(self, ending: threading.Event) -> None:
-        """Wait until stdin is closed: who waited is gone. Then cancel the job, unless another worker runs it."""
+        """Wait until stdin is closed: who waited is gone. Then cancel the job, unless it is another worker's."""
         with suppress(OSError, ValueError):
             while os.read(sys.stdin.fileno(), 4096):  # sys.stdin would still hold its lock when the process ends
                 pass
@@ -68,8 +76,8 @@ class OwnJob:
         while time.monotonic() < deadline and not ending.is_set():
             with suppress(*DATABASE_TROUBLE):
                 try:
-                    taken = is_run_by_another(self._queue.database, self._job_id, self._worker.id)
-                    if taken or self._queue.request_cancel(self._job_id).state.is_final:
+                    job = self._queue.request_cancel(self._job_id, own_worker=self._worker.name)
+                    if job.state.is_final or job.own_worker != self._worker.name:
                         break
                 except JobNotFoundError:
                     break
@@ -85,7 +93,7 @@ class OwnJob:
 
     def _refuse(self, hardware: HardwareSpec) -> None:
         """Say why the job is not claimed, in the last line of the log."""
-        report = get_job(self._queue.database, self._job_id).report
-        needs = "" if report is None else f"; it needs the hardware that it started on: {report.hardware.describe()}"
-        _log.error("the worker cannot run this exploration%s; the worker has %s", needs, hardware.describe())
+        reason = find_reason(self._queue.database, self._job_id)
+        why = "" if reason is None else f": it {reason.removeprefix(OWN_WORKER)}"
+        _log.error("the worker cannot run this exploration%s; the worker has %s", why, hardware.describe())
         self.is_refused = True

@@ -52,10 +52,11 @@ class JobWorker:
     A job is claimed once the worker has the device. After a job the profiler process stays if the job left it clean,
     else one that was started in advance takes its place. An idle worker gives the device back, so that others may use
     it. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; they are iterated over
-    before each claim, so there may be others each time. `targets` has the version of each target by name, and
-    `software` that of each package that the speed of a component depends on; the default is what is installed here. An
-    idle worker polls at intervals that grow to `max_poll_seconds`. `hardware` is None until the device was measured,
-    for which the worker waits for `device_wait_seconds` at most.
+    before each claim, so there may be others each time. With a `name`, it runs only those whose own worker it is.
+    `targets` has the version of each target by name, and `software` that of each package that the speed of a component
+    depends on; the default is what is installed here. An idle worker polls at intervals that grow to
+    `max_poll_seconds`. `hardware` is None until the device was measured, for which the worker waits for
+    `device_wait_seconds` at most.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class JobWorker:
         *,
         explore: Explore = explore,
         job_ids: Iterable[str] | None = None,
+        name: str = "",
         targets: Mapping[str, str] | None = None,
         software: Mapping[str, str] | None = None,
         max_poll_seconds: float = MAX_POLL_SECONDS,
@@ -74,6 +76,7 @@ class JobWorker:
     ) -> None:
         host = socket.gethostname()
         self.id = f"{worker_prefix(host, os.getpid())}{device}-{secrets.token_hex(2)}"
+        self.name = name
         self._host = host
         self._device = device
         self._queue = queue
@@ -155,10 +158,12 @@ class JobWorker:
             num_devices=len(devices),
             fingerprint="",
             memory_limit_bytes=0,
+            memory_bytes=0,
             targets=self._targets,
             devices=self._device,
             versions=self._software,
             held_by=self._profiler.held_by,
+            name=self.name,
         )
         if hardware is None:
             return known
@@ -169,6 +174,7 @@ class JobWorker:
             num_devices=hardware.num_devices,
             fingerprint=hardware.fingerprint,
             memory_limit_bytes=hardware.memory_limit_bytes,
+            memory_bytes=hardware.most_memory_bytes,
             versions=hardware.versions.model_dump(exclude_none=True) | self._software,
         )
 

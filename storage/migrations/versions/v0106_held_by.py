@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision: str = "0106"
-down_revision: str | None = "0104"
+down_revision: str | None = "0105"
 branch_labels: Sequence[str] | None = None
 depends_on: Sequence[str] | None = None
 

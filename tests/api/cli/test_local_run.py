@@ -27,11 +27,9 @@ pytestmark = pytest.mark.parametrize("bexp", ["database"], indirect=True)
 class Interrupting:
     """A worker that stands for Ctrl-C in the terminal, as soon as nothing comes from it."""
 
-    prefix = "own-"
-
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def check(self) -> None:
+    def check(self) -> bool:
         raise KeyboardInterrupt
 
     def stop(self, **_: Any) -> None: ...
@@ -124,7 +122,8 @@ def test_a_worker_owns_what_it_is_told_or_as_many_devices_as_can_be_used(
     run = LocalRun(ExplorationRequest.model_validate(TINY | fields), "job", device, target)
     with run:
         environment = {} if target is None else {"BEXP_LOCAL_TARGET": str(Path(target).absolute())}
-        assert given == ["job", options, {"database_url": queue.database.url, "more_environment": environment}]
+        named = {"database_url": queue.database.url, "more_environment": environment}
+        assert given == ["job", run.worker_name, options, named]
     assert run._again == f"bexp resume job{'' if device is None else f' --device {device}'}{again}"
 
 
@@ -137,8 +136,8 @@ def test_a_cancelled_exploration_is_awaited_for_some_seconds(
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr(local_run, "time", clock)
 
-    def look(_: str) -> SimpleNamespace:
-        return SimpleNamespace(is_final=clock.now >= ends_after)
+    def look(_: str, **__: str) -> SimpleNamespace:
+        return SimpleNamespace(is_final=clock.now >= ends_after, cancel_requested=True)
 
     LocalRun(REQUEST, "job", "cpu").cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]  # all it asks
     assert clock.now == pytest.approx(min(ends_after, local_run.CANCEL_SECONDS), abs=0.2)
@@ -161,8 +160,8 @@ def test_another_command_is_not_resumed(bexp: Run, queue: Queue, own: dict[str, 
             "running",
             65,
             [
-                "not started after 30 s: its worker is still starting",
-                "not started after 60 s: its worker is still starting",
+                "not started after 30 s: its own worker is starting",
+                "not started after 60 s: its own worker is starting",
             ],
         ),
         ("no device is free", "failed", 31, ["not started after 30 s: no device is free"]),
@@ -182,7 +181,7 @@ def test_a_worker_that_takes_long_is_explained_every_30_seconds(
     clock, asked = SimpleNamespace(now=1000.0), []
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(local_run, "time", clock)
-    monkeypatch.setattr(Interrupting, "check", lambda _: None)
+    monkeypatch.setattr(Interrupting, "check", lambda _: True)
 
     def summary(job_id: str) -> SimpleNamespace:
         asked.append(job_id)

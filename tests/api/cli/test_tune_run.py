@@ -38,7 +38,7 @@ class Trials:
     queue: Queue
 
     def __init__(self, request: ExplorationRequest, job_id: str, device: str | None, *, local_target: str) -> None:
-        self.job_id = job_id
+        self.job_id, self.worker_name = job_id, "tuner"
         file = Path(local_target.rpartition(":")[0])
         Trials.told = {"request": request, "device": device, "file": file, "mode": file.parent.stat().st_mode & 0o777}
         Trials.told["command"] = json.loads(file.read_text())
@@ -50,8 +50,8 @@ class Trials:
     def follow(self, _: object, job: Any, *, as_json: bool, verbose: bool) -> ExitCode:
         assert job.id == self.job_id
         request = Trials.told["request"]
-        worker = make_worker("tuner", request.device_kind or "cpu", request.num_devices, targets={request.target: ""})
-        claim = self.queue.claim(worker, among=[job.id])
+        kind, targets = request.device_kind or "cpu", {request.target: ""}
+        claim = self.queue.claim(make_worker("t", kind, request.num_devices, targets=targets, name=self.worker_name))
         assert claim is not None
         found = make_recommendation(2).model_copy(update={"grad_accum_steps": 4})
         if self.state is JobState.SUCCEEDED:

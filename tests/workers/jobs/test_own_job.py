@@ -15,11 +15,12 @@ from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
+from bexp.storage.waiting import find_reason
 from bexp.storage.workers import register_worker
 from bexp.workers.jobs import own_job
 from bexp.workers.jobs.own_job import OwnJob
 from bexp.workers.jobs.worker import JobWorker
-from tests.contracts.jobs import store
+from tests.contracts.jobs import expire, store
 from tests.contracts.samples import make_report, make_request, make_worker
 from tests.waits import PATIENCE_SECONDS
 from tests.workers.fakes import FakeProfiler
@@ -32,9 +33,13 @@ def queue(sqlite_database: Database) -> Queue:
 
 @pytest.fixture
 def own(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
-    for name in ("CHECK_SECONDS", "PATIENCE_SECONDS", "CLAIM_SECONDS"):
+    for name in ("CHECK_SECONDS", "PATIENCE_SECONDS", "CLAIM_SECONDS", "KEEP_SECONDS"):
         monkeypatch.setattr(own_job, name, 0.01)
-    return OwnJob(JobWorker(queue, FakeProfiler(), "cpu"), "own")
+    return OwnJob(JobWorker(queue, FakeProfiler(), "cpu", name="me"), "own")
+
+
+def submit(queue: Queue, job_id: str = "own", name: str = "me", **changes: Any) -> None:
+    queue.enqueue(make_request(**changes), job_id=job_id, own_worker=name)
 
 
 @contextmanager
@@ -46,8 +51,8 @@ def closed_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def run_by_another(queue: Queue) -> None:
-    other = make_worker("other-1-cpu", host="other")
+def run_by(queue: Queue, name: str) -> None:
+    other = make_worker("other-1-cpu", host="other", name=name)
     register_worker(queue.database, other)
     assert queue.claim(other) is not None
 
@@ -65,7 +70,7 @@ def ends(watch: Callable[[threading.Event], Any], seconds: float = 60.0) -> bool
 def test_the_job_is_cancelled_when_nobody_waits_for_it(
     queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue.enqueue(make_request(), job_id="own")
+    submit(queue)
     with closed_stdin(monkeypatch):
         assert ends(own.end_with_stdin)
     assert get_job(queue.database, "own").state is JobState.CANCELLED
@@ -77,22 +82,52 @@ def test_a_worker_that_ends_by_itself_cancels_nothing(
     with closed_stdin(monkeypatch):
         own.end_with_stdin(ending)
         assert (ending.is_set(), ending.waits) == (True, []), "a job that is not there is not waited for"
-        queue.enqueue(make_request(), job_id="own")
+        submit(queue)
         own.end_with_stdin(ending)
     assert get_job(queue.database, "own").state is JobState.QUEUED
 
 
-def test_a_job_that_another_worker_runs_goes_on(queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue.enqueue(make_request(), job_id="own")
-    run_by_another(queue)
+@pytest.mark.parametrize("name", ["", "another"])
+def test_a_job_that_another_worker_runs_goes_on(
+    queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    submit(queue, name=name)
+    run_by(queue, name)
+    queue.resume("own", own_worker="me")
     with closed_stdin(monkeypatch):
         assert ends(own.end_with_stdin)
     assert not get_job(queue.database, "own").cancel_requested
 
 
+@pytest.mark.parametrize("name", ["", "another"])
+def test_a_job_that_another_worker_left_is_this_ones(queue: Queue, own: OwnJob, name: str) -> None:
+    submit(queue, name=name)
+    run_by(queue, name)
+    assert not ends(own.watch, 0.2)
+    assert get_job(queue.database, "own").own_worker == name
+    expire(queue.database, "own")
+    store(queue.database, "own", own_worker_until=None)
+    assert not ends(own.watch, 0.2)
+    assert get_job(queue.database, "own").own_worker == "me"
+
+
+def test_an_own_worker_lives_as_long_as_its_process_says_so(queue: Queue, ending: Ending) -> None:
+    submit(queue)
+    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
+    told: list[str | None] = []
+
+    def age() -> None:
+        store(queue.database, "own", own_worker_until=None)
+        told.append(find_reason(queue.database, "own"))
+
+    ending.actions = {20.0: age, 26.0: lambda: told.append(find_reason(queue.database, "own")), 30.0: ending.set}
+    OwnJob(worker, "own").watch(ending)
+    assert told == ["its own worker has ended", "its own worker is starting"]
+
+
 def test_the_worker_ends_with_its_job_and_not_before_it_is_submitted(queue: Queue, own: OwnJob) -> None:
     assert not ends(own.watch, 0.2)
-    queue.enqueue(make_request(), job_id="own")
+    submit(queue)
     queue.request_cancel("own")
     assert ends(own.watch)
     assert not own.is_refused
@@ -101,7 +136,8 @@ def test_the_worker_ends_with_its_job_and_not_before_it_is_submitted(queue: Queu
 def test_a_job_that_the_worker_cannot_run_is_refused(
     queue: Queue, own: OwnJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue.enqueue(make_request(), job_id="own")
+    submit(queue)
+    register_worker(queue.database, make_worker("own-1-cpu", name="me", fingerprint="f"))
     own._worker.hardware = make_report().hardware
     with monkeypatch.context() as patience:
         patience.setattr(own_job, "CLAIM_SECONDS", 60.0)
@@ -110,14 +146,14 @@ def test_a_job_that_the_worker_cannot_run_is_refused(
     assert own.is_refused
     has = f"; the worker has {make_report().hardware.describe()}"
     assert f"cannot run this exploration{has}" in caplog.text
-    store(queue.database, "own", report=make_report("Another device").model_dump(mode="json"))
+    store(queue.database, "own", report=make_report("Another device").model_dump(mode="json"), fingerprint="other")
     assert ends(own.watch)
-    needs = "it needs the hardware that it started on: Another device, 1.0 GiB, torch 2.13"
-    assert f"cannot run this exploration; {needs}{has}" in caplog.text
+    needs = "it is none with the hardware that this exploration started on (Another device, 1.0 GiB, torch 2.13)"
+    assert f"cannot run this exploration: {needs}{has}" in caplog.text
 
 
 def test_the_log_says_who_holds_the_device_and_what_to_do(queue: Queue, own: OwnJob) -> None:
-    queue.enqueue(make_request(), job_id="own")
+    submit(queue)
     own._worker._profiler.held_by = "cpu is in use by process 7 of user ann"
     assert not ends(own.watch, 0.5)
     told = [event.message for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]
@@ -161,22 +197,22 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
 
 
 def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_it(queue: Queue, ending: Ending) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu")
+    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     worker.hardware = make_report().hardware
     own = OwnJob(worker, "own")
     ending.actions = {
-        20.0: lambda: queue.enqueue(make_request(), job_id="own"),
-        25.0: lambda: run_by_another(queue),
+        20.0: lambda: submit(queue),
+        25.0: lambda: run_by(queue, "me"),
     }
     ending.actions[40.0] = ending.set
     own.watch(ending)
     assert not own.is_refused
     assert all(0.1 <= seconds <= 0.5 for seconds in ending.waits), "it looks some times a second"
     queue.request_cancel("own")
-    other, _ = queue.enqueue(make_request(seed=1))
+    submit(queue, "other", seed=1)
     ending.clear()
     began = ending.now
-    waiting = OwnJob(worker, other.id)
+    waiting = OwnJob(worker, "other")
     waiting.watch(ending)
     assert waiting.is_refused
     assert 10.0 < ending.now - began <= 11.0
@@ -185,9 +221,9 @@ def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_i
 def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_told(
     queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu")
+    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     worker._profiler.held_by = "another"
-    queue.enqueue(make_request(), job_id="own")
+    submit(queue)
     told: list[float] = []
     own = OwnJob(worker, "own")
     tell = own._tell
@@ -207,10 +243,9 @@ def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_
 def test_a_job_that_does_not_end_is_left_after_six_seconds(
     queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue.enqueue(make_request(), job_id="own")
-    own = JobWorker(queue, FakeProfiler(), "cpu")
-    register_worker(queue.database, make_worker(own.id))
-    assert queue.claim(make_worker(own.id)) is not None
+    submit(queue)
+    own = JobWorker(queue, FakeProfiler(), "cpu", name="me")
+    run_by(queue, "me")
     with closed_stdin(monkeypatch):
         OwnJob(own, "own").end_with_stdin(ending)
     assert ending.is_set()

@@ -62,7 +62,7 @@ def test_each_device_runs_a_trial(pool: RayDevicePool) -> None:
 def test_a_pool_is_taken_once_a_device_is_ready_and_has_none_at_rest(
     pool: RayDevicePool, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await_capacity(pool, 2)
+    wait_until(lambda: pool.capacity == 2)
     hardware = pool.hardware()
     assert pool.take()
     pool.finish_job()

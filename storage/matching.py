@@ -1,0 +1,175 @@
+"""Which worker can run which job. A claim asks the database, and a reason for waiting names what no worker has.
+
+A GPU goes before a CPU: where a job names no kind of device, a CPU leaves it to a live GPU that could run it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import sqlalchemy as sa
+from pydantic import ValidationError
+
+from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.storage.database import Database
+from bexp.storage.tables import jobs
+from bexp.storage.workers import WorkerInfo
+
+MEMORY_TOLERANCE = 0.1
+"""The free memory of a host or a GPU is never twice the same, and a card of 80 GB has 79 GiB."""
+
+OWN_WORKER = "its own worker "
+"""How a reason begins that only the command which follows a job can change."""
+STARTING = f"{OWN_WORKER}is starting"
+
+OWN_WORKER_TERM = timedelta(seconds=30)
+"""So long counts an own worker as alive that reports nothing, such as one whose process has not begun yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a job needs of a worker: the value in `column`, or nothing if that is null.
+
+    `is_met` compares it with what a worker has. It takes the column in a claim, and the value of a row in a reason.
+    `missing` names it, and what else there is to say of it.
+    """
+
+    column: sa.Column[Any]
+    of_worker: Callable[[WorkerInfo], Any]
+    is_met: Callable[[Any, Any], Any]
+    missing: Callable[[Any], tuple[str, str]]
+
+    def condition(self, offered: Any) -> sa.ColumnElement[bool]:
+        """Return the condition of jobs for which what a worker has is enough."""
+        met: sa.ColumnElement[bool] = self.is_met(self.column, offered)
+        return sa.or_(self.column.is_(None), met) if self.column.nullable else met
+
+    def is_met_by(self, job: Any, worker: WorkerInfo) -> bool:
+        """Whether a worker has it for a job, which is a row or has the same names."""
+        needed = getattr(job, self.column.name)
+        return needed is None or bool(self.is_met(needed, self.of_worker(worker)))
+
+
+def _is_among(needed: Any, offered: Sequence[str]) -> Any:
+    return needed.in_(offered) if isinstance(needed, sa.ColumnElement) else needed in offered
+
+
+def _describe_target(job: Any) -> tuple[str, str]:
+    how = " (it needs pip install 'bexp[transformers]')" if job.target == TRANSFORMERS else ""
+    return f"the target '{job.target}'", how
+
+
+def _describe_pinned(job: Any) -> tuple[str, str]:
+    try:
+        hardware = DeviceReport.model_validate(job.report).hardware.describe()
+    except ValidationError:
+        hardware = "another version stored a description that this one cannot read"
+    return "the hardware that this exploration started on", f" ({hardware})"
+
+
+OWN = Need(jobs.c.own_worker, lambda worker: worker.name, operator.eq, lambda _: ("", ""))
+"""A worker with a name is there for the jobs that name it alone, and any other one for those that name none."""
+
+NEEDS = (
+    OWN,
+    Need(
+        jobs.c.device_kind,
+        lambda worker: worker.device_kind,
+        operator.eq,
+        lambda job: (f"a {job.device_kind} device", ""),
+    ),
+    Need(
+        jobs.c.devices_needed,
+        lambda worker: worker.num_devices,
+        operator.le,
+        lambda job: (f"{job.devices_needed} devices", ""),
+    ),
+    Need(
+        jobs.c.memory_needed_bytes,
+        lambda worker: round(worker.memory_bytes / (1 - MEMORY_TOLERANCE)),
+        operator.le,
+        lambda job: (f"{job.memory_needed_bytes / GIB:g} GiB of memory", ""),
+    ),
+    Need(jobs.c.target, lambda worker: tuple(sorted(worker.targets)), _is_among, _describe_target),
+    Need(jobs.c.fingerprint, lambda worker: worker.fingerprint, operator.eq, _describe_pinned),
+)
+
+NEEDED = tuple(need.column for need in NEEDS)
+
+
+def needs_of(request: ExplorationRequest) -> dict[str, Any]:
+    """Return the columns of a new job that say what it needs, but its own worker."""
+    limit = request.memory_limit_gib
+    return {
+        "device_kind": request.device_kind,
+        "devices_needed": request.devices.needed(),
+        "memory_needed_bytes": None if limit is None else round(limit * GIB),
+        "target": request.target_name,
+        "fingerprint": None,
+    }
+
+
+def can_run(by: WorkerInfo) -> sa.ColumnElement[bool]:
+    """Return the condition of the jobs that a worker can run."""
+    return _can_run(_offer(by))
+
+
+def is_left_to_gpus(by: WorkerInfo, live: Iterable[WorkerInfo]) -> sa.ColumnElement[bool]:
+    """Return the condition of the jobs that a worker leaves to live GPUs, whatever they do now."""
+    offers = {_offer(worker) for worker in live if is_gpu(worker)} if by.device_kind == "cpu" else set()
+    return jobs.c.device_kind.is_(None) & sa.or_(sa.false(), *map(_can_run, offers))
+
+
+def find_takers(job: Any, live: Iterable[WorkerInfo]) -> list[WorkerInfo]:
+    """Return those of the live workers that would take a job, which has the names of `NEEDED`."""
+    able = [worker for worker in live if all(need.is_met_by(job, worker) for need in NEEDS)]
+    gpus = [worker for worker in able if is_gpu(worker)]
+    return gpus if job.device_kind is None and gpus else able
+
+
+def is_gpu(worker: WorkerInfo) -> bool:
+    """Whether a worker measures on a GPU. A recorded table answers few jobs, so that none is left to it."""
+    return worker.device_kind != "cpu" and not worker.is_replayed
+
+
+def has_live_own_worker(database: Database) -> sa.ColumnElement[bool]:
+    """Return the condition of the jobs whose own worker lives. A longer term was given before a clock was set back."""
+    until = jobs.c.own_worker_until.between(database.clock(), database.clock(2 * OWN_WORKER_TERM))
+    return sa.and_(jobs.c.own_worker != "", jobs.c.own_worker_until.is_not(None), until)
+
+
+def waiting_reason(job: Any, live: Sequence[WorkerInfo]) -> str | None:
+    """Return why none of the live workers can run a job, or None if one can.
+
+    The row of the job has the columns `NEEDED`, its report, and `own_is_alive` of `has_live_own_worker`.
+    """
+    able = list(live)
+    for need in NEEDS:
+        able = [worker for worker in able if need.is_met_by(job, worker)]
+        if not able:
+            return _describe_missing(job, need)
+    if job.fingerprint is None and not job.own_worker and all(worker.is_replayed for worker in able):
+        return "only recorded tables are replayed, and each takes the explorations that it can answer"
+    return None
+
+
+def _describe_missing(job: Any, need: Need) -> str:
+    if need is OWN:
+        return "none is running" if not job.own_worker else STARTING if job.own_is_alive else f"{OWN_WORKER}has ended"
+    thing, detail = need.missing(job)
+    return f"{OWN_WORKER}is none with {thing}{detail}" if job.own_worker else f"none with {thing} is running{detail}"
+
+
+def _offer(by: WorkerInfo) -> tuple[Any, ...]:
+    return tuple(need.of_worker(by) for need in NEEDS)
+
+
+def _can_run(offer: Sequence[Any]) -> sa.ColumnElement[bool]:
+    return sa.and_(*(need.condition(offered) for need, offered in zip(NEEDS, offer, strict=True)))
