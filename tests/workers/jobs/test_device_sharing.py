@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -221,8 +220,6 @@ def test_two_workers_of_two_databases_have_a_device_in_turns(
     num_jobs = 4
     workers = []
     for number, database in enumerate(databases):
-        for _ in range(num_jobs):
-            Queue(database).enqueue(make_request(fresh=True))
         profiler = LockedProfiler(tmp_path, together)
 
         def note(task: TrialTask, number: int = number, profiler: LockedProfiler = profiler) -> None:
@@ -232,11 +229,15 @@ def test_two_workers_of_two_databases_have_a_device_in_turns(
 
         profiler.before_measure = note
         workers.append(make_worker(database, profiler))
-    threads = [threading.Thread(target=worker.run, kwargs={"max_jobs": num_jobs}) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(worker.run, max_jobs=num_jobs) for worker in workers]
+        for database, worker in zip(databases, workers, strict=True):
+            wait_for(is_listed_as(database, worker, WorkerState.IDLE))  # each has had the device to measure it
+        for _ in range(num_jobs):
+            for database in databases:
+                Queue(database).enqueue(make_request(fresh=True))
+        for each in done:
+            each.result(100)
     assert ran in ([0, 1] * num_jobs, [1, 0] * num_jobs)
 
 
