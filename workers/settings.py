@@ -9,8 +9,9 @@ from datetime import timedelta
 
 from bexp.storage.location import default_database_url
 from bexp.storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
-from bexp.workers.process.environment import LOCAL_TARGET
 
+LOCAL_TARGET = "BEXP_LOCAL_TARGET"
+"""What a person has named by its file, for a worker of their own. Their code may fetch what it likes."""
 DEFAULT_MAX_POLL = timedelta(seconds=1)
 DEFAULT_DEVICE_WAIT = timedelta(hours=4)
 

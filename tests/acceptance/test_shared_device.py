@@ -11,7 +11,8 @@ import pytest
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.workers import WorkerState, list_known_workers
-from tests.acceptance.conftest import Machine, await_gone, profilers_of, wait_for
+from tests.acceptance.conftest import Machine, await_gone, profilers_of
+from tests.waits import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ ENDLESS = {"max_seconds": 600, "max_trials": 500, "confidence_target": 99}
 def worker(machine: Machine) -> subprocess.Popen[str]:
     """An idle worker of the machine's own database."""
     worker = machine.start("worker", "--device", "cpu")
-    wait_for(lambda: "is ready" in machine.err(worker), 300, "the worker's start")
+    wait_until(lambda: "is ready" in machine.err(worker), "the worker's start")
     return worker
 
 
@@ -50,7 +51,7 @@ def test_a_worker_names_the_exploration_that_has_its_device_and_has_it_when_that
 ) -> None:
     database = open_url(machine.database_url)
     other = explore_elsewhere(machine, micro_batch_size="explore", batch_size=256, bta={}, budget=ENDLESS)
-    wait_for(lambda: "BEXP102" in machine.out(other), 300, "the exploration's start")
+    wait_until(lambda: "BEXP102" in machine.out(other), "the exploration's start")
     (profiler,) = profilers_of(psutil.Process(other.pid))
     profiler.suspend()  # it leaves the processor to the others
     (holder,) = (child for child in profiler.parents() if "bexp.workers" in child.cmdline())
@@ -61,7 +62,7 @@ def test_a_worker_names_the_exploration_that_has_its_device_and_has_it_when_that
         named = f"cpu is in use by process {holder.pid} of user " in (found.info.held_by or "")
         return found.state is WorkerState.WAITING and named
 
-    wait_for(is_waiting, 300, "the worker says whom it waits for")
+    wait_until(is_waiting, "the worker says whom it waits for")
     assert get_job(database, job_id).state is JobState.QUEUED
     left = [profiler, *holder.children()]
     holder.kill()

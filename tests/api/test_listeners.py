@@ -24,10 +24,9 @@ from bexp.api.examples import REQUEST
 from bexp.api.settings import Limits, ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.tokens import create_token
-from tests.api.conftest import wait_until
 from tests.api.serving import Served, start_app
 from tests.api.test_connections import connect
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 MCP = {"Accept": "application/json, text/event-stream"}

@@ -19,7 +19,7 @@ from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs, workers
 from bexp.storage.turns import ClaimQuota
 from bexp.storage.waiting import describe_duration, find_waiting, list_waiting_ids
-from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker, worker_heartbeat
+from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
 from tests.contracts.jobs import claim_one, expire
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
@@ -237,7 +237,7 @@ def test_a_reason_changes_although_the_clock_was_set_back(database: Database) ->
         connection.execute(sa.update(workers).values(last_seen_at=later))
     queue.note_waiting()
     assert reasons(database, job.id) == ["none is running"], "it was seen before that, and not since"
-    assert worker_heartbeat(database, "silent")
+    register_worker(database, make_worker("silent"))
     queue.note_waiting()
     assert reasons(database, job.id)[1:] == [None]
 

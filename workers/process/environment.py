@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from bexp.workers.settings import LOCAL_TARGET
+
 CHILD_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbering that the device locks use
     # A thread that spins at a barrier keeps the core from the thread that it waits for, and its time counts. Some
@@ -31,8 +33,6 @@ GROUP_DEFAULTS = {
 }
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """Libraries fetch neither weights nor kernels nor code, whatever a request has them build."""
-LOCAL_TARGET = "BEXP_LOCAL_TARGET"
-"""What a person has named by its file, for a worker of their own. Their code may fetch what it likes."""
 SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN")
 """What only the worker needs. A profiler runs code of a model's author."""
 

@@ -276,12 +276,12 @@ class Profiler:
         self._is_clean &= is_sound and not _leaves_code(task, self._job.request)
         self._prepare_next()
         wall = time.perf_counter() - started
-        phases = {"process_start": start_seconds}
+        spent = {"process_start": start_seconds}
         if child_seconds is None:
-            phases["timed"] = wall  # the phases are lost with the process
+            spent["timed"] = wall  # the phases are lost with the process
         else:
-            phases["messaging"] = max(0.0, wall - child_seconds)
-        measurement = measurement.model_copy(update={"phases": measurement.phases.model_copy(update=phases)})
+            spent["messaging"] = max(0.0, wall - child_seconds)
+        measurement = measurement.model_copy(update={"phases": measurement.phases.model_copy(update=spent)})
         return measurement, run.was_killed
 
     def finish_job(self) -> None:

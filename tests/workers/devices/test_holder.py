@@ -17,8 +17,7 @@ import pytest
 
 from bexp.workers.devices import holder
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
-from tests.waits import PATIENCE_SECONDS
-from tests.workers.process.profilers import wait_for
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 HOLD = """\
 import os, subprocess, sys
@@ -126,7 +125,7 @@ def test_the_process_that_has_the_lock_of_one_that_has_ended_is_named_with_it(tm
     with held(tmp_path, leaves="yes") as taker:
         heir = psutil.Process(int(line_of(taker)))
         try:
-            wait_for(lambda: psutil.Process(taker.pid).status() == psutil.STATUS_ZOMBIE)
+            wait_until(lambda: psutil.Process(taker.pid).status() == psutil.STATUS_ZOMBIE)
             told = rf"GPU-1 is in use by process {heir.pid} of user \S+, started 20[\d: -]+: sleep 600; "
             told += f"it was given the lock by process {taker.pid}, which has ended"
             assert re.fullmatch(told, why_busy(tmp_path))

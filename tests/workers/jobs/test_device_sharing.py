@@ -20,9 +20,8 @@ from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.jobs import worker as worker_module
 from bexp.workers.jobs.worker import JobWorker
 from tests.contracts.samples import make_report, make_request
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers.fakes import FakeProfiler, LockedProfiler, fake_explore
-from tests.workers.process.profilers import wait_for
 
 HELD = "cpu is in use by process 7 of user ann"
 
@@ -96,10 +95,10 @@ def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_whom_it
     queue, profiler = Queue(sqlite_database), HeldProfiler()
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
         profiler.is_held = True
         job, _ = queue.enqueue(make_request())
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
         known = listed(sqlite_database, worker)
         assert known is not None
         assert known.info.held_by == HELD
@@ -110,12 +109,12 @@ def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_whom_it
         )
         make_worker(sqlite_database, FakeProfiler()).run(max_jobs=1)
         assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
         assert profiler.num_rests, "it does not wait in line for nothing"
         own, _ = queue.enqueue(make_request(fresh=True))
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
         profiler.is_held = False
-        wait_for(has_succeeded(sqlite_database, own.id))
+        wait_until(has_succeeded(sqlite_database, own.id))
     assert profiler.calls.count("begin") == 1
 
 
@@ -124,7 +123,7 @@ def test_a_worker_that_never_had_its_device_stands_in_the_list_and_claims_nothin
     profiler = HeldProfiler(is_held=True)
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
         info = list_workers(sqlite_database)[0].info
         assert (info.held_by, info.device_kind, info.num_devices, info.devices) == (HELD, "cpu", 1, "cpu")
         assert (info.device_name, info.fingerprint) == ("", "")
@@ -132,8 +131,8 @@ def test_a_worker_that_never_had_its_device_stands_in_the_list_and_claims_nothin
         assert get_job(sqlite_database, job.id).attempt == 0
         assert profiler.calls == []
         profiler.is_held = False
-        wait_for(has_succeeded(sqlite_database, job.id))
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
+        wait_until(has_succeeded(sqlite_database, job.id))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
         assert list_workers(sqlite_database)[0].info.device_name == make_report().hardware.device_name
 
 
@@ -151,23 +150,23 @@ def test_an_idle_worker_gives_its_device_back_and_takes_it_for_a_job_alone(
     profiler = HeldProfiler()
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
-        wait_for(lambda: profiler.num_rests > 3)  # and so has asked for jobs as often
+        wait_until(lambda: profiler.num_rests > 3)  # and so has asked for jobs as often
         assert profiler.times_taken == 1, "to measure it"
         job, _ = Queue(sqlite_database).enqueue(make_request())
-        wait_for(has_succeeded(sqlite_database, job.id))
+        wait_until(has_succeeded(sqlite_database, job.id))
         rested = profiler.num_rests
-        wait_for(lambda: profiler.num_rests > rested)
+        wait_until(lambda: profiler.num_rests > rested)
 
 
 def test_an_idle_worker_keeps_its_device_for_some_seconds_unless_somebody_waits(sqlite_database: Database) -> None:
     profiler = HeldProfiler()
     with running(make_worker(sqlite_database, profiler)):
         job, _ = Queue(sqlite_database).enqueue(make_request())
-        wait_for(has_succeeded(sqlite_database, job.id))
-        wait_for(lambda: profiler.calls[-1] == "start")  # ready for the next one
+        wait_until(has_succeeded(sqlite_database, job.id))
+        wait_until(lambda: profiler.calls[-1] == "start")  # ready for the next one
         assert profiler.num_rests == 0
         profiler.is_wanted = True
-        wait_for(lambda: profiler.num_rests == 1)
+        wait_until(lambda: profiler.num_rests == 1)
 
 
 def test_who_waits_for_the_device_comes_before_the_next_job(sqlite_database: Database) -> None:
@@ -205,9 +204,9 @@ def test_a_job_that_was_taken_meanwhile_leaves_the_device_free(
     monkeypatch.setattr(profiler, "take", take_late)
     job, _ = queue.enqueue(make_request())
     with running(worker):
-        wait_for(lambda: profiler.times_taken == 2)
+        wait_until(lambda: profiler.times_taken == 2)
         rested = profiler.num_rests
-        wait_for(lambda: profiler.num_rests > rested)
+        wait_until(lambda: profiler.num_rests > rested)
         assert profiler.calls.count("begin") == 0
 
 
@@ -225,14 +224,14 @@ def test_two_workers_of_two_databases_have_a_device_in_turns(
         def note(task: TrialTask, number: int = number, profiler: LockedProfiler = profiler) -> None:
             if task.number == 0:
                 ran.append(number)
-                wait_for(lambda: profiler.is_awaited or ran.count(1 - number) == num_jobs)
+                wait_until(lambda: profiler.is_awaited or ran.count(1 - number) == num_jobs)
 
         profiler.before_measure = note
         workers.append(make_worker(database, profiler))
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(worker.run, max_jobs=num_jobs) for worker in workers]
         for database, worker in zip(databases, workers, strict=True):
-            wait_for(is_listed_as(database, worker, WorkerState.IDLE))  # each has had the device to measure it
+            wait_until(is_listed_as(database, worker, WorkerState.IDLE))  # each has had the device to measure it
         for _ in range(num_jobs):
             for database in databases:
                 Queue(database).enqueue(make_request(fresh=True))
@@ -247,7 +246,7 @@ def test_a_worker_ends_while_it_waits_for_its_device(sqlite_database: Database, 
     profiler = LockedProfiler(tmp_path, [])
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
     assert not holder.are_awaited
     holder.release()
 
@@ -262,12 +261,12 @@ def test_a_device_that_changes_is_listed_as_it_is_now(sqlite_database: Database)
     queue, profiler = Queue(sqlite_database), Changing()
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
-        wait_for(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
+        wait_until(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
         profiler.name = "b"
         profiler.failures = ["the device has changed"]
         job, _ = queue.enqueue(make_request())
-        wait_for(has_succeeded(sqlite_database, job.id))
-        wait_for(lambda: list_workers(sqlite_database)[0].info.device_name == "b")
+        wait_until(has_succeeded(sqlite_database, job.id))
+        wait_until(lambda: list_workers(sqlite_database)[0].info.device_name == "b")
 
 
 def test_a_held_device_is_no_fault_of_the_device(sqlite_database: Database) -> None:
@@ -284,6 +283,6 @@ def test_a_held_device_is_no_fault_of_the_device(sqlite_database: Database) -> N
     profiler.close = close_and_lose  # type: ignore[method-assign]  # for what comes next
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
-        wait_for(lambda: profiler.is_held and profiler.held_by == HELD)
+        wait_until(lambda: profiler.is_held and profiler.held_by == HELD)
         profiler.is_held = False
-        wait_for(has_succeeded(sqlite_database, job.id))
+        wait_until(has_succeeded(sqlite_database, job.id))

@@ -14,8 +14,8 @@ from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import Profiler
 from tests.forked_profilers import forked_profilers
-from tests.waits import PATIENCE_SECONDS
-from tests.workers.process.profilers import ENVIRONMENT, wait_for, works
+from tests.waits import PATIENCE_SECONDS, wait_until
+from tests.workers.process.profilers import ENVIRONMENT, works
 from tests.workers.profiler.samples import REQUEST
 
 pytestmark = pytest.mark.slow(together="forked")
@@ -135,7 +135,7 @@ def test_a_device_that_changed_at_rest_is_measured_again_and_its_job_does_not_go
     versions = before.versions.model_copy(update={"torch": "1.0"})
     monkeypatch.setattr(profiler, "_hardware", before.model_copy(update={"versions": versions}))
     os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: not process.alive)
+    wait_until(lambda: not process.alive)
     with pytest.raises(ProfilerError, match="cpu has changed"):
         works(profiler)
     with pytest.raises(ProfilerError, match="before begin"):
@@ -147,7 +147,7 @@ def test_two_profilers_have_the_device_one_after_the_other(profiler: Profiler, t
         second = Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path)
         started = threading.Thread(target=second.start)
         started.start()
-        wait_for(lambda: profiler.is_awaited)
+        wait_until(lambda: profiler.is_awaited)
         assert second.pid is None
         profiler.rest()
         started.join(PATIENCE_SECONDS)
