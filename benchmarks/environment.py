@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels_digest import kernels_digest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "triton", "nvidia-cudnn-cu13", "transformers", "accelerate"),
@@ -44,8 +46,6 @@ def describe_commit() -> str | None:
 
 def is_of_these_kernels(results: dict[str, Any]) -> bool:
     """Whether results are of the expert kernels as they are now; those without a digest are of earlier ones."""
-    from bexp.kernels.experts.auto.digest import kernels_digest  # noqa: PLC0415 - imports torch
-
     return results.get("kernels") == kernels_digest()
 
 

@@ -35,8 +35,7 @@ class Settings:
     `attention`: None for the model's own, a name that transformers knows (`eager`, `sdpa`, `flex_attention`,
     `flash_attention_2`), or `sdpa:flash`, `sdpa:cudnn`, `sdpa:efficient`, `sdpa:math` for one pinned back end of torch.
     `experts`: None for the model's own, a name that transformers knows (`eager`, `batched_mm`, `grouped_mm`), or one of
-    ours (`bexp_fused`, `bexp_triton_grouped`, `bexp_hopper_grouped`, and `bexp_auto`, which chooses among these and
-    torch's own by a table that is measured beforehand).
+    ours (`bexp_fused`, `bexp_hopper_grouped`).
     `recompute`: `none`; by layer `full`, `layers_N` (the first N) or `partial_25`, `partial_50`, `partial_75`;
     `groups_N` (groups of N consecutive layers, each recomputed as one); by operation `activations` (keeps the results
     of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the

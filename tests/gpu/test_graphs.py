@@ -119,7 +119,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Settings, dict[str, Any], float]] = 
     "olmoe, grouped_mm": ("olmoe", {"dtype": torch.bfloat16}, Settings(experts="grouped_mm"), {}, BF16),
     "olmoe, fused": ("olmoe", {"dtype": torch.bfloat16}, Settings(experts="bexp_fused", loss="chunked"), {}, BF16),
     "olmoe, hopper": ("olmoe", {"dtype": torch.bfloat16}, Settings(experts="bexp_hopper_grouped"), {}, BF16),
-    "olmoe, triton": ("olmoe", {"dtype": torch.bfloat16}, Settings(experts="bexp_triton_grouped"), {}, BF16),
     "olmoe, compiled": ("olmoe", {"dtype": torch.bfloat16}, Settings(experts="bexp_fused", compile=True), {}, BF16),
 }
 

@@ -41,9 +41,7 @@ SPARSE = [
     Settings(experts="batched_mm"),
     Settings(experts="grouped_mm"),
     Settings(experts="bexp_fused"),
-    Settings(experts="bexp_triton_grouped"),
     Settings(experts="bexp_hopper_grouped"),
-    Settings(experts="bexp_auto"),
     Settings(experts="bexp_fused", recompute="experts"),
     Settings(experts="bexp_fused", recompute="activations"),
     Settings(attention="sdpa:math", experts="bexp_fused", recompute="layers_1", bta_tile=2, loss="chunked"),
@@ -258,10 +256,10 @@ def test_a_compiled_layer_traces_our_experts_only_if_the_compiler_can(
     monkeypatch.setattr(experts, "_LEFT_EAGER", {})
     monkeypatch.setattr(experts, "_device_reason", lambda name, weight: None)
     weight: Any = SimpleNamespace(is_cuda=True)
-    experts.leave_eager("bexp_triton_grouped")
+    experts.leave_eager("bexp_hopper_grouped")
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        ffn: Any = experts._implementation("bexp_triton_grouped", "cuda", weight, as_operator=False)
+        ffn: Any = experts._implementation("bexp_hopper_grouped", "cuda", weight, as_operator=False)
         found: torch.Tensor = ffn(2 * x)
         return found
 
