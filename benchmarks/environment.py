@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels_digest import kernels_digest
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "triton", "nvidia-cudnn-cu13", "transformers", "accelerate"),
@@ -42,11 +40,6 @@ def describe_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def is_of_these_kernels(results: dict[str, Any]) -> bool:
-    """Whether results are of the expert kernels as they are now; those without a digest are of earlier ones."""
-    return results.get("kernels") == kernels_digest()
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

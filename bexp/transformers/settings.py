@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Literal
 
 Loss = Literal["library", "chunked", "liger"]
 Kernels = Literal["library", "liger"]
@@ -97,18 +97,6 @@ class Settings:
     def _number(self, kind: str) -> int | None:
         match = _NUMBERED.fullmatch(self.recompute)
         return int(match[2]) if match and match[1] == kind else None
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """Return the settings in a JSON object. Raises SettingsError for a name that does not exist."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise SettingsError(f"unknown settings: {', '.join(unknown)}")
-        return cls(**values)
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings as a JSON object."""
-        return asdict(self)
 
     def _known_policy(self) -> bool:
         return self.recompute in self._names() or _NUMBERED.fullmatch(self.recompute) is not None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,8 +50,8 @@ SPARSE = [
 
 
 def name(settings: Settings) -> str:
-    default = Settings().to_json()
-    return "-".join(f"{k}={v}" for k, v in settings.to_json().items() if v != default[k])
+    default = asdict(Settings())
+    return "-".join(f"{k}={v}" for k, v in asdict(settings).items() if v != default[k])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "olmoe", "qwen3_moe", "gpt2", "gemma2"])
@@ -190,12 +191,11 @@ def test_what_a_model_cannot_have_is_refused_with_the_reason(model_type: str, se
         {"loss": "other"},
         {"allocator": "other"},
         {"experts": "../x"},
-        {"no_such": 1},
     ],
 )
-def test_what_no_model_can_have_is_refused(values: dict[str, object]) -> None:
+def test_what_no_model_can_have_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
-        Settings.from_json(values)
+        Settings(**values)
 
 
 def test_checkpoints_and_optimizer_states_are_the_same(tmp_path: Path) -> None:
