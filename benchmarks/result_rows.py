@@ -166,7 +166,7 @@ def checked(result: Row) -> Iterable[Row]:
     for row in result["rows"]:
         if row["check"]:
             step, peak = row["check"]["step_error"], row["check"]["peak_error"]
-            yield {**row, "step": step, "peak": peak, "device_step": None if row.get("host_bound") else step}
+            yield {**row, "step": step, "peak": peak, "device_step": None if row["host_bound"] else step}
 
 
 def layers(result: Row) -> Iterable[Row]:
