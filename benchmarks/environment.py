@@ -42,13 +42,6 @@ def describe_commit() -> str | None:
         return None
 
 
-def is_of_these_kernels(results: dict[str, Any]) -> bool:
-    """Whether results are of the expert kernels as they are now; those without a digest are of earlier ones."""
-    from bexp.kernels.experts.auto.digest import kernels_digest  # noqa: PLC0415 - imports torch
-
-    return results.get("kernels") == kernels_digest()
-
-
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """Replace `path` in one step, so that an interrupted run leaves the last whole state."""
     path.parent.mkdir(parents=True, exist_ok=True)

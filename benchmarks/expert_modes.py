@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.kernels_digest import kernels_digest
 from bexp.explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
 from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.routes import draw_routes
 from bexp.explorer.spec.routing import RoutingSpec
 from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel
-from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
 
 TIMEOUT = timedelta(minutes=3)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.kernels_digest import kernels_digest
 from bexp.api.cli.connection import open_current
 from bexp.api.local_worker import child_environment
 from bexp.api.stored import StoredExplorations
@@ -33,7 +34,6 @@ from bexp.explorer.records.event import Event, EventCode, render_line
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.kernels.experts.auto.digest import kernels_digest
 
 COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90

@@ -135,8 +135,8 @@ def train(
     model = build(family, options, dtype).to("cuda" if cuda else "cpu")
     applied = None
     if settings is not None:
-        recommendation = {"candidate": {"micro_batch_size": options.micro_batch_size}, "settings": settings}
-        applied = str(bexp.apply(model, recommendation)).splitlines()
+        setup = bexp.RecommendedSetup(bexp.Settings(**settings), micro_batch_size=options.micro_batch_size)
+        applied = str(bexp.apply(model, setup)).splitlines()
     losses = _Losses()
     if cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -36,14 +36,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.environment import begin, describe_environment, write_results
+from benchmarks.kernels_digest import kernels_digest
+from benchmarks.turns import Run, TurnsBudget, synchronize, time_in_turns
 from bexp.explorer.cost_model.components import BlockRecompute
+from bexp.explorer.spec.execution import WAITING_EXPERTS
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.routing import RoutingSpec
 from bexp.kernels.activations import Activation
-from bexp.kernels.experts.auto.digest import kernels_digest
-from bexp.kernels.experts.auto.measuring import FFNShape
-from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend, expert_support
-from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
+from bexp.kernels.experts.registry import expert_backend, expert_support
 from bexp.workers.instruments.failures import classify, is_poisoned
 from bexp.workers.instruments.kernel_shapes import experts_shape
 from bexp.workers.profiler.hardware import measure_hardware
@@ -62,12 +62,10 @@ CELLS = (
 GRAPH_MICRO_BATCHES = (1, 4)
 HOPELESS = 4.0
 """A back end that is so many times slower than the fastest before it runs once, and not in turns."""
-BUDGET = TurnsBudget(rounds=15, hopeless=math.inf, most_seconds=8.0)
-"""Enough for more than the fewest rounds at the largest micro-batch, where heat moves single turns.
-
-Who takes part is decided before: a dense layer's graph would make every other contender look hopeless."""
+BUDGET = TurnsBudget(rounds=15, most_seconds=8.0)
+"""Enough for more than the fewest rounds at the largest micro-batch, where heat moves single turns."""
 DENSE = ("dense eager", "dense compile")
-LIGER, AUTO, COMPILED, GRAPH = "liger", "auto", " compile", " graph"
+LIGER, COMPILED, GRAPH = "liger", " compile", " graph"
 CLOCKS = {"relative_to_dense": "seconds", "device_relative_to_dense": "device_seconds"}
 """By wall-clock (the larger of host and device) and by the device alone: the name of the ratio, and its time."""
 
@@ -157,10 +155,6 @@ class Cell:
     def measure(self) -> list[dict[str, Any]]:
         """A row a contender."""
         experts, top_k = self._model
-        started = time.perf_counter()
-        shape = FFNShape(experts, top_k, HIDDEN, WIDTH, gated=True, dtype=torch.bfloat16)
-        AUTO_EXPERTS.prepare(shape, [self._tokens], self._device)  # what the table of `auto` lacks for these experts
-        table_seconds = time.perf_counter() - started
         names = contenders(layer_model(*self._model), self._device)
         for name in (*DENSE, *sorted(names, key=_waits)):
             self._add(name)
@@ -174,7 +168,7 @@ class Cell:
                 "device_seconds": timing.device_seconds,
                 "device_error_seconds": timing.device_error_seconds,
                 "repeats": timing.rounds,
-                "in_turns": timing.in_turns,
+                "in_turns": True,
             }
         flops = 18 * self._tokens * top_k * HIDDEN * WIDTH
         bound = 3 * experts * 3 * HIDDEN * WIDTH * 2 / self._bandwidth
@@ -182,8 +176,6 @@ class Cell:
             if "seconds" in row:
                 row["expert_flops_per_second"] = flops / row["seconds"]
                 row["bound_seconds"] = bound if not name.startswith(DENSE) else None
-        if AUTO in self._rows:
-            self._rows[AUTO]["table_seconds"] = table_seconds
         self._runs.clear()
         gc.collect()
         torch.cuda.empty_cache()
@@ -334,12 +326,12 @@ def _waits(name: str) -> bool:
     """Whether a contender waits for the device; liger-kernel asks it for the number of tiles."""
     if name in DENSE or name.endswith(COMPILED):
         return False
-    return name == LIGER or expert_backend(name).waits
+    return name == LIGER or name in WAITING_EXPERTS
 
 
 def _traceable(name: str) -> bool:
-    """Whether the layer can be compiled around the back end; `auto` is one of the others then."""
-    return name not in (LIGER, AUTO) and torch.bfloat16 in expert_backend(name).traceable_dtypes
+    """Whether the layer can be compiled around the back end."""
+    return name != LIGER and torch.bfloat16 in expert_backend(name).traceable_dtypes
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.kernels_digest import kernels_digest
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
@@ -16,7 +17,6 @@ from bexp.explorer.search.mesh_report import mesh_parts
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-from bexp.kernels.experts.auto.digest import kernels_digest
 
 TIMEOUT_SECONDS = 120.0
 

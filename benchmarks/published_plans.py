@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.kernels_digest import kernels_digest
 from benchmarks.plan_prediction import RowError, predict
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.trial import Measure
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.workers.process.profiler import Profiler
 
 PUBLISHED = Path(__file__).with_suffix(".json")

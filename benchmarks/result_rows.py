@@ -27,11 +27,9 @@ SHOWN_BOUND = 0.3
 
 
 def trainers(result: Row) -> Iterable[Row]:
-    """Return each exploration with what its contenders reached. A row of one run each gives way to one in turns."""
-    complete = [row for row in result["models"] if "exploration" in row and row.get("rounds", True)]
-    in_turns = {(row["model"], *row["fields"]) for row in complete if "rounds" in row}
-    for row in complete:
-        if "rounds" not in row and (row["model"], *row["fields"]) in in_turns:
+    """Return each exploration with what its contenders reached."""
+    for row in result["models"]:
+        if "exploration" not in row or not row.get("rounds", True):
             continue
         rounds = row.get("rounds") or [
             {name: run for name, of in EARLIER.items() if (run := trainer_contenders.best_of(row.get(of, [])))}
@@ -168,7 +166,7 @@ def checked(result: Row) -> Iterable[Row]:
     for row in result["rows"]:
         if row["check"]:
             step, peak = row["check"]["step_error"], row["check"]["peak_error"]
-            yield {**row, "step": step, "peak": peak, "device_step": None if row.get("host_bound") else step}
+            yield {**row, "step": step, "peak": peak, "device_step": None if row["host_bound"] else step}
 
 
 def layers(result: Row) -> Iterable[Row]:

@@ -23,7 +23,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.environment import ROOT, is_of_these_kernels
+from benchmarks.environment import ROOT
+from benchmarks.kernels_digest import kernels_digest
 
 RESULTS = ROOT / "benchmarks" / "results"
 SPECIFICATION = ROOT / "benchmarks" / "result_tables.yaml"
@@ -91,9 +92,9 @@ def load(name: str) -> Row:
 def origin(name: str, result: Row) -> str:
     """Return the file, the device, the day and the commit, as far as the result says them."""
     environment, hardware = result.get("environment", {}), result.get("hardware") or {}
-    versions = hardware.get("versions") or environment.get("packages") or environment
+    versions = hardware.get("versions") or environment.get("packages", {})
     number = hardware.get("num_devices") or result.get("num_devices") or 1
-    device = hardware.get("device_name") or result.get("device") or environment.get("device")
+    device = hardware.get("device_name") or result.get("device")
     days = (environment.get("date"), *result.get("continued", ()))
     commit, kernels = result.get("commit"), result.get("kernels")
     parts = [
@@ -102,7 +103,7 @@ def origin(name: str, result: Row) -> str:
         versions.get("torch") and f"torch {versions['torch']}",
         " and ".join(dict.fromkeys(day[:10] for day in days if day)),
         isinstance(commit, str) and f"commit `{commit[:7]}`",
-        isinstance(kernels, str) and not is_of_these_kernels(result) and "**earlier expert kernels**",
+        kernels not in {None, kernels_digest()} and "**earlier expert kernels**",
     ]
     return f"From {', '.join(str(part) for part in parts if part)}."
 

@@ -27,7 +27,7 @@ def document_of(row: Run, candidate: Run) -> Run:
     run = answered(row)
     if run is not None and run["candidate"] == candidate:
         return document
-    recommendation = {**document["recommendation"], "candidate": candidate, "dividing": None, "settings": None}
+    recommendation = {**document["recommendation"], "candidate": candidate, "dividing": None}
     return {**document, "recommendation": recommendation}
 
 

@@ -138,7 +138,7 @@ def _read(rows: Sequence[sa.Row[Any]], now: datetime) -> tuple[list[EarlierRun],
             continue
         try:
             measurement = ComponentMeasurement.model_validate(row.measurement)
-        except ValidationError:  # a development version stored it
+        except ValidationError:  # another version stored it
             continue
         counts[key] += 1
         sources.add(row.source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 LOCAL_OWNER = "local"
-"""The owner of what is submitted without a token, and of what earlier versions stored."""
+"""The owner of what is submitted without a token."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

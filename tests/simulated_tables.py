@@ -39,7 +39,6 @@ EXPERTS = {
     "loop": 0.25,
     "bmm": 0.45,
     "fused": 0.6,
-    "triton_grouped": 0.5,
     "hopper_grouped": 0.52,
 }
 RUNS = 8  # twice as many as a search makes of one component: drawn from few, repeats would agree on a wrong mean

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOCK_TIMEOUT_SECONDS = 2.0
-CHOOSES = "auto"
-PREPARE = "python -m bexp.kernels.experts.auto --help"
-"""Which expert back end reads a table, and what measures one beforehand."""
 
 DENSE = ModelSpec(
     name="dense-reference",
@@ -160,8 +157,6 @@ def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str,
         default = report.default_attention if label == "attention" else report.default_experts
         for backend in backends:
             yield f"{label} {backend.name}", _describe(backend, default=backend.name == default)
-            if label == "experts" and backend.name == CHOOSES and backend.usable:
-                yield "", f"explorations measure its table; to measure it beforehand: {PREPARE}"
     yield "torch.compile", device.compile_reason or "usable"
     for execution in report.executions:
         if execution.name == Execution.GRAPH:

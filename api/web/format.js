@@ -102,5 +102,5 @@ export function mesh(of) {
 /** A text with a capital at its beginning. */
 export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
-/** Labels as `key=value`; a report of an earlier version has none. */
-export const labels = (given) => Object.entries(given ?? {}).map(([key, value]) => `${key}=${value}`);
+/** Labels as `key=value`. */
+export const labels = (given) => Object.entries(given).map(([key, value]) => `${key}=${value}`);

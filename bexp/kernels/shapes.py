@@ -50,14 +50,12 @@ class ExpertsShape:
 class Support:
     """Whether a back end serves a shape on a device. `reason` is None if it does, otherwise it says why not.
 
-    `stock` marks back ends that torch itself has. `only_when_named` marks what a search leaves out unless it is named:
-    back ends for comparison, and the choice among back ends that the search tries one by one.
+    `stock` marks back ends that torch itself has.
     """
 
     name: str
     reason: str | None
     stock: bool
-    only_when_named: bool = False
 
     @property
     def usable(self) -> bool:

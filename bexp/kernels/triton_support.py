@@ -19,7 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _OLDEST_CAPABILITY = (8, 0)
-_BULK_COPY_CAPABILITY = (9, 0)
 _BULK_COPY_BYTES = 16
 
 
@@ -52,12 +51,6 @@ def triton_failure(run: Callable[[], torch.Tensor], device: torch.device) -> str
 def num_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a CUDA device; 1 for the CPU, where Triton's interpreter runs."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-@functools.cache
-def has_bulk_copies(device: torch.device) -> bool:
-    """Whether the device copies tiles by descriptor (Hopper's tensor memory accelerator and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _BULK_COPY_CAPABILITY
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

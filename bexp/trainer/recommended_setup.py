@@ -41,11 +41,10 @@ class RecommendedSetup:
     """The part of a recommendation that a trainer needs.
 
     It is the candidate that divides the requested batch, where the document names one, so that accumulation keeps the
-    batch; else the recommended candidate. A document of an earlier version, or of an exploration without a batch, names
-    none.
+    batch; else the recommended candidate. That of an exploration without a batch names none.
 
     `architecture` holds the sizes of the model that was measured. `effective_batch_size` is the number of sequences in
-    a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are None. `own_code`
+    a whole step on all devices. Measured figures are those of one device; unknown ones are None. `own_code`
     says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
     format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
     `master_weights` says that the optimizer kept a float32 copy of the weights. `lora` are the adapters that were
@@ -59,7 +58,6 @@ class RecommendedSetup:
     settings: Settings
     micro_batch_size: int
     effective_batch_size: int | None = None
-    num_devices: int = 1
     seq_length: int | None = None
     dtype: str | None = None
     autocast: str | None = None
@@ -97,7 +95,7 @@ class RecommendedSetup:
             raise RecommendationError(
                 "a plan's mesh is for a trainer that builds it: export the plan for megatron or torchtitan"
             )
-        candidate = recommendation.get("candidate", recommendation)
+        candidate = recommendation.get("candidate")
         if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
             raise RecommendationError("this is not a recommendation: it names no micro_batch_size")
         if candidate.get("capacity_factor") is not None:
@@ -116,13 +114,7 @@ class RecommendedSetup:
             micro_batch_size=candidate["micro_batch_size"],
             own_code=own_code,
             library_code=is_library_code(request),
-            architecture=_sizes(
-                recommendation.get("model")
-                or document.get("model")
-                or request.get("model")
-                or request.get("hf_config")
-                or {}
-            ),
+            architecture=_sizes(request.get("model") or request.get("hf_config")),
             **read_training(request, dtype, own_code=own_code),
             **_context(document, recommendation, request),
         )
@@ -188,9 +180,7 @@ def _dividing(recommendation: Mapping[str, Any]) -> Mapping[str, Any]:
     other = recommendation.get("dividing")
     if not isinstance(other, Mapping) or other.get("candidate") == recommendation.get("candidate"):
         return recommendation
-    # the settings belong to the recommended candidate
-    kept = {key: value for key, value in recommendation.items() if key != "settings"}
-    return {**kept, **other, "measured_peak_bytes": other.get("peak_bytes")}
+    return {**recommendation, **other, "measured_peak_bytes": other.get("peak_bytes")}
 
 
 def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -200,25 +190,20 @@ def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], request: Mapping[str, Any]) -> Settings:
-    """Return the settings in the document, or translate the candidate's back ends to those of a transformers model.
+    """Translate the candidate's back ends to the settings of a transformers model.
 
     A candidate that was measured whole leaves attention and loss as the model has them.
     """
-    written = recommendation.get("settings")
-    if isinstance(written, Mapping):
-        return Settings.from_json(dict(written))
     training = request.get("training") or {}
     attention = candidate.get("attention_backend")
     experts = candidate.get("expert_backend")
     loss = training.get("loss") if isinstance(training, Mapping) else None
-    kind = loss.get("kind", loss.get("name")) if isinstance(loss, Mapping) else loss
+    kind = loss.get("kind") if isinstance(loss, Mapping) else None
     is_whole = attention == _OWN_ATTENTION
     if is_whole or candidate.get("loss") is not None or request.get("hf_config") is not None:  # its own was measured
         kind = candidate.get("loss")
     compiled, replayed = execution_settings(candidate.get("execution") or request.get("execution") or "eager")
-    allocator: Any = (
-        candidate.get("allocator") or recommendation.get("allocator") or request.get("allocator") or "default"
-    )
+    allocator: Any = recommendation.get("allocator") or request.get("allocator") or "default"
     return Settings(
         attention=None if is_whole else f"sdpa:{attention}" if attention in TORCH_KERNELS else attention,
         experts=_experts_setting(experts) if isinstance(experts, str) else None,
@@ -262,20 +247,17 @@ def _context(
     """Return where the recommendation comes from and what it promises."""
     job = document.get("job")
     job = job if isinstance(job, Mapping) else {}
-    hardware = recommendation.get("hardware") or document.get("hardware") or job.get("hardware") or {}
+    hardware = document.get("hardware") or (job.get("report") or {}).get("hardware") or {}
     model = request.get("model") or {}
     whole = recommendation.get("whole_model") or {}
     measured = whole.get("measurement") or {}
     return {
         "effective_batch_size": recommendation.get("batch_size") or request.get("batch_size") or None,
-        "num_devices": request.get("num_devices") or 1,
-        "seq_length": recommendation.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
+        "seq_length": model.get("seq_length") or request.get("hf_seq_length"),
         "tokens_per_sequence": (recommendation.get("texts") or {}).get("tokens_per_sequence"),
         "confidence": recommendation.get("confidence"),
         "tokens_per_second": whole.get("tokens_per_second") or recommendation.get("tokens_per_second"),
-        "peak_bytes": measured.get("peak_bytes")
-        or recommendation.get("measured_peak_bytes")
-        or recommendation.get("peak_bytes"),
+        "peak_bytes": measured.get("peak_bytes") or recommendation.get("measured_peak_bytes"),
         "exploration_id": job.get("id") or document.get("id"),
         "device_name": hardware.get("device_name"),
         "versions": {

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bexp.explorer.spec.trainer import OUR_EXPERTS
 from bexp.kernels.activations import Activation
 from bexp.transformers.layers import configurations
 from bexp.transformers.settings import SettingsError
@@ -21,7 +22,7 @@ from bexp.transformers.undo import Changes
 
 ExpertFFN = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Activation], Tensor]
 
-OURS = ("bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped", "bexp_auto")
+OURS = tuple(f"bexp_{name}" for name in OUR_EXPERTS)
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -201,7 +202,8 @@ def _cuda_reason(experts: str, device: str, first_size: int, second_size: int) -
     return None
 
 
-# The compiler calls it while it traces, and takes the answer as a constant: see `auto.backend._steps`.
+# The compiler calls it while it traces, and takes the answer as a constant. `torch.compiler.assume_constant_result` is
+# the same, and imports the compiler, which takes seconds.
 _cuda_reason._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch reads it
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Literal
 
 Loss = Literal["library", "chunked", "liger"]
 Kernels = Literal["library", "liger"]
@@ -35,8 +35,7 @@ class Settings:
     `attention`: None for the model's own, a name that transformers knows (`eager`, `sdpa`, `flex_attention`,
     `flash_attention_2`), or `sdpa:flash`, `sdpa:cudnn`, `sdpa:efficient`, `sdpa:math` for one pinned back end of torch.
     `experts`: None for the model's own, a name that transformers knows (`eager`, `batched_mm`, `grouped_mm`), or one of
-    ours (`bexp_fused`, `bexp_triton_grouped`, `bexp_hopper_grouped`, and `bexp_auto`, which chooses among these and
-    torch's own by a table that is measured beforehand).
+    ours (`bexp_fused`, `bexp_hopper_grouped`).
     `recompute`: `none`; by layer `full`, `layers_N` (the first N) or `partial_25`, `partial_50`, `partial_75`;
     `groups_N` (groups of N consecutive layers, each recomputed as one); by operation `activations` (keeps the results
     of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the
@@ -98,18 +97,6 @@ class Settings:
     def _number(self, kind: str) -> int | None:
         match = _NUMBERED.fullmatch(self.recompute)
         return int(match[2]) if match and match[1] == kind else None
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """Return the settings in a JSON object. Raises SettingsError for a name that does not exist."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise SettingsError(f"unknown settings: {', '.join(unknown)}")
-        return cls(**values)
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings as a JSON object."""
-        return asdict(self)
 
     def _known_policy(self) -> bool:
         return self.recompute in self._names() or _NUMBERED.fullmatch(self.recompute) is not None

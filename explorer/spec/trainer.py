@@ -27,7 +27,8 @@ LIBRARY_EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
 """Experts implementations of the transformers library that need no other package."""
 HALF_NAMES: dict[str, str] = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 """What trainers call the formats of half precision, such as the fields that switch autocast on."""
-OUR_EXPERTS = frozenset({"fused", "triton_grouped", "hopper_grouped", "auto"})
+OUR_EXPERTS = ("fused", "hopper_grouped")
+"""Our own expert kernels; the experts interface of the transformers library knows each with `bexp_` in front."""
 DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
 """Expert back ends of which one is the default of a device."""
 _LIBRARY_NAMES = {"loop": "eager", "bmm": "batched_mm"}
@@ -185,7 +186,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         optimizers=True,
         host_optimizer=True,
         attention=LIBRARY_ATTENTION | TORCH_KERNELS,
-        experts=LIBRARY_EXPERTS | OUR_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
+        experts=LIBRARY_EXPERTS | {*OUR_EXPERTS, *(f"bexp_{name}" for name in OUR_EXPERTS)},
         policies=frozenset(Recompute) - {Recompute.QKV},
         first_layers=True,
         layer_groups=True,

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks import moe_turns
 from benchmarks.moe_turns import CELLS, GRAPH, Cell, compare_with_dense, describe, missing
+from benchmarks.turns import TurnsBudget
 from bexp.explorer.spec.model import ModelSpec, MoESpec
-from bexp.measure.turns import TurnsBudget
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bexp.kernels.experts.auto.digest import kernels_digest
+from benchmarks.kernels_digest import kernels_digest
 from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
 from tests.gpu.sanitizer_races import MARK, hazards, num_of_warp_specialize, only_of_warp_specialize
 
@@ -123,18 +123,15 @@ def run_here(cases: list[str]) -> int:
 class _Gemm:
     """Forward and both gradients of a grouped GEMM, whose matrices are stored either way."""
 
-    module: str
     transposed: bool
 
     def __call__(self) -> list[Tensor]:
-        from importlib import import_module
-
-        from bexp.kernels.experts.rows import Rows
+        from bexp.kernels.experts.hopper_grouped.gemm import multiply
 
         x, w, grad = _random(sum(_COUNTS), 200), _random(len(_COUNTS), 200, 264), _random(sum(_COUNTS), 264)
         w = w.mT.contiguous().mT if self.transposed else w
         ends = torch.tensor(_COUNTS).cumsum(0).to("cuda", torch.int32)
-        out = import_module(self.module).grouped_gemm(x.requires_grad_(), w.requires_grad_(), Rows(ends, ends, ends))
+        out = multiply(x.requires_grad_(), w.requires_grad_(), ends)
         return [out.detach(), *torch.autograd.grad(out, (x, w), grad)]
 
 
@@ -192,10 +189,8 @@ def _random(*shape: int) -> Tensor:
 
 
 CASES: dict[str, Callable[[], list[Tensor]]] = {
-    "hopper": _Gemm("bexp.kernels.experts.hopper_grouped.gemm", False),
-    "hopper, transposed": _Gemm("bexp.kernels.experts.hopper_grouped.gemm", True),
-    "triton": _Gemm("bexp.kernels.experts.triton_gemm", False),
-    "triton, transposed": _Gemm("bexp.kernels.experts.triton_gemm", True),
+    "hopper": _Gemm(False),
+    "hopper, transposed": _Gemm(True),
     "fused, few rows": _Fused("chosen", 40),
     "fused, one route": _Fused("chosen", 700, top_k=1),
     "fused, in Triton": _Fused("triton", 300),

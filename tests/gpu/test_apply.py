@@ -90,17 +90,12 @@ def fused_operator(*args: Any) -> Tensor:
     return out
 
 
-def grouped(module: str) -> FFN:
-    def run(x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation) -> Tensor:
-        from importlib import import_module
+def hopper_grouped(
+    x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    from bexp.kernels.experts.registry import expert_backend
 
-        from bexp.kernels.experts.grouped_ffn import grouped_ffn
-        from bexp.kernels.experts.rows import sorted_rows
-
-        rows = sorted_rows(routes, w_in.shape[0], count=False)
-        return grouped_ffn(x, weights, w_in, w_out, activation, rows, import_module(module).grouped_gemm)
-
-    return run
+    return expert_backend("hopper_grouped").forward(x, routes, weights, w_in, w_out, activation)
 
 
 IMPLEMENTATIONS: dict[str, FFN] = {
@@ -108,8 +103,7 @@ IMPLEMENTATIONS: dict[str, FFN] = {
     "fused, Triton only": fused_without_hopper,
     "fused, Hopper": fused_on_hopper,
     "fused, operator": fused_operator,
-    "triton_grouped": grouped("bexp.kernels.experts.triton_gemm"),
-    "hopper_grouped": grouped("bexp.kernels.experts.hopper_grouped.gemm"),
+    "hopper_grouped": hopper_grouped,
 }
 
 

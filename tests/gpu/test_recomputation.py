@@ -30,7 +30,7 @@ CUDA = torch.device("cuda")
 MICRO_BATCH = 4
 BY_OPERATION = (BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)
 ATTENTION = ("flash", "cudnn", "efficient", "math")
-EXPERTS = ("grouped_mm", "loop", "bmm", "triton_grouped", "hopper_grouped", "fused")
+EXPERTS = ("grouped_mm", "loop", "bmm", "hopper_grouped", "fused")
 
 
 def model(**fields: Any) -> ModelSpec:

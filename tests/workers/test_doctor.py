@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bexp.explorer.spec.hardware import BackendSupport
 from bexp.workers import doctor
 from bexp.workers.devices.holder import Holder
 from bexp.workers.devices.lock import DeviceBusyError
@@ -35,9 +34,6 @@ def test_the_cpu_is_diagnosed_with_its_back_ends(
     assert cpu.report is not None
     assert {backend.name for backend in cpu.report.expert_backends} >= {"loop", "grouped_mm", "bmm"}
 
-    usable = BackendSupport(name="auto", usable=True)
-    report = cpu.report.model_copy(update={"expert_backends": (*cpu.report.expert_backends, usable)})
-    found = Diagnosis(devices=(cpu.model_copy(update={"report": report}), cuda), targets=found.targets)
     monkeypatch.setattr(doctor, "diagnose", lambda environment: found)
     assert doctor.main(json_output=True) == 0
     assert Diagnosis.model_validate(json.loads(capsys.readouterr().out)) == found
@@ -46,7 +42,6 @@ def test_the_cpu_is_diagnosed_with_its_back_ends(
     assert cpu.report.hardware.device_name in printed
     printed = " ".join(printed.split())
     assert "needs a CUDA device" in printed
-    assert "to measure it beforehand: python -m bexp.kernels.experts.auto" in printed
     assert "CUDA graphs not usable: CUDA graphs need a GPU" in printed
 
 

@@ -47,13 +47,7 @@ def execution_support(reason: str | None) -> tuple[BackendSupport, ...]:
 
 
 def _record(support: Support) -> BackendSupport:
-    return BackendSupport(
-        name=support.name,
-        usable=support.usable,
-        reason=support.reason,
-        stock=support.stock,
-        only_when_named=support.only_when_named,
-    )
+    return BackendSupport(name=support.name, usable=support.usable, reason=support.reason, stock=support.stock)
 
 
 def _attention(support: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:

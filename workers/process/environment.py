@@ -13,7 +13,6 @@ CHILD_DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "1000",
     "PYTHONFAULTHANDLER": "1",
-    "BEXP_MEASURE_EXPERTS": "1",  # the expert back end `auto` measures shapes that its table lacks
 }
 CPU_DEFAULTS = {
     # glibc returns a large tensor's memory to the kernel, or not, by what the process freed before. Pages that come

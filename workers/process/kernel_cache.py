@@ -17,11 +17,8 @@ FOLDER_VARIABLE = "BEXP_KERNEL_CACHE"
 LIBRARY_FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "BEXP_EXPERT_TABLES": "experts",
 }
-"""The variable that tells a library its folder, and the name of that folder. Ours holds what `auto` has measured."""
-
-COMPILED = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+"""The variable that tells a library its folder, and the name of that folder."""
 MOST_BYTES = 8 << 30
 """A cache that is larger is made smaller, the oldest entries first."""
 KEPT_SECONDS = 24 * 3600.0
@@ -78,7 +75,7 @@ def shrink_cache(given: Mapping[str, str], most_bytes: int = MOST_BYTES) -> int:
     A library compiles again what it does not find. A folder that `given`, the user's environment, names to a library
     stays as it is. An entry is the files of one folder, so that no kernel loses a part of itself.
     """
-    folders = [Path(path) for name, path in kernel_cache(given).items() if name in COMPILED and name not in given]
+    folders = [Path(path) for name, path in kernel_cache(given).items() if name not in given]
     entries = sorted(entry for folder in folders for entry in _entries(folder))
     total, number, now = sum(size for _, size, _ in entries), 0, time.time()
     for changed, size, folder in entries:

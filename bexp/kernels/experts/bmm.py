@@ -28,4 +28,4 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     return None  # plain torch operations, which run everywhere
 
 
-BMM = ExpertBackend("bmm", True, _check, _forward, waits=True)
+BMM = ExpertBackend("bmm", True, _check, _forward)

@@ -40,8 +40,7 @@ class ExpertBackend:
 
     `stock` marks back ends that torch itself has. `check` returns why the back end cannot serve a shape on a device, or
     None. torch.compile can trace through the back end in `traceable_dtypes`, because it never waits for the device
-    there. In other dtypes it stays eager inside a compiled block. `only_when_named` is explained in `Support`. `waits`
-    marks back ends that wait for the device in every forward, to learn how many rows each expert has.
+    there. In other dtypes it stays eager inside a compiled block.
     """
 
     name: str
@@ -49,8 +48,6 @@ class ExpertBackend:
     check: Callable[[ExpertsShape, torch.device], str | None]
     forward: ExpertFFN
     traceable_dtypes: frozenset[torch.dtype] = frozenset()
-    only_when_named: bool = False
-    waits: bool = False
 
     def unsupported_reason(self, shape: ExpertsShape, device: torch.device) -> str | None:
         """Return why the back end cannot serve `shape` on `device`; None if it can."""

@@ -72,4 +72,4 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     return None  # plain torch operations, which run everywhere
 
 
-LOOP = ExpertBackend("loop", True, _check, _forward, waits=True)
+LOOP = ExpertBackend("loop", True, _check, _forward)

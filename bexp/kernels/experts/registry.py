@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from bexp.kernels.experts.auto.auto_experts import auto_backend
 from bexp.kernels.experts.bmm import BMM
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.fused.fused_experts import FUSED
 from bexp.kernels.experts.grouped_mm import GROUPED_MM
 from bexp.kernels.experts.hopper_grouped.hopper_experts import HOPPER_GROUPED
 from bexp.kernels.experts.loop import LOOP
-from bexp.kernels.experts.triton_gemm import TRITON_GROUPED
 from bexp.kernels.shapes import ExpertsShape, Support
 
-_SINGLE = (GROUPED_MM, LOOP, BMM, TRITON_GROUPED, HOPPER_GROUPED, FUSED)
-AUTO, AUTO_EXPERTS = auto_backend(_SINGLE)
-_ALL = (*_SINGLE, AUTO)
+_ALL = (GROUPED_MM, LOOP, BMM, HOPPER_GROUPED, FUSED)
 _BACKENDS = {backend.name: backend for backend in _ALL}
 
 
@@ -34,10 +30,7 @@ def expert_backends() -> tuple[ExpertBackend, ...]:
 
 def expert_support(shape: ExpertsShape, device: torch.device) -> tuple[Support, ...]:
     """Whether each back end serves `shape` on `device`, and why not."""
-    return tuple(
-        Support(backend.name, backend.unsupported_reason(shape, device), backend.stock, backend.only_when_named)
-        for backend in _ALL
-    )
+    return tuple(Support(backend.name, backend.unsupported_reason(shape, device), backend.stock) for backend in _ALL)
 
 
 def default_expert_backend(shape: ExpertsShape, device: torch.device) -> str:

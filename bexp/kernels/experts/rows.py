@@ -7,7 +7,6 @@ no atomics, so results are reproducible.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,11 +29,6 @@ class Rows:
     row_of_pair: Tensor
     ends: Tensor
     counts: tuple[int, ...] = ()
-
-    @cached_property
-    def are_even(self) -> bool:
-        """Whether the host knows that every expert has as many rows, and some."""
-        return len(set(self.counts)) == 1 and self.counts[0] > 0
 
 
 def sorted_rows(routes_TK: Tensor, num_experts: int, *, count: bool) -> Rows:

@@ -33,18 +33,9 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
     wanted = models.step(model, batch)
     report = bexp.apply(model, document())
     settings = report.recommendation.settings
-    assert settings.to_json() == {
-        "attention": "sdpa:math",
-        "experts": "bexp_fused",
-        "recompute": "partial_50",
-        "bta_tile": 2,
-        "loss": "chunked",
-        "compile": False,
-        "allocator": "default",
-        "kernels": "library",
-        "graph": False,
-        "float8": None,
-    }
+    assert settings == bexp.Settings(
+        attention="sdpa:math", experts="bexp_fused", recompute="partial_50", bta_tile=2, loss="chunked"
+    )
     assert models.snapshot(model) != before
     assert all(text in str(report) for text in ("bexp_fused", "tiles of 2", "partial_50", "micro_batch_size 4"))
     models.assert_same(models.step(model, batch), wanted)
@@ -58,7 +49,7 @@ def test_a_model_that_uses_hidden_states_between_layers_takes_no_groups() -> Non
     model = models.tiny("llama")
     first: Any = decoder_layers(model)[0]
     first.register_forward_hook(lambda _module, _inputs, output: output * 2)
-    bexp.apply(model, {"candidate": {"micro_batch_size": 4}, "settings": {"recompute": "groups_2"}})
+    bexp.apply(model, bexp.RecommendedSetup(bexp.Settings(recompute="groups_2"), micro_batch_size=4))
     with pytest.raises(SettingsError, match="hidden states between its layers"):
         models.step(model, models.batch())
 
@@ -117,13 +108,6 @@ def test_a_recommendation_is_read_from_a_file_a_text_and_an_object(tmp_path: Pat
     found = [bexp.RecommendedSetup.read(source) for source in (path, str(path), json.dumps(document()), document())]
     assert all(recommendation == found[0] for recommendation in found)
     assert found[0].exploration_id == "exp-1"
-
-
-def test_settings_that_are_written_out_come_first() -> None:
-    told = document()
-    told["recommendation"]["settings"] = {"attention": "eager", "allocator": "expandable_segments"}
-    settings = bexp.RecommendedSetup.read(told).settings
-    assert settings == bexp.Settings(attention="eager", allocator="expandable_segments")
 
 
 def test_a_model_whose_own_code_was_measured_stays_as_it_is() -> None:
@@ -268,9 +252,14 @@ def test_another_architecture_is_refused() -> None:
         bexp.apply(torch.nn.Linear(2, 2), document())
 
 
-def test_another_sequence_length_or_version_is_a_warning() -> None:
-    told = document()
-    told["recommendation"]["hardware"] = {"device_name": "cpu", "versions": {"torch": "1.0"}}
+@pytest.mark.parametrize("of_the_command", [True, False])
+def test_another_sequence_length_or_version_is_a_warning(of_the_command: bool) -> None:
+    """A command writes the device into the report of the job; the service, and the Python export, beside the answer."""
+    told, hardware = document(), {"hardware": {"device_name": "cpu", "versions": {"torch": "1.0"}}}
+    if of_the_command:
+        told["job"]["report"] = hardware
+    else:
+        told |= hardware
     report = bexp.apply(models.tiny("olmoe"), told, seq_length=7)
     assert any("sequences of 12 tokens, not 7" in text for text in report.warnings)
     assert any("torch 1.0" in text for text in report.warnings)
@@ -293,11 +282,10 @@ def test_the_allocator_is_set_while_that_is_possible(monkeypatch: pytest.MonkeyP
 def test_the_candidate_that_divides_the_batch_is_used_where_there_is_one() -> None:
     told = document(micro_batch_size=6, recompute="full")
     own = told["recommendation"]["candidate"]
-    assert bexp.RecommendedSetup.read(told).micro_batch_size == 6, "an earlier version names no other"
+    assert bexp.RecommendedSetup.read(told).micro_batch_size == 6, "there is no other"
     told["recommendation"]["dividing"] = {"candidate": own, "tokens_per_second": 1.0}
     assert bexp.RecommendedSetup.read(told).tokens_per_second == 1000.0, "it is the recommended one itself"
     told["recommendation"]["whole_model"] = {"tokens_per_second": 990.0, "measurement": {"peak_bytes": 7}}
-    told["recommendation"]["settings"] = {"attention": "eager"}
     told["recommendation"]["dividing"] = {
         "candidate": own | {"micro_batch_size": 8, "recompute": "none"},
         "tokens_per_second": 950.0,

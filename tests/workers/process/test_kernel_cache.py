@@ -77,11 +77,9 @@ def test_the_oldest_kernels_go_first_and_none_that_is_young(tmp_path: Path) -> N
         (entry / "code").write_bytes(bytes(1000))
         os.utime(entry / "code", (then := time.time() - days * KEPT_SECONDS, then))
         entries.append(entry)
-    young, table = folders["TRITON_CACHE_DIR"] / "young", folders["BEXP_EXPERT_TABLES"] / "table"
-    for entry in (young, table):
-        entry.mkdir(parents=True)
-        (entry / "code").write_bytes(bytes(5000))
-    os.utime(table / "code", (0, 0))
+    young = folders["TRITON_CACHE_DIR"] / "young"
+    young.mkdir(parents=True)
+    (young / "code").write_bytes(bytes(5000))
     assert shrink_cache(given, 8000) == 0
     assert shrink_cache(given, 7500) == 1
     assert [entry.exists() for entry in entries] == [False, True, True]
@@ -90,4 +88,3 @@ def test_the_oldest_kernels_go_first_and_none_that_is_young(tmp_path: Path) -> N
     assert [entry.exists() for entry in entries] == [False, False, True]
     assert shrink_cache(given, 0) == 1
     assert young.exists()
-    assert table.exists()

@@ -21,7 +21,7 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.graphs.recorder import CudaRecorder
 from bexp.graphs.training_state import TrainingState
 from bexp.out_of_memory import is_out_of_memory
-from bexp.transformers.experts import expert_modules
+from bexp.transformers.experts import OURS, expert_modules
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import ON_HOST, Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
@@ -63,10 +63,8 @@ def recorded_choices() -> Iterator[list[str]]:
 PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 """Back ends of torch's attention that a device has more than one of."""
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
-OUR_EXPERTS = ("bexp_fused", "bexp_hopper_grouped", "bexp_triton_grouped", "bexp_auto")
-NAMED_EXPERTS = ("eager", "batched_mm", "bexp_triton_grouped", "bexp_auto")
-"""On a GPU these are tried when a request names them: a loop over experts, products that gather the weights of every
-token, kernels that `bexp_hopper_grouped` replaces on Hopper, and a choice among the others, which are tried anyway."""
+NAMED_EXPERTS = ("eager", "batched_mm")
+"""On a GPU these are tried when a request names them: a loop over experts, and a gather of weights for every token."""
 LIGER_LOSS = "liger"
 NAME_IT = "a request has to name it"
 _REFUSALS = (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
@@ -160,17 +158,17 @@ class SettingsProbe:
         known = self._resolved.experts_implementations
         if not known:
             return []
-        return [*STOCK_EXPERTS, *(OUR_EXPERTS if self._device.type == "cuda" else ())]
+        return [*STOCK_EXPERTS, *(OURS if self._device.type == "cuda" else ())]
 
     def _expert_support(self, name: str) -> BackendSupport:
-        """Whether the model can have one; the slow ones and the choice are tried when they are named."""
+        """Whether the model can have one; the slow ones are tried when they are named."""
         only_when_named = self._device.type == "cuda" and name in NAMED_EXPERTS
         reason = self._resolved.experts_implementations.get(name)
         if reason is None and only_when_named and name not in (self._request.expert_backends or ()):
             reason = NAME_IT
         if reason is None:
             reason = self.refusal(Settings(experts=name))
-        if reason is None and name in OUR_EXPERTS and self._adapts_experts():
+        if reason is None and name in OURS and self._adapts_experts():
             difference = self._difference(Settings(experts=name), with_experts_alone=True)
             reason = difference and f"{WITH_ADAPTERS}, {difference}"
         stock = name in STOCK_EXPERTS

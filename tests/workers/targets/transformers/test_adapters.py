@@ -113,8 +113,8 @@ def test_a_model_with_adapters_is_set_up_and_computes_what_it_did(recompute: str
     model: Any = peft.get_peft_model(models.tiny("llama"), config)
     before = models.snapshot(model.get_base_model())
     wanted = models.step(model, models.batch())
-    settings = {"attention": "sdpa:math", "recompute": recompute, "bta_tile": 2, "loss": "chunked"}
-    report = bexp.apply(model, {"candidate": {"micro_batch_size": 4}, "settings": settings})
+    settings = bexp.Settings(attention="sdpa:math", recompute=recompute, bta_tile=2, loss="chunked")
+    report = bexp.apply(model, bexp.RecommendedSetup(settings, micro_batch_size=4))
     assert "loss: chunked" in report.applied.done
     models.assert_same(models.step(model, models.batch()), wanted)
     assert len(wanted.gradients) == 8

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bexp.kernels.experts.auto import digest
-from bexp.kernels.experts.auto.digest import statements
+from benchmarks import kernels_digest as digest
+from benchmarks.kernels_digest import statements
 
 SOURCE = '''
 """A module."""

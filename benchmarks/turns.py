@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from bexp.measure.cuda_timing import (
     BLOCKED_SHARE,
@@ -25,9 +24,8 @@ from bexp.measure.cuda_timing import (
 from bexp.measure.timing import collector_off, standard_error
 
 Run = Callable[[], object]
-MOST_LINKS = 8
-"""The calls of `chained` in one graph."""
 FEWEST_ROUNDS = 5
+MOST_REPEATS = 50
 LONGER_SLEEP = 5.0
 AHEAD = 1.5
 """A run that takes this many times as long as its issue keeps the host ahead by itself."""
@@ -37,14 +35,11 @@ AHEAD = 1.5
 class TurnsBudget:
     """How often and how long: `rounds` turns each, of `chain_seconds` or more each.
 
-    A contender that is `hopeless` times as slow as the fastest runs once more, and is left out of the turns. After
-    `most_seconds` no further round begins, but for the first `FEWEST_ROUNDS`.
+    After `most_seconds` no further round begins, but for the first `FEWEST_ROUNDS`.
     """
 
-    rounds: int = 7
+    rounds: int
     chain_seconds: float = 4e-3
-    most_repeats: int = 50
-    hopeless: float = 4.0
     most_seconds: float = math.inf
 
 
@@ -54,7 +49,7 @@ class TurnTiming:
 
     `clock_seconds` is what passes in a loop of runs without a wait in between: the larger of the host's and the
     device's time, if neither waits for the other. `device_seconds` is the device's time with the launches queued ahead.
-    Both are the same for a run that waits for the device. `in_turns` is false for a contender that was left out.
+    Both are the same for a run that waits for the device.
     """
 
     clock_seconds: float
@@ -62,7 +57,6 @@ class TurnTiming:
     device_seconds: float
     device_error_seconds: float
     rounds: int
-    in_turns: bool = True
 
 
 @dataclass(slots=True)
@@ -77,67 +71,35 @@ class _Contender:
     clock: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
 
-    def timing(self, *, in_turns: bool) -> TurnTiming:
+    def timing(self) -> TurnTiming:
         """Medians and their errors; a single time has no error."""
         device = self.device or self.clock
         clock_error, device_error = (standard_error(s) if len(s) > 1 else 0.0 for s in (self.clock, device))
         clock = statistics.median(self.clock)
-        return TurnTiming(
-            clock, clock_error, statistics.median(device), device_error, len(self.clock), in_turns=in_turns
-        )
+        return TurnTiming(clock, clock_error, statistics.median(device), device_error, len(self.clock))
 
 
-def time_in_turns(
-    runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget | None = None
-) -> dict[str, TurnTiming]:
+def time_in_turns(runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget) -> dict[str, TurnTiming]:
     """Time every run; each is warmed up first. An exception of a run is the caller's.
 
     The second-level cache is left as the runs leave it.
     """
-    budget = budget or TurnsBudget()
     contenders = {name: _Contender(run) for name, run in runs.items()}
+    listed = list(contenders.values())
     with collector_off():
-        for each in contenders.values():
+        for each in listed:
             _warm_up(each, device, budget)
-        fastest = min((each.seconds for each in contenders.values()), default=0.0)
-        inside = [each for each in contenders.values() if each.seconds <= budget.hopeless * fastest]
-        for each in contenders.values():
-            if each not in inside:
-                each.clock.append(_chain(each.run, 1, device))
         cycles = _cycles_per_second(device) if device.type == "cuda" else 0.0
         started = time.perf_counter()
         for number in range(budget.rounds):
             if number >= FEWEST_ROUNDS and time.perf_counter() - started > budget.most_seconds:
                 break
-            order = torch.randperm(len(inside), generator=torch.Generator().manual_seed(number))
-            for each in (inside[place] for place in order.tolist()):
+            order = torch.randperm(len(listed), generator=torch.Generator().manual_seed(number))
+            for each in (listed[place] for place in order.tolist()):
                 each.clock.append(_chain(each.run, each.repeats, device))
                 if cycles and not each.waits:
                     _add_queued(each, cycles, device)
-    return {name: each.timing(in_turns=each in inside) for name, each in contenders.items()}
-
-
-def chained(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], gradient: Tensor, most_bytes: int = 2 << 30
-) -> tuple[Run, int]:
-    """Return a forward and backward of several calls of `function` on `inputs` in one graph, and how many calls it has.
-
-    A model enters autograd's engine once for many layers, not once for each. All `inputs` get gradients, which are
-    written and not added to others. Each call has copies of its own, so that it does not find its operands in a cache.
-    There are at most eight calls, and one, on the `inputs` themselves, if more would need over `most_bytes`.
-    """
-    call_bytes = 2 * sum(x.nbytes for x in inputs) + 2 * gradient.nbytes
-    links = max(1, min(MOST_LINKS, most_bytes // max(1, call_bytes)))
-    leaves = [
-        tuple((x.detach() if links == 1 else x.detach().clone()).requires_grad_() for x in inputs) for _ in range(links)
-    ]
-    together = [leaf for link in leaves for leaf in link]
-
-    def run() -> None:
-        outputs = [function(*link) for link in leaves]
-        torch.autograd.grad(outputs, together, [gradient.view_as(out) for out in outputs])
-
-    return run, links
+    return {name: each.timing() for name, each in contenders.items()}
 
 
 def _warm_up(each: _Contender, device: torch.device, budget: TurnsBudget) -> None:
@@ -149,7 +111,7 @@ def _warm_up(each: _Contender, device: torch.device, budget: TurnsBudget) -> Non
     each.issue_seconds = time.perf_counter() - started
     synchronize(device)
     each.seconds = min(time.perf_counter() - started, _chain(each.run, 2, device))
-    each.repeats = max(1, min(budget.most_repeats, int(budget.chain_seconds / max(each.seconds, 1e-9))))
+    each.repeats = max(1, min(MOST_REPEATS, int(budget.chain_seconds / max(each.seconds, 1e-9))))
     queue = int(MAX_QUEUED_LAUNCHES * FASTEST_LAUNCH_SECONDS / max(each.issue_seconds, 1e-9))
     each.queued = max(1, min(each.repeats, queue))
 

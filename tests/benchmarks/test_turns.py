@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bexp.measure import turns
-from bexp.measure.turns import MOST_LINKS, TurnsBudget, chained, time_in_turns
+from benchmarks import turns
+from benchmarks.turns import TurnsBudget, time_in_turns
 from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakeCuda
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ CLOCK_SLEEPS = [2_000_000 / CYCLES_PER_SECOND] * 2
 """By which the clock of the sleep is measured."""
 
 
-def test_contenders_run_in_turns_and_the_hopeless_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     now = 0.0
 
@@ -25,57 +25,13 @@ def test_contenders_run_in_turns_and_the_hopeless_once_more(monkeypatch: pytest.
         now += seconds
 
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now))
-    runs = {"a": lambda: run("a", 2e-3), "b": lambda: run("b", 3e-3), "slow": lambda: run("slow", 3e-2)}
-    budget = TurnsBudget(rounds=4, chain_seconds=1e-3, hopeless=5.0)
-    found = time_in_turns(runs, CPU, budget)
-    assert {name: each.clock_seconds for name, each in found.items()} == pytest.approx(
-        {"a": 2e-3, "b": 3e-3, "slow": 3e-2}
-    )
+    runs = {"a": lambda: run("a", 2e-3), "b": lambda: run("b", 3e-3)}
+    found = time_in_turns(runs, CPU, TurnsBudget(rounds=4, chain_seconds=1e-3))
+    assert {name: each.clock_seconds for name, each in found.items()} == pytest.approx({"a": 2e-3, "b": 3e-3})
     assert found["a"].device_seconds == found["a"].clock_seconds, "the CPU is the host"
-    assert [found[name].in_turns for name in runs] == [True, True, False]
-    assert [found[name].rounds for name in runs] == [4, 4, 1]
-    assert order[-9] == "slow"
+    assert [found[name].rounds for name in runs] == [4, 4]
     rounds = [tuple(order[i : i + 2]) for i in range(len(order) - 8, len(order), 2)]
     assert set(rounds) == {("a", "b"), ("b", "a")}, "each runs once a round, not always first"
-    assert not time_in_turns({}, CPU)
-
-
-def test_a_chain_gives_every_call_its_gradients_and_its_own_operands() -> None:
-    x, w = torch.randn(3, 4), torch.randn(5, 4).mT
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        seen.append((x, w))
-        return x @ w
-
-    run, links = chained(multiply, (x, w), torch.randn(3, 5))
-    run()
-    assert links == len(seen) == MOST_LINKS
-    assert len({w.data_ptr() for _, w in seen}) == MOST_LINKS
-    assert all(each.stride() == w.stride() for _, each in seen)
-    assert all(torch.equal(a, x) and torch.equal(b, w) and a.requires_grad and b.requires_grad for a, b in seen)
-    assert all(each.grad is None for pair in seen for each in pair), "nothing is accumulated"
-    _, links = chained(multiply, (x, w), torch.randn(3, 5), most_bytes=1)
-    assert links == 1
-
-
-def test_a_single_call_works_on_the_inputs_themselves_and_as_many_calls_as_fit_on_copies() -> None:
-    x, w, gradient = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
-    call_bytes = 2 * 4 * (12 + 20) + 2 * 4 * 15
-    pointers: list[int] = []
-
-    def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        pointers.append(x.data_ptr())
-        return x @ w
-
-    for most, links in ((call_bytes, 1), (2 * call_bytes - 1, 1), (2 * call_bytes, 2), (7 * call_bytes, 7)):
-        pointers.clear()
-        run, found = chained(multiply, (x, w), gradient, most_bytes=most)
-        run()
-        assert found == len(pointers) == links
-        assert (x.data_ptr() in pointers) is (links == 1)
-    assert chained(multiply, (torch.zeros(0),), torch.zeros(0))[1] == MOST_LINKS
-    assert not x.requires_grad
 
 
 @pytest.fixture
@@ -117,7 +73,7 @@ def test_a_run_that_keeps_the_device_busy_is_queued_behind_another(cuda: FakeCud
     assert cuda.slept == CLOCK_SLEEPS, "a device that sleeps would clock higher"
     assert found.device_seconds == pytest.approx(1e-3)
     assert found.clock_seconds == pytest.approx((3 * 1e-3 + 2e-4) / 3), "the first of three is issued to an idle device"
-    assert (found.rounds, found.in_turns) == (6, True)
+    assert found.rounds == 6
     assert kernel.count == WARM_UP + 6 * (3 + 1 + 3), "three in a row, then one that three are queued behind"
 
 
@@ -158,7 +114,6 @@ def test_after_the_most_seconds_the_fewest_rounds_have_run(monkeypatch: pytest.M
         return time_in_turns({"slow": run}, CPU, TurnsBudget(rounds=9, most_seconds=most_seconds))["slow"].rounds
 
     assert [rounds(seconds) for seconds in (0.0, 5.5, 6.5, 8.5, 100.0)] == [5, 6, 7, 9, 9]
-    assert TurnsBudget() == TurnsBudget(7, 4e-3, 50, 4.0, float("inf"))
 
 
 def test_figures_are_medians_with_errors_and_a_single_time_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +121,9 @@ def test_figures_are_medians_with_errors_and_a_single_time_has_none(monkeypatch:
     monkeypatch.setattr(turns, "time", cuda)
     slow = {WARM_UP + 1: 1.5, WARM_UP + 3: 1.25}
     kernel = Kernel(cuda, host=1.0, device=0.0, hosts=slow)
-    hopeless = Kernel(cuda, host=4.0, device=0.0)
-    left_out = Kernel(cuda, host=4.01, device=0.0)
-    found = time_in_turns({"a": kernel, "b": hopeless, "c": left_out}, CPU, TurnsBudget(rounds=4))
-    assert found["a"].clock_seconds == 1.125
-    assert found["a"].clock_error_seconds == found["a"].device_error_seconds > 0.1
-    assert found["b"].in_turns, "four times as slow as the fastest is not slower than that"
-    once = found["c"]
-    assert (once.clock_seconds, once.device_seconds) == pytest.approx((4.01, 4.01))
-    assert (once.clock_error_seconds, once.device_error_seconds, once.rounds, once.in_turns) == (0.0, 0.0, 1, False)
+    found = time_in_turns({"a": kernel}, CPU, TurnsBudget(rounds=4))["a"]
+    assert found.clock_seconds == 1.125
+    assert found.clock_error_seconds == found.device_error_seconds > 0.1
+    once = time_in_turns({"b": Kernel(cuda, host=4.0, device=0.0)}, CPU, TurnsBudget(rounds=1))["b"]
+    assert (once.clock_seconds, once.device_seconds) == pytest.approx((4.0, 4.0))
+    assert (once.clock_error_seconds, once.device_error_seconds, once.rounds) == (0.0, 0.0, 1)
