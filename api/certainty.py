@@ -48,7 +48,7 @@ def _not_measured(best: Recommendation, request: ExplorationRequest | None, num_
     ):
         if other is not None and other.predicted:
             yield f"all parts of the {name}; its throughput is predicted in part"
-    if request is not None and request.num_devices > 1 and best.communication_seconds is None and best.plan is None:
+    if request is not None and request.num_devices > 1 and best.communication_seconds is None:
         yield "communication between devices"
     if best.reused is not None:
         yield "what earlier explorations had measured on the same device; it was reused"

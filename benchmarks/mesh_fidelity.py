@@ -38,7 +38,7 @@ from bexp.workers.process.profiler import Profiler
 
 CONFIGS = ("examples/gpt2-124m.yaml", "examples/llama-3.2-1b.yaml", "examples/qwen3-30b-a3b.yaml")
 COMPONENT_FIELDS = {
-    *("device_seconds", "forward_device_seconds", "host_seconds", "stalled_seconds", "waiting_forward_seconds"),
+    *("device_seconds", "forward_device_seconds", "host_seconds", "waiting_forward_seconds"),
     *("together_forward_seconds", "together_backward_seconds", "together_host_backward_seconds"),
     *("saved_bytes", "forward_peak_bytes", "backward_peak_bytes"),
 }

@@ -227,15 +227,6 @@ def steps(result: Row) -> Iterable[Row]:
             yield {**cell, **row, "over": over + mark}
 
 
-def plans(result: Row, group: str) -> Iterable[Row]:
-    """Return published rows by what they ran on and what they trained."""
-    for name, row in result["rows"].items():
-        source = result["sources"][row["source"]]
-        kind = "experts" if "expert" in row["request"]["parallelism"] else "dense"
-        if group == ("other" if "card" in source else kind):
-            yield {"name": name, **row, "source": source}
-
-
 def _by_commit(result: Row) -> Iterable[tuple[tuple[str, str], list[Row]]]:
     """Return the rounds of a result by commit and database, and all of them last."""
     groups: dict[tuple[str, str], list[Row]] = {}

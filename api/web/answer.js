@@ -112,18 +112,18 @@ function measured(request, parts) {
   return [name, parts?.class_name, request.mode, executions].filter(Boolean).join(", ");
 }
 
-/** The mesh of a plan, what the time of its devices goes to, how much of that was measured, and the other meshes. */
+/** The mesh, what the time of its devices goes to, and the other meshes. */
 function planRows(plan, row) {
   row("mesh", `${format.mesh(plan.mesh)} on ${format.number(plan.mesh.tensor * plan.mesh.pipeline * plan.mesh.data)} devices`);
   row("all devices", format.rate(plan.tokens_per_second));
   row("time", `${format.percent(plan.compute_share)} computation, ${format.percent(plan.exchange_share)} exchange, ` +
-    `${format.percent(plan.bubble_share)} bubble; ${format.percent(plan.measured_share)} of the step was measured`);
+    `${format.percent(plan.bubble_share)} bubble`);
   if (plan.mesh.pipeline > 1) row("layers of each stage", `${plan.layers_per_stage.join(" ")}; rank ${plan.fullest_rank} is the fullest`);
   if (plan.picture) {
     const { lines, ranks, seconds } = plan.picture;
     const text = lines.map((line, i) => `${String(ranks[i]).padStart(4)}  ${line}`).join("\n");
     row(`the first ${format.seconds(seconds)}`, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Pipeline" },
-      el("pre", {}, text), "F forward, B backward, W gradients of weights, . waits; small letters: every second micro-batch"));
+      el("pre", {}, text), "F forward, B backward, . waits; small letters: every second micro-batch"));
   }
   const others = [
     ...(plan.expert_modes ?? []).map((one) => ["expert mode", one]),

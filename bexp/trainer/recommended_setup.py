@@ -93,7 +93,7 @@ class RecommendedSetup:
         mesh = (recommendation.get("plan") or {}).get("mesh") or {}
         if any(mesh.get(size, 1) > 1 for size in ("tensor", "pipeline", "expert")):
             raise RecommendationError(
-                "a plan's mesh is for a trainer that builds it: export the plan for megatron or torchtitan"
+                "a mesh of devices is for a trainer that builds it: export the answer for megatron or torchtitan"
             )
         candidate = recommendation.get("candidate")
         if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):

@@ -1,4 +1,4 @@
-"""The part of an answer about the mesh of a plan."""
+"""The part of an answer about a mesh of devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mesh_text(plan: MeshPlan) -> str:
 
 
 def mesh_rows(plan: MeshPlan) -> Iterable[str]:
-    """Yield the mesh, what its devices' time goes to, and how much of that was measured."""
+    """Yield the mesh, and what its devices' time goes to."""
     mesh = plan.mesh
     yield row("mesh", mesh_text(plan))
     if mesh.pipeline > 1:
@@ -30,10 +30,8 @@ def mesh_rows(plan: MeshPlan) -> Iterable[str]:
         "  time",
         f"{plan.compute_share:.1%} computation, {plan.exchange_share:.1%} exchange, {plan.bubble_share:.1%} bubble",
     )
-    rest = "" if f"{plan.measured_share:.1%}" == "100.0%" else "; the rest is described or predicted"
-    yield row("  measured", f"{plan.measured_share:.1%} of the step{rest}")
     for part in plan.parts[:MOST_PARTS]:
-        yield row("", f"{part.share:6.1%} {part.name}, {part.source}")
+        yield row("", f"{part.share:6.1%} {part.name}")
 
 
 def picture_rows(plan: MeshPlan) -> Iterable[str]:
@@ -44,8 +42,7 @@ def picture_rows(plan: MeshPlan) -> Iterable[str]:
     yield f"  the first {seconds_text(picture.seconds)} of a step, rank by rank:"
     for rank, line in zip(picture.ranks, picture.lines, strict=True):
         yield f"    {rank:4d}  {line}"
-    weights = ", W gradients of weights" if any("W" in line for line in picture.lines) else ""
-    yield f"    F forward, B backward{weights}, . waits; small letters: every second micro-batch"
+    yield "    F forward, B backward, . waits; small letters: every second micro-batch"
 
 
 def other_mesh_rows(plan: MeshPlan) -> Iterable[str]:

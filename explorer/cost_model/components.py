@@ -136,7 +136,7 @@ class Component(Frozen):
     share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may
     be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
 
-    In a plan a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
+    In a mesh a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
     experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks: see
     `bexp.explorer.cost_model.shards`.
 

@@ -6,13 +6,13 @@ is computed; the shadowed experts are computed last. Backward is the reverse, wi
 broadcast. Whatever is computed beside an exchange is slower, because the exchange takes multiprocessors and memory
 bandwidth.
 
-The computation is measured on one device, which plays the others: each exchange is a copy of as many bytes on the
-device itself. An exchange contains that copy, so that it is taken off the computation.
+The computation is also measured on each device alone, which plays the others: each exchange is a copy of as many bytes
+on the device itself. An exchange contains that copy, so that it is taken off the computation.
 
 Before it sends rows, forward exchanges how many there are, and the host waits for these counts. The device then stands
 still until the host has issued the exchanges of the rows and the first of the experts' kernels.
 
-If the devices are there, they also run the block together. Its seconds then have all of this, and replace it.
+Once the devices have run the block together, its seconds have all of this, and replace it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
-from bexp.explorer.cost_model.transfers import Link, Transfer
+from bexp.explorer.cost_model.transfers import Transfer
 
 NOTHING = Transfer(0.0)
 Task = tuple[float, int | None]
@@ -47,11 +47,6 @@ class ExpertOverlap:
     local_bytes: int = 0
 
     @property
-    def link(self) -> Link:
-        """The link that most of the seconds pass."""
-        return self.copied.link if self._copied > 2 * self.degree * self.moved.seconds else self.moved.link
-
-    @property
     def issued_seconds(self) -> tuple[float, float]:
         """Return the seconds in which the host issues the exchanges of forward, and those of backward.
 
@@ -61,14 +56,14 @@ class ExpertOverlap:
         once, copied = self.moved.host_seconds, self.num_copies * self.copied.host_seconds
         return (1 + 4 * self.degree) * once + copied, 3 * self.degree * once + copied
 
-    def forward_seconds(self, computation: float, stalled: float = 0.0) -> float:
+    def forward_seconds(self, computation: float) -> float:
         """Return the seconds of forward, whose experts compute for `computation` seconds by themselves.
 
-        The device stands still for `stalled` seconds after the host's wait, if exchanges take the host no time. The
-        first chunk arrives meanwhile.
+        The device stands still after the host's wait, while the host issues exchanges. The first chunk arrives
+        meanwhile.
         """
         started = 3 * self.degree * self.moved.host_seconds + self.num_copies * self.copied.host_seconds
-        hidden = max(0.0, stalled + started - self._moved)
+        hidden = max(0.0, started - self._moved)
         return self.paired.seconds + hidden + self._forward_seconds(computation)
 
     @property

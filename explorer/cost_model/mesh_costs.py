@@ -10,15 +10,9 @@ from bexp.explorer.cost_model.components import BlockRecompute, Component, Compo
 from bexp.explorer.cost_model.mesh_layers import Block, MeshBlocks, Sort
 from bexp.explorer.cost_model.pipeline import StageCosts
 from bexp.explorer.cost_model.step import GatheredBytes
-from bexp.explorer.cost_model.transfers import Link, Transfer
+from bexp.explorer.cost_model.transfers import Transfer
 from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.model import ModelSpec
 
-WEIGHTS_SHARES = {ComponentKind.EMBEDDING: 1.0}
-"""Share of a block's backward pass that computes gradients of weights, where it is not one half.
-
-A matrix product has two in backward, one of which is for the weights.
-"""
 NORMED = {ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN}
 """Blocks that begin with a norm and end with the sum of the residual."""
 FORWARD_TENSORS, BACKWARD_TENSORS = 5, 6
@@ -33,16 +27,18 @@ HOST_FORWARD_SHARE = 0.5
 """Share of the host's time for a block that forward takes: backward has more kernels, which cost the host less each."""
 LEAST_KEPT = 0.5
 """A block takes at least this share of what it was measured to take."""
-SCORES_BACKWARD = 2.5
-"""Products of attention's scores in backward for each in forward; none of them is for weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TogetherCost:
-    """Seconds of a block that devices run together: their own for forward and backward, and the host's for backward."""
+    """Seconds of a block that devices run together: their own, and the host's, for forward and backward.
+
+    `host_forward` passes in one of several forwards in a row, where the host has no lead.
+    """
 
     forward: float
     backward: float
+    host_forward: float
     host_backward: float
 
 
@@ -50,12 +46,8 @@ class TogetherCost:
 class BlockCost:
     """Seconds and bytes of a component; the bytes may be smaller by `spared_share`, which is 0 if measured.
 
-    The device stands still for `stalled_seconds` of forward, which `device_seconds` do not have, while the host issues
-    what comes after a wait for the device. Such a block takes `waiting_forward_seconds` in a row of forwards, where the
-    host has no lead.
-
-    Experts that devices share may have run on them together: `together` are then the device's seconds of forward and
-    backward, and the host's of backward. These contain the transfers and the stall; the others are of a device alone.
+    Experts that devices share have run on them `together`, once they are measured. These seconds contain the transfers,
+    and the host's wait for the device in forward; the others are of a device alone.
     """
 
     device_seconds: float
@@ -66,8 +58,6 @@ class BlockCost:
     backward_peak_bytes: int
     relative_error: float
     spared_share: float = 0.0
-    stalled_seconds: float = 0.0
-    waiting_forward_seconds: float | None = None
     together: TogetherCost | None = None
 
     @property
@@ -76,8 +66,8 @@ class BlockCost:
 
         A host that is slower than the device has both directions measured in the device's shares: it is the device.
         """
-        if self.waiting_forward_seconds is not None:
-            return self.waiting_forward_seconds
+        if self.together is not None:
+            return self.together.host_forward
         share = self.forward_share if self.host_seconds >= self.device_seconds else HOST_FORWARD_SHARE
         return share * self.host_seconds
 
@@ -91,6 +81,8 @@ class BlockCost:
 
 
 Costs = Mapping[Component, BlockCost]
+Makeup = Mapping[Component | None, float]
+"""What seconds hang on: each component, and None for what devices exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +96,6 @@ class LayerCost:
 
     forward: float
     backward: float
-    weights: float
     transfers: float
     host_ahead: float
     host_behind: float
@@ -112,7 +103,7 @@ class LayerCost:
     saved_bytes: int
     transient_bytes: int
     output_bytes: int
-    makeup: Mapping[Component | Link, float]
+    makeup: Makeup
 
     @property
     def host(self) -> float:
@@ -150,12 +141,11 @@ class LayerCosts:
 class DeviceShare:
     """What a tensor-parallel device has of a micro-batch.
 
-    `hidden_bytes` are those that a layer passes on over all these devices. `shard` is what one of them has of the
-    model, and `bandwidth` the bytes that it reads and writes a second.
+    `hidden_bytes` are those that a layer passes on over all these devices, and `bandwidth` the bytes that one of them
+    reads and writes a second.
     """
 
     hidden_bytes: int
-    shard: ModelSpec
     bandwidth: float
 
     def spared_seconds(self, block: Block, tensor: int) -> tuple[float, float]:
@@ -185,10 +175,10 @@ def compose_layer(
     """Compose a layer of one device; `sort` is None for embedding and head."""
     hidden = share.hidden_bytes
     again = sort is not None and sort[1]
-    forward = backward = weights = transferred = 0.0
+    forward = backward = transferred = 0.0
     host_ahead = host_behind = 0.0
     held = peak = 0
-    makeup: defaultdict[Component | Link, float] = defaultdict(float)
+    makeup: defaultdict[Component | None, float] = defaultdict(float)
     whole = 1.0 - 1.0 / mesh.tensor
     for block in blocks:
         cost = costs[block.component]
@@ -198,18 +188,17 @@ def compose_layer(
         host_behind += cost.host_behind + issued_behind + again * issued_ahead
         forward, backward = forward + first, backward + rest
         passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
-        weights += max(0.0, passed) * _weights_share(block.component, share.shard)
         makeup[block.component] += first + rest
         if cost.together is not None:  # with whatever runs again in backward
             ahead, behind = max(0.0, cost.together.forward - first), max(0.0, cost.together.backward - rest)
         else:
-            ahead, behind = block.exposed_seconds(first, passed, cost.stalled_seconds)
+            ahead, behind = block.exposed_seconds(first, passed)
             behind += again * ahead
         forward, backward, transferred = forward + ahead, backward + behind, transferred + ahead + behind
         for transfer in block.transfers:
-            makeup[transfer.link] += (3 if again else 2) * transfer.seconds
+            makeup[None] += (3 if again else 2) * transfer.seconds
         if block.overlap is not None:
-            makeup[block.overlap.link] += ahead + behind
+            makeup[None] += ahead + behind
         kept = round((block.sharded_outputs * whole + block.repeated_outputs) * hidden)
         peak = max(peak, held - kept + max(cost.forward_peak_bytes, cost.backward_peak_bytes))
         held += max(0, cost.saved_bytes - kept)
@@ -218,7 +207,7 @@ def compose_layer(
     transient = max(0, peak + output - saved)
     waits = any(block.overlap is not None for block in blocks)
     return LayerCost(
-        *(forward, backward, weights, transferred, host_ahead, host_behind, waits),
+        *(forward, backward, transferred, host_ahead, host_behind, waits),
         saved_bytes=saved,
         transient_bytes=transient,
         output_bytes=output,
@@ -235,16 +224,6 @@ def _passes(block: Block, cost: BlockCost, share: DeviceShare, mesh: Mesh) -> tu
     if cost.together is not None:
         return min(first, cost.together.forward), min(rest, cost.together.backward)
     return first, rest
-
-
-def _weights_share(component: Component, shard: ModelSpec) -> float:
-    """Return the share of the backward pass that computes gradients of weights, by its operations."""
-    if component.kind is not ComponentKind.ATTENTION:
-        return WEIGHTS_SHARES.get(component.kind, 0.5)
-    width = shard.num_attention_heads * shard.head_size
-    products = 2.0 * shard.hidden_size * (2 * width + 2 * shard.query_groups * shard.head_size)
-    scores = 2.0 * shard.seq_length * width
-    return products / (2.0 * products + SCORES_BACKWARD * scores)
 
 
 def stage_costs(
@@ -275,7 +254,6 @@ def stage_costs(
     return StageCosts(
         forward=sum(count * part.forward * (behind if part is layers.head else ahead) for part, count in parts),
         backward=behind * sum(count * part.backward for part, count in parts),
-        weights=behind * sum(count * part.weights for part, count in parts),
         saved_bytes=sum(count * part.saved_bytes for part, count in parts),
         transient_bytes=max(0, *(transient(part) for part, _ in parts)),
         hand_over=sent.seconds,

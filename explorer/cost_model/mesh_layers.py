@@ -76,16 +76,13 @@ class Block:
     repeated_outputs: float = 0.0
     overlap: ExpertOverlap | None = None
 
-    def exposed_seconds(self, forward: float, backward: float, stalled: float) -> tuple[float, float]:
-        """Return what transfers add to so many seconds of computation, in forward and in backward.
-
-        The device stands still for `stalled` seconds of forward, because the host waits for it.
-        """
+    def exposed_seconds(self, forward: float, backward: float) -> tuple[float, float]:
+        """Return what transfers add to so many seconds of computation, in forward and in backward."""
         if self.overlap is not None:
-            ahead, behind = self.overlap.forward_seconds(forward, stalled), self.overlap.backward_seconds(backward)
+            ahead, behind = self.overlap.forward_seconds(forward), self.overlap.backward_seconds(backward)
             return ahead - forward, behind - backward
         transferred = sum(transfer.seconds for transfer in self.transfers)
-        return transferred + stalled, transferred
+        return transferred, transferred
 
     @property
     def issued_seconds(self) -> tuple[float, float]:
@@ -113,7 +110,7 @@ class MeshBlocks:
 
 
 class MeshDecomposer:
-    """Splits the candidates of a plan into blocks; equal components of different meshes are measured once."""
+    """Splits candidates into blocks; equal components of different meshes are measured once."""
 
     def __init__(self, model: ModelSpec, request: ExplorationRequest, transfers: Transfers) -> None:
         self._model = model
@@ -121,9 +118,6 @@ class MeshDecomposer:
         self.transfers = transfers
         self._known: dict[tuple[object, ...], MeshBlocks] = {}
         self._shards: dict[int, ModelSpec] = {}
-        # A block's output and what its norm returns. Whole models gather the latter once and keep all of it for
-        # backward; Megatron keeps a part and gathers it again (Korthikanti et al., 2022, arXiv:2205.05198, 4.2.2).
-        self._sharded_outputs = 1 if request.devices.is_mesh else 2
 
     def __call__(self, point: MeshCandidate) -> MeshBlocks:
         """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
@@ -181,12 +175,12 @@ class MeshDecomposer:
 
         A block's transfers pass in both directions, so that this is one half of it.
         """
-        if size == 1 or not self._request.devices.is_mesh:
+        if size == 1:
             return ()
         tokens, loss = m * self._model.seq_length, self._request.training.loss
         chunk = min(tokens, loss.chunk_tokens) if loss.kind == "chunked" else tokens
         once, half = self.transfers.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
-        return (Transfer(half * once.seconds, once.link, half * once.host_seconds),)
+        return (Transfer(half * once.seconds, half * once.host_seconds),)
 
     def _normed(self, m: int, size: int) -> tuple[Transfer, ...]:
         """Return what ranks exchange for norms over all heads: two numbers of each token."""
@@ -214,7 +208,7 @@ class MeshDecomposer:
                 (*around, *inside),
                 parameters,
                 repeated,
-                sharded_outputs=self._sharded_outputs,
+                sharded_outputs=1,  # what its norm returns is gathered once, and kept whole for backward
                 repeated_outputs=outputs,
             )
 
@@ -239,7 +233,7 @@ class MeshDecomposer:
             shared = component(dense, policy(dense), None, part=SHARED_EXPERTS)
             parameters = count_dense_ffn(shared_expert_model(shard)) - count_norm(shard)
             # The norm's input, and its output unless ranks gather that for the shared experts alone.
-            repeated = 2 if mesh.tensor == 1 else self._sharded_outputs
+            repeated = 2 if mesh.tensor == 1 else 1
             yield spread(shared, parameters, bias, outputs=repeated / mesh.tensor)
 
     def expert_block(self, mesh: Mesh, block: Component) -> Block:

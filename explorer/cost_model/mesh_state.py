@@ -111,6 +111,4 @@ def most_held(mesh: Mesh, rank: int, number: int) -> int:
     after = mesh.pipeline - 1 - rank
     if mesh.schedule is Schedule.INTERLEAVED:
         return min(number * mesh.virtual_stages, 2 * after + (mesh.virtual_stages - 1) * mesh.pipeline + 1)
-    if mesh.schedule is Schedule.ZB_H1:
-        return min(number, mesh.pipeline)
     return min(number, after + 1)

@@ -1,4 +1,4 @@
-"""A step on a mesh, composed of the blocks of one device, of described transfers, and of a simulated pipeline."""
+"""A step on a mesh, composed of the blocks of its devices, of their transfers, and of a simulated pipeline."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ import numpy as np
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer, stage_costs
+from bexp.explorer.cost_model.mesh_costs import (
+    Costs,
+    DeviceShare,
+    LayerCost,
+    LayerCosts,
+    Makeup,
+    compose_layer,
+    stage_costs,
+)
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from bexp.explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from bexp.explorer.cost_model.pipeline_balance import balance_layers
 from bexp.explorer.cost_model.step import GatheredBytes, MemoryParts
-from bexp.explorer.cost_model.transfers import Group, Link, Transfer
+from bexp.explorer.cost_model.transfers import Group
 from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.spec.mesh import Mesh, MeshRun
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
@@ -39,10 +47,10 @@ class MeshStep:
     the optimizer and the communication add up to `seconds`. Bubbles and what stages hand over come on top with one.
 
     `compute_share`, `exchange_share` and `bubble_share` are those of all devices' time; the optimizer counts as
-    computation. `makeup` has the share of the step that hangs on each component and each link, bubbles included.
-    `layers` has the number of layers of each stage, `memory` the parts of the fullest rank. `run` is the
-    pipeline as it was simulated, None if there is none or if it was estimated; `exact` says that nothing was estimated.
-    `host_bound` says that a stage waits for its host.
+    computation. `makeup` has the share of the step that hangs on each component, and with None on
+    exchanges, bubbles included. `layers` has the number of layers of each stage, `memory` the parts of the fullest
+    rank. `run` is the pipeline as it was simulated, None if there is none or if it was estimated; `exact` says that
+    nothing was estimated. `host_bound` says that a stage waits for its host.
     """
 
     seconds: float
@@ -57,14 +65,14 @@ class MeshStep:
     memory: MemoryParts
     fullest_rank: int
     layers: tuple[int, ...]
-    makeup: dict[Component | Link, float]
+    makeup: Makeup
     exact: bool
     run: PipelineRun | None = None
     host_bound: bool = False
 
 
 class MeshComposer:
-    """Composes the steps of a plan's candidates."""
+    """Composes the steps of candidates."""
 
     def __init__(
         self,
@@ -107,7 +115,7 @@ class MeshComposer:
         ]
         parts = [layers.parts(sorts, stage, mesh.num_stages) for stage, sorts in enumerate(stage_sorts)]
         # torch's pipelines reduce gradients at the end of a step, when no activations are left.
-        is_late = self._request.devices.is_mesh and mesh.pipeline > 1
+        is_late = mesh.pipeline > 1
         spec = self._request.training.optimizer
         gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
         last_stage = mesh.num_stages - 1
@@ -122,12 +130,11 @@ class MeshComposer:
         # The rank with the most parameters exchanges and updates longest.
         held = [HeldParameters.of_rank(_each(each_stage, r, mesh)) for r in ranks]
         last = max(ranks, key=lambda r: held[r].number)
-        always, once, link = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
-        sums = (self._sum_of_tied(mesh, shard), self._sum_of_repeated(mesh, each_stage))
+        always, once = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
         update = self._optimizer_seconds(mesh, held[last], costs)
         stages = [replace(each, backward=each.backward + always / mesh.virtual_stages) for each in stages]
         seconds, simulated = self._run(stages, mesh, number, simulate=simulate)
-        at_end = once + sum(each.seconds for each in sums)
+        at_end = once + self._sum_of_tied(mesh, shard) + self._sum_of_repeated(mesh, each_stage)
         step = seconds + at_end + update
         memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
         loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
@@ -148,7 +155,7 @@ class MeshComposer:
             memory=memory,
             fullest_rank=fullest,
             layers=counts,
-            makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), sums, update, seconds, step),
+            makeup=self._makeup(_each(parts, slowest, mesh), always, at_end, update, seconds, step),
             exact=simulate or mesh.pipeline == 1,
             run=simulated,
             host_bound=any(stage.host_bound for stage in stages),
@@ -163,10 +170,8 @@ class MeshComposer:
         if simulate:
             return pipeline_seconds(stages, mesh.schedule, mesh.pipeline, number)
         fill = sum(loads) / len(loads) / mesh.virtual_stages
-        if mesh.schedule is Schedule.ZB_H1:
-            fill -= 2 * sum(stage.weights for stage in stages) / len(stages)
         hops = 2 * sum(stage.hand_over for stage in stages[:-1])
-        return number * max(loads) + (mesh.pipeline - 1) * max(0.0, fill) + hops, None
+        return number * max(loads) + (mesh.pipeline - 1) * fill + hops, None
 
     def _layers(self, point: MeshCandidate, costs: Costs) -> LayerCosts:
         """Return the costs of each sort of layer; meshes that differ in pipeline and data parallelism share them."""
@@ -175,7 +180,7 @@ class MeshComposer:
         mesh, key = point.mesh, (point.mesh.block_key, point.candidate)
         if key not in self._known:
             blocks, hidden = self._decompose(point), self._decompose.hidden_bytes(point.candidate)
-            share = DeviceShare(hidden, self._decompose.shard(mesh.tensor), self._bandwidth)
+            share = DeviceShare(hidden, self._bandwidth)
             by_sort = {sort: compose_layer(each, costs, share, mesh, sort) for sort, each in blocks.blocks.items()}
             embedding, head = (
                 compose_layer((block,), costs, share, mesh, None) for block in (blocks.embedding, blocks.head)
@@ -199,25 +204,20 @@ class MeshComposer:
             self._balanced[key] = counts, [Counter(layers.blocks.layers[begin:end]) for begin, end in cuts]
         return self._balanced[key]
 
-    def _data_parallel(
-        self, mesh: Mesh, held: HeldParameters, stages: Sequence[StageCosts]
-    ) -> tuple[float, float, Link]:
-        """Return what data parallelism adds to each micro-step and once to a step of a rank, and its slowest link."""
+    def _data_parallel(self, mesh: Mesh, held: HeldParameters, stages: Sequence[StageCosts]) -> tuple[float, float]:
+        """Return what data parallelism adds to each micro-step and once to a step of a rank."""
         if mesh.data == 1 and mesh.expert_data == 1:
-            return 0.0, 0.0, Link.INTRA_NODE
+            return 0.0, 0.0
         item = self._model.dtype.itemsize
         reduced = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
         groups = ((held.dense, Group(mesh.data, mesh.tensor)), (held.experts, Group(mesh.expert_data, mesh.expert)))
-        gathers = [self.transfers.gather(number * item, group) for number, group in groups]
-        reductions = [self.transfers.gather(number * reduced, group) for number, group in groups]
-        gather = sum(each.seconds for each in gathers)
-        reduction = sum(each.seconds for each in reductions)
-        link = max((*gathers, *reductions), key=lambda each: each.seconds).link
+        gather = sum(self.transfers.gather(number * item, group).seconds for number, group in groups)
+        reduction = sum(self.transfers.gather(number * reduced, group).seconds for number, group in groups)
         plain = mesh.sharding is Sharding.NONE
-        is_late = reduces_late(self._request, mesh)
+        is_late = reduces_late(mesh)
         # Whole gradients that are summed after backward are divided there, too: each is read and written.
         divided = held.number if is_late and plain else held.experts
-        divisions = 2 * divided * reduced / self._bandwidth if self._request.devices.is_mesh and mesh.data > 1 else 0.0
+        divisions = 2 * divided * reduced / self._bandwidth if mesh.data > 1 else 0.0
         share = held.largest / held.number
         communication = ShardingCommunication(mesh.sharding, exposed_share=share, again_share=1.0 - share)
         rest = 2 * reduction if plain else reduction
@@ -230,28 +230,27 @@ class MeshComposer:
             np.array([sum(stage.backward for stage in stages)]),
             ASSUMED_SLOWDOWN,
         )
-        return float(always[0]), float(once[0]) + (rest if is_late else 0.0) + divisions, link
+        return float(always[0]), float(once[0]) + (rest if is_late else 0.0) + divisions
 
-    def _sum_of_tied(self, mesh: Mesh, shard: ModelSpec) -> Transfer:
-        """Return the sum of a tied embedding's gradients over the first and the last rank, which have a copy each.
+    def _sum_of_tied(self, mesh: Mesh, shard: ModelSpec) -> float:
+        """Return the seconds of summing a tied embedding's gradients over the first and the last rank.
 
-        Two ranks sum by sending each other one half of the gradients, and then one half of the sum.
+        Each has a copy. Two ranks sum by sending each other one half of the gradients, and then one half of the sum.
         """
         if mesh.pipeline == 1 or not shard.tie_embeddings:
-            return Transfer(0.0)
+            return 0.0
         item = self._request.training.optimizer.gradient_dtype(shard.dtype).itemsize
         size = shard.vocab_size * shard.hidden_size * item
-        return self.transfers.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        return self.transfers.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data)).seconds
 
-    def _sum_of_repeated(self, mesh: Mesh, stages: Sequence[HeldParameters]) -> Transfer:
-        """Return the sums of gradients that tensor-parallel devices have whole, each of its heads or its tokens.
+    def _sum_of_repeated(self, mesh: Mesh, stages: Sequence[HeldParameters]) -> float:
+        """Return the seconds of summing gradients that tensor-parallel devices have whole, of their heads or tokens.
 
         A rank of a pipeline sums them stage by stage after backward; the slowest one counts.
         """
         item = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
-        sums = [self.transfers.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
-        seconds = max(sum(each.seconds for each in _each(sums, r, mesh)) for r in range(mesh.pipeline))
-        return Transfer(2 * seconds, sums[0].link)
+        sums = [self.transfers.gather(stage.repeated * item, Group(mesh.tensor, 1)).seconds for stage in stages]
+        return 2 * max(sum(_each(sums, r, mesh)) for r in range(mesh.pipeline))
 
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
@@ -279,53 +278,52 @@ class MeshComposer:
             else:
                 activations = max(0, run.peak_bytes[rank] - transient)
             spec = self._request.training.optimizer
-            activations += received * number * self._num_received(mesh, rank)
+            activations += received * number * _num_received(mesh, rank)
             beside = transient + self._workspaces
             memory.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
         fullest = max(range(mesh.pipeline), key=lambda r: memory[r].total)
         return memory[fullest], fullest
 
-    def _num_received(self, mesh: Mesh, rank: int) -> int:
-        """Return how many buffers of hidden states a rank of torch's pipelines has for each micro-batch.
-
-        `torch.distributed.pipelining` allocates one for each input and each gradient that a stage receives, for all
-        micro-batches of a step. Other pipelines, which plans are for, receive into activations alone.
-        """
-        stages = range(rank, mesh.num_stages, mesh.pipeline) if self._request.devices.is_mesh else ()
-        return sum((stage > 0) + (stage < mesh.num_stages - 1) for stage in stages)
-
     def _makeup(
         self,
         parts: Sequence[Sequence[tuple[LayerCost, int]]],
-        reduced: tuple[float, float, Link],
-        sums: Sequence[Transfer],
+        always: float,
+        at_end: float,
         update: float,
         pipeline: float,
         step: float,
-    ) -> dict[Component | Link, float]:
-        """Return the share of the step that hangs on each component and link; bubbles are shared out like work."""
-        seconds_by_key: defaultdict[Component | Link, float] = defaultdict(float)
+    ) -> Makeup:
+        """Return the share of the step that hangs on each part; bubbles are shared out like work."""
+        seconds_by_key: defaultdict[Component | None, float] = defaultdict(float)
         for part, count in (each for stage in parts for each in stage):
             for key, spent in part.makeup.items():
                 seconds_by_key[key] += count * spent
-        always, once, link = reduced
-        seconds_by_key[link] += always
+        seconds_by_key[None] += always
         scale = pipeline / sum(seconds_by_key.values())
-        shares = {key: scale * seconds / step for key, seconds in seconds_by_key.items() if seconds > 0}
-        for passed, spent in ((link, once), *((each.link, each.seconds) for each in sums)):
-            shares[passed] = shares.get(passed, 0.0) + spent / step
+        shares = {key: scale * seconds / step for key, seconds in seconds_by_key.items()}
+        shares[None] += at_end / step
         shares[self._optimizer] = update / step
         return shares
 
 
-def reduces_late(request: ExplorationRequest, mesh: Mesh) -> bool:
+def _num_received(mesh: Mesh, rank: int) -> int:
+    """Return how many buffers of hidden states a rank has for each micro-batch.
+
+    `torch.distributed.pipelining` allocates one for each input and each gradient that a stage receives, for all
+    micro-batches of a step.
+    """
+    stages = range(rank, mesh.num_stages, mesh.pipeline)
+    return sum((stage > 0) + (stage < mesh.num_stages - 1) for stage in stages)
+
+
+def reduces_late(mesh: Mesh) -> bool:
     """Whether gradients are reduced over replicas after the last micro-batch, when no backward hides it.
 
     Whole models of pipelines do so, because torch's schedules reduce when all micro-batches are through. So do those of
     shared experts, unless they are sharded. Other replicas reduce while backward goes on. Tensor-parallel devices that
     have the same experts are replicas of these alone.
     """
-    if not request.devices.is_mesh or mesh.data == mesh.expert_data == 1:
+    if mesh.data == mesh.expert_data == 1:
         return False
     return mesh.pipeline > 1 or (mesh.expert > 1 and mesh.sharding is Sharding.NONE)
 

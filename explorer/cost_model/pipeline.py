@@ -16,15 +16,14 @@ SETTLED_ROUNDS = 4
 class StageCosts:
     """Seconds and bytes of one stage for one micro-batch.
 
-    `backward` includes the gradients of the weights, which take `weights` of it. `saved_bytes` are held from the
-    beginning of forward to the end of backward, and `transient_bytes` are alive beside them while a pass runs.
+    `saved_bytes` are held from the beginning of forward to the end of backward, and `transient_bytes` are alive beside
+    them while a pass runs.
     `hand_over` are the seconds in which the output, or its gradient, reaches the next stage. `host_bound` says that
     the host, not the device, sets the pace.
     """
 
     forward: float
     backward: float
-    weights: float = 0.0
     saved_bytes: int = 0
     transient_bytes: int = 0
     hand_over: float = 0.0
@@ -79,7 +78,6 @@ def simulate_pipeline(
     if rest or not virtual_stages:
         raise ValueError(f"{len(stages)} stages are no multiple of {num_ranks} ranks")
     orders = [rank_order(schedule, r, num_ranks, num_micro_batches, virtual_stages) for r in range(num_ranks)]
-    splits = schedule is Schedule.ZB_H1
     ended: dict[PipelineAction, float] = {}
     place, free = [0] * num_ranks, [0.0] * num_ranks
     passes: list[TimedPass] = []
@@ -94,14 +92,14 @@ def simulate_pipeline(
                 if ready is None:
                     break
                 begin = max(free[rank], ready)
-                end = begin + _seconds(action, stages[action.stage], splits=splits)
+                end = begin + _seconds(action, stages[action.stage])
                 ended[action] = free[rank] = end
                 passes.append(TimedPass(rank, action, begin, end))
                 place[rank] += 1
             if place[rank] == len(order):
                 waiting.discard(rank)
         assert len(passes) > before, "no schedule waits for itself"
-    peaks = tuple(_peak_bytes(order, stages, splits=splits) for order in orders)
+    peaks = tuple(_peak_bytes(order, stages) for order in orders)
     busy = [0.0] * num_ranks
     for done in passes:
         busy[done.rank] += done.end - done.begin
@@ -129,8 +127,6 @@ def pipeline_seconds(
 def _ready(action: PipelineAction, ended: dict[PipelineAction, float], stages: Sequence[StageCosts]) -> float | None:
     """Return when the input of a pass is there; None if that is not known yet."""
     kind, stage, micro_batch = action
-    if kind is Pass.WEIGHTS:
-        return ended.get(PipelineAction(Pass.BACKWARD, stage, micro_batch))
     own, other = 0.0, stage - 1
     if kind is Pass.BACKWARD:
         forward_end = ended.get(PipelineAction(Pass.FORWARD, stage, micro_batch))
@@ -143,23 +139,18 @@ def _ready(action: PipelineAction, ended: dict[PipelineAction, float], stages: S
     return None if received is None else max(own, received + stages[min(stage, other)].hand_over)
 
 
-def _seconds(action: PipelineAction, costs: StageCosts, *, splits: bool) -> float:
-    if action.kind is Pass.FORWARD:
-        return costs.forward
-    if action.kind is Pass.WEIGHTS:
-        return costs.weights
-    return costs.backward - costs.weights if splits else costs.backward
+def _seconds(action: PipelineAction, costs: StageCosts) -> float:
+    return costs.forward if action.kind is Pass.FORWARD else costs.backward
 
 
-def _peak_bytes(order: Sequence[PipelineAction], stages: Sequence[StageCosts], *, splits: bool) -> int:
+def _peak_bytes(order: Sequence[PipelineAction], stages: Sequence[StageCosts]) -> int:
     """Return the most bytes that a rank holds."""
-    frees = Pass.WEIGHTS if splits else Pass.BACKWARD
     held = peak = 0
     for action in order:
         costs = stages[action.stage]
         if action.kind is Pass.FORWARD:
             held += costs.saved_bytes
         peak = max(peak, held + costs.transient_bytes)
-        if action.kind is frees:
+        if action.kind is Pass.BACKWARD:
             held -= costs.saved_bytes
     return peak

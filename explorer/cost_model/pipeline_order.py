@@ -2,8 +2,7 @@
 
 A pipeline of p ranks cuts the model into p * v stages, of which rank r holds r, r + p, r + 2p and so on: its v local
 stages. The orders are those of `torch.distributed.pipelining`: 1F1B (Narayanan et al., 2021, arXiv:2104.04473, section
-2.2.1), interleaved 1F1B (the same, section 2.2.2) and ZB-H1 (Qi et al., 2023, arXiv:2401.10241, section 2.3), which
-torch calls ZB1P.
+2.2.1) and interleaved 1F1B (the same, section 2.2.2).
 """
 
 from __future__ import annotations
@@ -16,15 +15,10 @@ from bexp.explorer.spec.mesh import Schedule
 
 
 class Pass(StrEnum):
-    """What a rank does with one micro-batch in one stage.
-
-    `backward` computes the gradients of input and weights, or of the input alone in a schedule that computes those of
-    the weights later, as `weights`.
-    """
+    """What a rank does with one micro-batch in one stage."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    WEIGHTS = "W"
 
 
 class PipelineAction(NamedTuple):
@@ -60,22 +54,13 @@ def rank_order(
     ahead = (2 if interleaved else 1) * (num_ranks - 1 - rank) + (virtual_stages - 1) * per_round
     warm_up = min(total, ahead)
 
-    def forwards() -> Iterator[PipelineAction]:
-        return _passes(Pass.FORWARD, range(virtual_stages), rank, num_ranks, per_round, total)
-
-    def backwards(kind: Pass) -> Iterator[PipelineAction]:
-        return _passes(kind, range(virtual_stages - 1, -1, -1), rank, num_ranks, per_round, total)
-
-    forward, backward, weights = forwards(), backwards(Pass.BACKWARD), backwards(Pass.WEIGHTS)
+    forward = _passes(Pass.FORWARD, range(virtual_stages), rank, num_ranks, per_round, total)
+    backward = _passes(Pass.BACKWARD, range(virtual_stages - 1, -1, -1), rank, num_ranks, per_round, total)
     order = [next(forward) for _ in range(warm_up)]
     for done in range(total):
         if done < total - warm_up:
             order.append(next(forward))
         order.append(next(backward))
-        if schedule is Schedule.ZB_H1 and done >= rank:
-            order.append(next(weights))
-    if schedule is Schedule.ZB_H1:
-        order += weights
     return tuple(order)
 
 

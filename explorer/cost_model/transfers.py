@@ -1,4 +1,4 @@
-"""Seconds of transfers over links that a request describes.
+"""Seconds of transfers between devices, interpolated between the sizes that were measured.
 
 Devices are numbered so that tensor-parallel ones are neighbours, then data-parallel ones, then the ranks of a pipeline,
 as Megatron-Core and torchtitan number them. A group of `size` devices lies `stride` apart.
@@ -6,32 +6,28 @@ as Megatron-Core and torchtitan number them. A group of `size` devices lies `str
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
-from bexp.explorer.spec.fabric import FabricSpec, LinkSpec
+import numpy as np
 
-GIGA = 1e9
-MICRO = 1e-6
+from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
+from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.request import ExplorationRequest
 
-
-class Link(StrEnum):
-    """The slowest link that a transfer passes."""
-
-    INTRA_NODE = "intra_node"
-    INTER_NODE = "inter_node"
-    DEVICES = "devices"
-    """Whatever links the devices of a worker, on which transfers were measured."""
+SMALLEST_BYTES = 1 << 16
+SIZES = 4
+"""Sizes of each operation, from the smallest to the largest, with equal ratios between them."""
+LARGEST_BYTES = 1 << 28
+ASSUMED_BYTES_PER_SECOND = {"cuda": 1e11, "cpu": 1e9}
+"""The rate that meshes are ranked by until transfers are measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The seconds of one transfer; `link` sets its pace. The host issues it in `host_seconds`, where that is known."""
+    """The seconds of one transfer. The host issues it in `host_seconds`."""
 
     seconds: float
-    link: Link = Link.INTRA_NODE
     host_seconds: float = 0.0
 
 
@@ -43,87 +39,81 @@ class Group:
     stride: int
 
 
-class Transfers(ABC):
-    """The seconds of transfers."""
+def transfer_components(request: ExplorationRequest, meshes: Iterable[Mesh]) -> tuple[Component, ...]:
+    """Return what must be measured, so that the transfers of all `meshes` are known."""
+    model = request.shapes
+    hidden = max(request.space.mesh_micro_batch_sizes) * model.seq_length * model.hidden_size * model.dtype.itemsize
+    largest = min(LARGEST_BYTES, max(hidden, 4 * SMALLEST_BYTES))
+    both = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
+    wanted: dict[tuple[Operation, Group], None] = {}
+    for mesh in meshes:
+        groups = [(operation, Group(mesh.tensor, 1)) for operation in both]
+        groups += [(operation, Group(mesh.data, mesh.tensor)) for operation in both]
+        groups.append((Operation.SEND, Group(mesh.pipeline, mesh.tensor * mesh.data)))
+        if mesh.expert > 1:
+            groups.append((Operation.ALL_TO_ALL, Group(mesh.expert, 1)))
+            groups += [(operation, Group(mesh.expert_data, mesh.expert)) for operation in both]
+            if mesh.shadowed_experts:
+                groups.append((Operation.BROADCAST, Group(mesh.expert, 1)))
+        wanted |= dict.fromkeys(each for each in groups if each[1].size > 1)
+    sizes = np.geomspace(SMALLEST_BYTES, largest, SIZES).round().astype(int).tolist()
+    return tuple(
+        Component(
+            kind=ComponentKind.EXCHANGE,
+            micro_batch_size=0,
+            exchange=ExchangeSpec(operation=operation, size=group.size, stride=group.stride, num_bytes=size),
+        )
+        for operation, group in wanted
+        for size in sizes
+    )
 
-    @abstractmethod
+
+class Transfers:
+    """The transfers of the worker's devices.
+
+    Between two measured sizes, seconds are interpolated in proportion to the bytes. Above the largest they grow with
+    the bytes, and below the smallest they are those of the smallest. What is not measured yet has an assumed rate. On a
+    CPU the host issues a transfer within its seconds.
+    """
+
+    def __init__(self, measured: Mapping[ExchangeSpec, tuple[float, float]], device_kind: str) -> None:
+        """`measured` are the seconds of the device and those of the host."""
+        self._host_issues = device_kind != "cpu"
+        self._assumed = ASSUMED_BYTES_PER_SECOND[device_kind]
+        points: dict[tuple[Operation, Group], list[tuple[int, float, float]]] = {}
+        for asked, seconds in measured.items():
+            key = asked.operation, Group(asked.size, asked.stride)
+            points.setdefault(key, []).append((asked.num_bytes, *seconds))
+        self._points = {key: sorted(values) for key, values in points.items()}
+
     def gather(self, size_bytes: float, group: Group) -> Transfer:
-        """Return an all-gather, or a reduce-scatter, after which a device has had `size_bytes` in all."""
+        """Return an all-gather, or a reduce-scatter, after which a device has had `size_bytes` in all: their mean."""
+        gathered = self._transfer(Operation.ALL_GATHER, size_bytes, group)
+        scattered = self._transfer(Operation.REDUCE_SCATTER, size_bytes, group)
+        return Transfer(
+            (gathered.seconds + scattered.seconds) / 2, (gathered.host_seconds + scattered.host_seconds) / 2
+        )
 
-    @abstractmethod
     def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
         """Return a transfer in which the busiest device sends or receives `size_bytes`, an equal part for each."""
-
-    @abstractmethod
-    def send(self, size_bytes: float, ranks: Group) -> Transfer:
-        """Return what a rank of a pipeline sends to the next; the slowest pair of ranks counts."""
-
-    @abstractmethod
-    def broadcast(self, size_bytes: float, group: Group) -> Transfer:
-        """Return what copies `size_bytes` of one device to all others of a group, or sums theirs at that device."""
-
-
-class Fabric(Transfers):
-    """The transfers of a described machine."""
-
-    def __init__(self, spec: FabricSpec) -> None:
-        self._spec = spec
-
-    def gather(self, size_bytes: float, group: Group) -> Transfer:
-        """Return an all-gather, or a reduce-scatter, after which a device has had `size_bytes` in all.
-
-        A ring passes (n - 1) / n of them over each device's links. Between nodes it uses the adapters of all members
-        that a node has. Latency is that of a tree.
-        """
-        if group.size == 1 or not size_bytes:
-            return Transfer(0.0)
-        within = self._within(group)
-        moved = size_bytes * (group.size - 1) / group.size
-        hops = math.ceil(math.log2(group.size))
-        node = self._spec.intra_node
-        if within == group.size:
-            return Transfer(moved / _rate(node) + hops * MICRO * node.microseconds)
-        link = self._between()
-        rate = within * _rate(link) if within == 1 else min(_rate(node), within * _rate(link))
-        return Transfer(moved / rate + hops * MICRO * link.microseconds, Link.INTER_NODE)
-
-    def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
-        """Return a transfer in which the busiest device sends or receives `size_bytes`, an equal part for each."""
-        if group.size == 1 or not size_bytes:
-            return Transfer(0.0)
-        within, node = self._within(group), self._spec.intra_node
-        near = size_bytes * (within - 1) / group.size / _rate(node) + MICRO * node.microseconds
-        if within == group.size:
-            return Transfer(near)
-        link = self._between()
-        far = size_bytes * (group.size - within) / group.size / _rate(link) + MICRO * link.microseconds
-        return Transfer(max(near, far), Link.INTER_NODE if far >= near else Link.INTRA_NODE)
+        return self._transfer(Operation.ALL_TO_ALL, size_bytes, group)
 
     def send(self, size_bytes: float, ranks: Group) -> Transfer:
         """Return what a rank of a pipeline sends to the next; the slowest pair of ranks counts."""
-        if ranks.size == 1:
-            return Transfer(0.0)
-        node = self._spec.intra_node
-        if ranks.size * ranks.stride <= node.devices:
-            return Transfer(size_bytes / _rate(node) + MICRO * node.microseconds)
-        link = self._between()
-        return Transfer(size_bytes / _rate(link) + MICRO * link.microseconds, Link.INTER_NODE)
+        return self._transfer(Operation.SEND, size_bytes, ranks)
 
     def broadcast(self, size_bytes: float, group: Group) -> Transfer:
-        """Return what copies `size_bytes` of one device to all others of a group, or sums theirs at that device.
+        """Return what copies `size_bytes` of one device to all others of a group; their sum takes as long."""
+        return self._transfer(Operation.BROADCAST, size_bytes, group)
 
-        All bytes pass each device's links; of a gather, the (n - 1) / n do that a device lacks.
-        """
-        return Transfer(0.0) if group.size == 1 else self.gather(size_bytes * group.size / (group.size - 1), group)
-
-    def _within(self, group: Group) -> int:
-        """Return how many members of a group a node has."""
-        return max(1, min(group.size, self._spec.intra_node.devices // group.stride))
-
-    def _between(self) -> LinkSpec:
-        assert self._spec.inter_node is not None, "the request is refused without it"
-        return self._spec.inter_node
-
-
-def _rate(link: LinkSpec) -> float:
-    return GIGA * link.gigabytes_per_second
+    def _transfer(self, operation: Operation, size_bytes: float, group: Group) -> Transfer:
+        if group.size == 1 or not size_bytes:
+            return Transfer(0.0)
+        points = self._points.get((operation, group))
+        if points is None:
+            return Transfer(size_bytes / self._assumed)
+        sizes, seconds, hosts = zip(*points, strict=True)
+        host = float(np.median(hosts)) if self._host_issues else 0.0
+        if size_bytes > sizes[-1]:
+            return Transfer(float(seconds[-1] * size_bytes / sizes[-1]), host)
+        return Transfer(float(np.interp(size_bytes, sizes, seconds)), host)

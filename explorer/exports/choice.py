@@ -114,7 +114,7 @@ def _choose_mesh(
     known: Recommendation,
     plan: MeshPlan,
 ) -> Choice:
-    """Return the recommended candidate of a plan, or the best in plain mode, if the recommended one is in another.
+    """Return the recommended candidate of a mesh, or the best in plain mode, if the recommended one is in another.
 
     Raises ExportError if `trainer` cannot be told its mesh.
     """
@@ -124,11 +124,9 @@ def _choose_mesh(
         same = {name: getattr(plain, name) for name in ("mesh", "layers_per_stage", "num_micro_batches")}
         plan = plan.model_copy(update=same)
     mesh = plan.mesh
-    if not mesh.is_data_parallel and not trainer.schedules:
+    if not mesh.is_data_parallel and not trainer.meshes:
         raise ExportError(f"{trainer.title} cannot be told a mesh ({mesh.describe()}); megatron and torchtitan can.")
     missing = find_missing(trainer, candidate, request, report)
-    if mesh.schedule is not None and mesh.schedule not in trainer.schedules:
-        missing["schedule"] = f"the pipeline schedule '{mesh.schedule}'"
     steps, is_own = plan.num_micro_batches, plain is None
     return Choice(candidate, steps, rate, missing, is_own=is_own, confidence=known.confidence, loss=loss, plan=plan)
 

@@ -60,7 +60,7 @@ def header_lines(
     if choice.plan is not None:
         lines.append(
             f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
-            f"{', '.join(map(str, choice.plan.layers_per_stage))}; exchanges follow from a described fabric"
+            f"{', '.join(map(str, choice.plan.layers_per_stage))}"
         )
     lines += _lost(name, request, known, choice, report)
     if is_own_code(request):

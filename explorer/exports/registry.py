@@ -63,7 +63,7 @@ def find_format(name: str) -> Format:
 def formats_for(recommendation: Recommendation, request: ExplorationRequest | None = None) -> list[str]:
     """Return the names of the formats that can hold an answer to `request`, if it is known.
 
-    Few trainers can be told the mesh of a plan, or the capacity of experts, and some can be told neither LoRA nor what
+    Few trainers can be told a mesh of devices, or the capacity of experts, and some can be told neither LoRA nor what
     becomes of texts of unequal length, or pack a micro-batch otherwise than was measured. From an evaluation follows no
     training.
     """
@@ -78,7 +78,7 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
     return [
         name
         for name, known in FORMATS.items()
-        if (not has_mesh or TRAINERS[known.trainer].schedules)
+        if (not has_mesh or TRAINERS[known.trainer].meshes)
         and (not drops or TRAINERS[known.trainer].capacity)
         and TRAINERS[known.trainer].lacks_adapters(lora) is None
         and (batching is None or batching in TRAINERS[known.trainer].batchings)

@@ -17,8 +17,6 @@ from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import Sharding
 
-SCHEDULES = {Schedule.INTERLEAVED: "Interleaved1F1B"}
-"""torch's names of the schedules that are not 1F1B."""
 VARIABLE = "TORCHTITAN_FLAGS"
 
 Flags = list[tuple[str, ...]]
@@ -105,7 +103,7 @@ def _mesh_flags(plan: MeshPlan | None) -> Flags:
     mesh = plan.mesh
     flags: Flags = [("--parallelism.tensor_parallel_degree", str(mesh.tensor))]
     if mesh.pipeline > 1:
-        schedule = SCHEDULES.get(mesh.schedule or Schedule.ONE_F_ONE_B, "1F1B")
+        schedule = "Interleaved1F1B" if mesh.schedule is Schedule.INTERLEAVED else "1F1B"
         flags.append(("--parallelism.pipeline_parallel_degree", str(mesh.pipeline)))
         flags.append(("--parallelism.pipeline_parallel_schedule", schedule))
     if mesh.expert > 1:

@@ -36,7 +36,7 @@ BTA_FLAGS = {
 BEYOND_CEREBRAS = frozenset(
     {
         *("trainer", "recompute", "attention_backends", "expert_backends", "execution", "executions", "losses"),
-        *("kernels", "sharding_levels", "context_parallel", "parallelism", "fabric", "capacity_factors", "target"),
+        *("kernels", "sharding_levels", "context_parallel", "parallelism", "capacity_factors", "target"),
     }
 )
 """Fields of a request that an answer for Cerebras' trainer has no place for."""

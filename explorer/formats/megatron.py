@@ -83,13 +83,13 @@ def translate_arguments(arguments: Section, given: Mapping[str, Any], beside: Ma
     """Set the model, the batch and the training state from Megatron's arguments.
 
     `given` holds the fields of the model that an override sets, which the arguments may then lack. `beside` holds
-    `fabric`, `recompute` and `execution` of the request, null where it has none.
+    `recompute` and `execution` of the request, null where it has none.
     """
     arguments.refuse_where_set(REFUSED)
     for key, name in PARALLEL_SIZES.items():
         arguments.take(key, ("parallelism", name), 1)
     sizes = [arguments.translation.get("parallelism", name) for name in PARALLEL_SIZES.values()]
-    is_mesh = beside["fabric"] is not None or sizes != [1] * len(sizes)
+    is_mesh = sizes != [1] * len(sizes)
     if (size := arguments.integer("context_parallel_size", 1)) not in (None, 1):
         arguments.translation.put(("context_parallel", "sizes"), [size], arguments.at("context_parallel_size"))
     _take_shapes(arguments)

@@ -219,7 +219,7 @@ def _translate_arguments(
     """Read Megatron's flags under `megatron`, or a NeMo YAML, and return the fields beside them."""
     model = changes.get("model")
     given = model if isinstance(model, Mapping) else {}
-    beside = {key: _choose(changes, document, key) for key in ("fabric", "recompute", "execution")}
+    beside = {key: _choose(changes, document, key) for key in ("recompute", "execution")}
     if "megatron" not in document:
         nemo.translate_nemo(document, translation, given, beside)
         return {key: value for key, value in document.items() if key not in nemo.TOP_KEYS}

@@ -58,15 +58,11 @@ class ComponentFigures(Frozen):
     micro-step, and `host_once_seconds` the additional time in the first and the last micro-step of a step, for the
     whole model. `slowdown` and `host_once_seconds` are null for other components.
 
-    `stalled_seconds` is what the device stands still in forward, because the host waits for it in the middle of the
-    block and only then issues the rest. `waiting_forward_seconds` is what passes in one of several forwards in a row,
-    each with its wait. The other seconds are without the wait. Both are null if the host never waits.
-
-    Devices that share experts also run the block together, with its exchanges issued as in training.
-    `together_forward_seconds` and `together_backward_seconds` are then the device's, the wait included, and
-    `waiting_forward_seconds` is that of such a row. The host issues backward in `together_host_backward_seconds`. The
-    other seconds are of a device alone, which copies its own rows in place of exchanges. The three are null for all
-    other components.
+    Devices that share experts also run the block together, with its exchanges issued as in training: the host waits for
+    the device in the middle of the block and only then issues the rest. `together_forward_seconds` and
+    `together_backward_seconds` are then the device's, the wait included, and `waiting_forward_seconds` is what passes
+    in one of several forwards in a row. The host issues backward in `together_host_backward_seconds`. The other seconds
+    are of a device alone, which copies its own rows in place of exchanges. The four are null for all other components.
 
     Where texts have unequal lengths, seconds are the mean over an epoch's micro-batches, and bytes those of the
     longest. `batches` are the micro-batches that were measured, as in `TextBatches.measured`. `new_width_seconds` is
@@ -83,7 +79,6 @@ class ComponentFigures(Frozen):
     backward_peak_bytes: Bytes
     slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
     host_once_seconds: Seconds | None = None
-    stalled_seconds: Seconds | None = Field(None, exclude_if=is_null)
     waiting_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     together_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     together_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)

@@ -1,8 +1,8 @@
-"""What a plan says of its mesh, beside what every recommendation says of its candidate."""
+"""What a recommendation says of a mesh of devices, beside what every one says of its candidate."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -14,13 +14,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PlanPart(Frozen):
-    """A part of the step, and where its seconds come from; bubbles are shared out among the parts."""
+    """A part of the step; bubbles are shared out among the parts."""
 
     name: str
     share: Share = Field(description="Of the step.")
-    source: Literal["measured", "predicted", "described"] = Field(
-        description="`measured` on the device, `predicted` by formulas, or computed from the fabric as `described`."
-    )
 
 
 class MeshAlternative(Frozen):
@@ -44,8 +41,8 @@ class PlainMesh(MeshAlternative):
 class PipelinePicture(Frozen):
     """What ranks of a pipeline do at the beginning of a step, which `seconds` of it are shown.
 
-    A line has a character for each of equally long times: `F` forward, `B` backward, `W` the gradients of weights where
-    the schedule computes them by themselves, and `.` waiting. Every second micro-batch has small letters.
+    A line has a character for each of equally long times: `F` forward, `B` backward, and `.` waiting. Every second
+    micro-batch has small letters.
     """
 
     seconds: float
@@ -63,7 +60,6 @@ class MeshPlan(Frozen):
     compute_share: Share
     exchange_share: Share
     bubble_share: Share
-    measured_share: Share = Field(description="Share of the step whose seconds were measured; confidence ends at it.")
     layers_per_stage: tuple[int, ...]
     fullest_rank: int = Field(description="The rank of the pipeline whose memory the answer states, from 0.")
     parts: tuple[PlanPart, ...] = ()

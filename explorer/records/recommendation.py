@@ -237,7 +237,7 @@ class Recommendation(Frozen):
     weights: tuple[WeightBytes, ...] = Field(
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
     )
-    plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
+    plan: MeshPlan | None = Field(None, description="The mesh of devices. Null if the request has none.")
 
     @property
     def expected_tokens_per_second(self) -> float:
@@ -276,7 +276,7 @@ class Relaxation(Frozen):
     """A change to a request for which nothing fits; after it, something is predicted to fit."""
 
     kind: RelaxationKind = Field(
-        description="`options` admits what the request excludes, `parallelism` is that of a plan, and `several` are "
+        description="`options` admits what the request excludes, `parallelism` is that of a mesh, and `several` are "
         "changes together."
     )
     change: str = Field(description="In words.")

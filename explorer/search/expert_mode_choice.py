@@ -22,7 +22,7 @@ SPARED = 0.01
 class ExpertModeChoice:
     """Turns a candidate in plain mode into one for each expert mode that the request explores.
 
-    Routing decides how many experts are worth a copy, and the fabric how many chunks are worth their smaller matrix
+    Routing decides how many experts are worth a copy, and the links how many chunks are worth their smaller matrix
     products. Both depend on the expert block alone, which formulas time for every number that the request allows.
     """
 
@@ -99,8 +99,6 @@ class ExpertModeChoice:
             tensor_parallel_size=mesh.tensor,
         )
         block = self._decompose.expert_block(mesh, component)
-        share = DeviceShare(
-            self._decompose.hidden_bytes(candidate), self._decompose.shard(mesh.tensor), self._bandwidth
-        )
+        share = DeviceShare(self._decompose.hidden_bytes(candidate), self._bandwidth)
         costs = {block.component: self._predict(block.component)}
         return compose_layer((block,), costs, share, mesh, (LayerKind.MOE, whole)).seconds

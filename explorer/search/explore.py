@@ -60,7 +60,7 @@ def explore(
         yield Progress(events=(end_event(answer, request.budget.confidence_target),), answer=answer)
         return
     request = _as_commanded(request, report)
-    models = (request.shapes,) if request.devices.has_mesh else explored_models(request, report)
+    models = (request.shapes,) if request.devices.is_mesh else explored_models(request, report)
     executor = executor_of(measure)
     trial_history = TrialHistory(history, request.budget, len(models))
     answers = []
@@ -93,7 +93,7 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
     )
     log = ProgressLog(is_main=context.is_main)
     try:
-        space = MeshSpace(context, log) if context.request.devices.has_mesh else open_candidates(context, prune, log)
+        space = MeshSpace(context, log) if context.request.devices.is_mesh else open_candidates(context, prune, log)
     except EmptySpaceError as error:
         return answer.model_copy(update={"reason": str(error)})
     if space is None:

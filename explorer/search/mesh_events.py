@@ -5,25 +5,25 @@ from __future__ import annotations
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.step import GIB
-from bexp.explorer.cost_model.transfers import GIGA
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.event_messages import size_text
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 
+GIGA = 1e9
+
 
 def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) -> list[EventDraft]:
     """Return what the space of meshes is, how many candidates are considered at first, and its base."""
     request, limit = space.request, space.limit_bytes / GIB
-    devices = "devices" if request.devices.is_mesh else "described devices"
     summary = space.summarize()
     events = [
         EventDraft(
             code=EventCode.SPACE,
             message=(
                 f"{request.shapes.name}: {count_parameters(request.shapes):,} parameters on {request.num_devices:,} "
-                f"{devices}, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
+                f"devices, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
                 f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
             ),
             data={**summary, "memory_limit_bytes": space.limit_bytes},

@@ -16,7 +16,7 @@ from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, 
 from bexp.explorer.cost_model.mesh_step import MeshComposer, MeshStep
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost_model.step import memory_limit, required_bytes
-from bexp.explorer.cost_model.transfers import Fabric, Transfers
+from bexp.explorer.cost_model.transfers import Transfers, transfer_components
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
@@ -27,7 +27,6 @@ from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.legal_meshes import legal_meshes
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.surrogate.measured_transfers import MeasuredTransfers, transfer_components
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""
@@ -67,7 +66,7 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     points = []
     meshes = legal_meshes(request)
     for mesh in meshes[:: -(-len(meshes) // MOST_MESHES)]:
-        for m in request.space.plan_micro_batch_sizes:
+        for m in request.space.mesh_micro_batch_sizes:
             number, rest = divmod(request.effective_batch_size, mesh.data * m)
             uneven = mesh.schedule is Schedule.INTERLEAVED and number % mesh.pipeline
             if rest or number < mesh.pipeline or uneven:
@@ -127,7 +126,7 @@ class MeshKnowledge:
         try_fewer = len(plain) <= MOST_WITH_FEWER_COPIES
         in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth, try_fewer=try_fewer)
         self.candidates = tuple(each for one in plain for each in in_each_mode(one))
-        self.transfers = transfer_components(request, self._meshes) if request.devices.is_mesh else ()
+        self.transfers = transfer_components(request, self._meshes)
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
         self.factor: Callable[[MeshCandidate], float] = _as_composed
@@ -136,17 +135,17 @@ class MeshKnowledge:
         self.composer = self._compose()
 
     def _compose(self) -> MeshComposer:
-        """Return a composer with the transfers that are described, or measured until now."""
+        """Return a composer with the transfers that are measured until now."""
         request, optimizer = self.request, optimizer_component(tuple({mesh.tensor for mesh in self._meshes}))
         return MeshComposer(request.shapes, request, self._decompose(), optimizer, self.hardware)
 
     def _decompose(self) -> MeshDecomposer:
-        transfers: Transfers
-        if self.request.fabric is not None:
-            transfers = Fabric(self.request.fabric)
-        else:
-            transfers = MeasuredTransfers(self.measured.values(), self.hardware.device_kind)
-        return MeshDecomposer(self.request.shapes, self.request, transfers)
+        measured = {
+            component.exchange: (each.device_seconds, each.host_seconds)
+            for component, each in self.measured.items()
+            if component.exchange is not None
+        }
+        return MeshDecomposer(self.request.shapes, self.request, Transfers(measured, self.hardware.device_kind))
 
     @property
     def _meshes(self) -> tuple[Mesh, ...]:
@@ -324,8 +323,6 @@ def _measured_cost(measurement: ComponentMeasurement) -> BlockCost:
         forward_peak_bytes=measurement.forward_peak_bytes,
         backward_peak_bytes=measurement.backward_peak_bytes,
         relative_error=max(LEAST_ERROR, measurement.standard_error_seconds / device if device else 0.0),
-        stalled_seconds=measurement.stalled_seconds or 0.0,
-        waiting_forward_seconds=measurement.waiting_forward_seconds,
         together=_together_cost(measurement),
     )
 
@@ -334,4 +331,5 @@ def _together_cost(measurement: ComponentMeasurement) -> TogetherCost | None:
     forward, backward = measurement.together_forward_seconds, measurement.together_backward_seconds
     if forward is None or backward is None:
         return None
-    return TogetherCost(forward, backward, measurement.together_host_backward_seconds or 0.0)
+    hosts = (measurement.waiting_forward_seconds or 0.0, measurement.together_host_backward_seconds or 0.0)
+    return TogetherCost(forward, backward, *hosts)

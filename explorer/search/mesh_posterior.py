@@ -12,14 +12,10 @@ import numpy.typing as npt
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_step import MeshStep
-from bexp.explorer.cost_model.transfers import Link
 
 NUM_SAMPLES = 512
-DESCRIBED_ERROR = 0.25
-"""Expected relative error of transfers over a link that is described."""
-MEASURED_ERROR = 0.05
-"""The same over devices whose transfers were measured by themselves."""
-LINK_ERRORS = {Link.INTRA_NODE: DESCRIBED_ERROR, Link.INTER_NODE: DESCRIBED_ERROR, Link.DEVICES: MEASURED_ERROR}
+EXCHANGE_ERROR = 0.05
+"""Expected relative error of what devices exchange, which is measured by itself."""
 COMPOSITION_ERROR = 0.01
 """Expected relative error of a candidate's composed step, beside those of its parts."""
 
@@ -53,8 +49,8 @@ def sample_throughput(
 ) -> Floats:
     """Return samples of the tokens/s of each step, shape (samples, steps).
 
-    The errors of a component or a link are common to all steps that contain it. A step's seconds are taken as linear in
-    those of its parts.
+    The errors of a component, or of exchanges, are common to all steps that contain them. A step's seconds are taken as
+    linear in those of its parts.
     """
     parts = list(dict.fromkeys(part for step in steps for part in step.makeup))
     place = {part: i for i, part in enumerate(parts)}
@@ -62,7 +58,7 @@ def sample_throughput(
     for i, step in enumerate(steps):
         for part, share in step.makeup.items():
             shares_SP[i, place[part]] = share
-    errors_P = np.array([LINK_ERRORS[part] if isinstance(part, Link) else error(part) for part in parts])
+    errors_P = np.array([EXCHANGE_ERROR if part is None else error(part) for part in parts])
     factors_NP = np.exp(errors_P * np.stack([_noise(part, seed) for part in parts], axis=1))
     rng = np.random.default_rng(seed)
     known = [Expected() for _ in steps] if expected is None else expected
@@ -79,7 +75,7 @@ def sample_throughput(
     return np.asarray(rates_S / (parts_NS * composed_NS))
 
 
-def _noise(part: Component | Link, seed: int) -> Floats:
+def _noise(part: Component | None, seed: int) -> Floats:
     """Return the standard normal errors of a part, which are the same in each round of a search."""
-    name = part.value if isinstance(part, Link) else part.key
+    name = "devices" if part is None else part.key
     return np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(NUM_SAMPLES)

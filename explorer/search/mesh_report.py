@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
-from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep, reduces_late
 from bexp.explorer.cost_model.pipeline import PipelineRun, TimedPass
 from bexp.explorer.cost_model.pipeline_order import Pass
 from bexp.explorer.cost_model.token_dropping import dropped_share
-from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
@@ -22,15 +18,10 @@ from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.mesh_check import MeshChecks
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
 from bexp.explorer.spec.expert_modes import ExpertMode
-from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.request import ExplorationRequest
 
 MOST_ALTERNATIVES = 5
-LINK_NAMES = {
-    Link.INTRA_NODE: "exchange within a node",
-    Link.INTER_NODE: "exchange between nodes",
-    Link.DEVICES: "exchange between devices",
-}
 
 
 def recommend_mesh(
@@ -42,18 +33,13 @@ def recommend_mesh(
     confidence: float,
     checks: MeshChecks,
 ) -> Recommendation:
-    """Return everything that is known about the best candidate.
-
-    The confidence ends at the share of the step that was measured: what is described may be wrong altogether.
-    """
+    """Return everything that is known about the best candidate."""
     request, one = space.request, ranked[best]
     point, step = one.point, one.step
     candidate, plain = (each.sharded for each in (point, base))
     check, tokens_per_second = checks.of(point), one.tokens_per_second
     base_tokens_per_second = space.ranked(base, simulate=True).tokens_per_second
-    parts = mesh_parts(space, step)
-    measured = sum(part.share for part in parts if part.source == "measured")
-    score = min(confidence_score(confidence), math.floor(100 * measured))
+    score = confidence_score(confidence)
     required = space.required_bytes(step)
     plan = MeshPlan(
         mesh=point.mesh,
@@ -63,10 +49,9 @@ def recommend_mesh(
         compute_share=min(1.0, step.compute_share),
         exchange_share=min(1.0, step.exchange_share),
         bubble_share=min(1.0, step.bubble_share),
-        measured_share=min(1.0, measured),
         layers_per_stage=step.layers,
         fullest_rank=step.fullest_rank,
-        parts=parts,
+        parts=_parts(step),
         alternatives=_alternatives(ranked, best),
         expert_modes=compare_expert_modes(space, ranked, one),
         plain=best_plain_mesh(space, ranked, one),
@@ -109,18 +94,13 @@ def recommend_mesh(
     )
 
 
-def mesh_parts(space: MeshKnowledge, step: MeshStep) -> tuple[PlanPart, ...]:
+def _parts(step: MeshStep) -> tuple[PlanPart, ...]:
     """Return the parts of the step, the largest first."""
-    parts = []
-    for part, amount in sorted(step.makeup.items(), key=lambda item: -item[1]):
-        share = min(1.0, max(0.0, amount))
-        if isinstance(part, Component):
-            source = "measured" if part in space.measured else "predicted"
-            parts.append(PlanPart.model_validate({"name": part.key, "share": share, "source": source}))
-        elif share > 0:
-            source = "measured" if part is Link.DEVICES else "described"
-            parts.append(PlanPart.model_validate({"name": LINK_NAMES[part], "share": share, "source": source}))
-    return tuple(parts)
+    return tuple(
+        PlanPart(name="exchange between devices" if part is None else part.key, share=min(1.0, share))
+        for part, share in sorted(step.makeup.items(), key=lambda item: -item[1])
+        if share > 0
+    )
 
 
 def _dropped_share(request: ExplorationRequest, point: MeshCandidate) -> float | None:
@@ -153,16 +133,10 @@ def _notes(
     check: WholeModelCheck | None,
 ) -> tuple[str, ...]:
     number, device = space.request.num_devices, report.hardware.device_name
-    if space.request.devices.is_mesh:
-        refusal = checks.refusal(mesh)
-        why = "" if refusal is None else f" ({refusal})"
-        checked = f"it was not run whole{why}" if check is None else "it was run whole on them"
-        notes = [f"blocks and exchanges were measured on {number} x {device}; {checked}"]
-    else:
-        notes = [
-            f"a plan for {number:,} devices, whose blocks were measured on one {device}; what devices exchange "
-            "follows from the fabric of the request, and no whole model has run"
-        ]
+    refusal = checks.refusal(mesh)
+    why = "" if refusal is None else f" ({refusal})"
+    checked = f"it was not run whole{why}" if check is None else "it was run whole on them"
+    notes = [f"blocks and exchanges were measured on {number} x {device}; {checked}"]
     ran = number_of_step if check is None else check.measurement.num_micro_batches or number_of_step
     if ran < number_of_step:
         grows = ", and a pipeline's peak grows with them" if mesh.pipeline > 1 else ""
@@ -172,32 +146,18 @@ def _notes(
             "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
         )
     if mesh.expert > 1:
-        notes.append(_note_of_experts(mesh, is_mesh=space.request.devices.is_mesh))
+        notes.append("the experts' block was measured on the devices that share it, with the exchanges of their tokens")
     if mesh.expert_mode is not ExpertMode.PLAIN:
         notes.append("of the trainers only bexp's own kernels have this expert mode")
-    if mesh.schedule is Schedule.ZB_H1:
-        notes.append("which part of backward is for weights follows from its operations")
-    if reduces_late(space.request, mesh):
+    if reduces_late(mesh):
         notes.append("gradients are reduced after the last micro-batch, when no backward hides it")
     elif mesh.data > 1:
         notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
     target = space.request.budget.confidence_target
     if score < target:
-        why = "the budget ended, or the measured share of the step is no larger"
-        if space.request.devices.is_mesh:
-            why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
+        why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
         notes.append(f"the confidence is below {target}: {why}")
     return tuple(notes)
-
-
-def _note_of_experts(mesh: Mesh, *, is_mesh: bool) -> str:
-    if is_mesh:
-        return "the experts' block was measured on the devices that share it, with the exchanges of their tokens"
-    note = "an expert-parallel device is measured with the rows of the busiest one, routed among its experts"
-    if mesh.expert_mode is ExpertMode.PLAIN:
-        return note
-    slower = f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}"
-    return f"{note}; {slower}, which no run has measured"
 
 
 WIDTH = 64
@@ -210,7 +170,7 @@ WAITS = "."
 def draw_pipeline(run: PipelineRun) -> PipelinePicture:
     """Draw a run from its beginning until the first rank has run as many backward passes as there are ranks.
 
-    A character is what the rank does in the middle of its share of the time: `F`, `B` and `W` are the passes of a
+    A character is what the rank does in the middle of its share of the time: `F` and `B` are the passes of a
     micro-batch, in small letters for every second micro-batch, and `.` is waiting.
     """
     by_rank: defaultdict[int, list[TimedPass]] = defaultdict(list)

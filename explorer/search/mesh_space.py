@@ -1,8 +1,8 @@
-"""The meshes of several devices, and how each device runs its share, for a machine that is described or there.
+"""The meshes of several devices, and how each device runs its share.
 
 The space is searched in stages. Formulas rank the meshes, then the candidates of the best meshes, and those that remain
-are measured block by block, the most promising first. Meshes share most of their blocks. If the worker has the devices,
-what they exchange is measured first, and the best candidates run as whole models in the end.
+are measured block by block, the most promising first. Meshes share most of their blocks. What devices exchange is
+measured first, and the best candidates run as whole models in the end.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class MeshSpace(SearchSpace):
             candidate=self._space.candidates[row].candidate,
             components=components,
             timeout_seconds=timeout_seconds(kind, request),
-            num_processes=request.num_devices if request.devices.is_mesh else 1,
+            num_processes=request.num_devices,
             mesh_run=run,
         )
 
@@ -192,9 +192,9 @@ class MeshSpace(SearchSpace):
     # -- whole models --------------------------------------------------------------------------------------------
 
     def next_whole_model(self) -> NextCheck | None:
-        """The recommended candidate, then others that may be better, if the devices are there."""
+        """The recommended candidate, then others that may be better."""
         ranking = self._ranking
-        if ranking.best is None or not self._request.devices.is_mesh:
+        if ranking.best is None:
             return None
         known = [i for i, one in enumerate(ranking.ranked) if one.known and one.step.exact]
         points = [ranking.ranked[i].point for i in known]

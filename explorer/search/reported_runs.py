@@ -27,7 +27,6 @@ COMPARED = {
     "target_config": True,
     "mode": True,
     "num_devices": True,
-    "fabric": True,
     "parallelism": True,
     "routing": True,
     "execution": True,

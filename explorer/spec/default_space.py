@@ -21,7 +21,7 @@ def default_executions(request: ExplorationRequest, device_kind: str | None) -> 
     CUDA graphs are for training on one GPU. Lengths that differ from batch to batch would be compiled and captured
     anew, so texts of unequal length run eagerly, as does what several devices compute together.
     """
-    if _is_quick(request, device_kind) or request.lengths is not None or request.devices.has_mesh:
+    if _is_quick(request, device_kind) or request.lengths is not None or request.devices.is_mesh:
         return (Execution.EAGER,)
     if max(request.devices.context_parallel_sizes, default=1) > 1:
         return (Execution.EAGER,)

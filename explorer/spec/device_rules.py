@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.context_parallel import refuse_layout
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.legal_meshes import RUN_SCHEDULES, check_sizes
+from bexp.explorer.spec.legal_meshes import check_sizes
 from bexp.explorer.spec.target import BEXP
 from bexp.explorer.spec.training import Sharding
 
@@ -64,7 +64,7 @@ def check_sharding(request: ExplorationRequest) -> None:
 
 def check_parallelism(request: ExplorationRequest) -> None:
     """A single device has no mesh."""
-    if request.parallelism.needs_mesh is None:
+    if not request.parallelism.needs_mesh:
         return
     if request.model is None:
         raise RuleError(f"a mesh of devices needs target '{BEXP}', the reference layers", "parallelism", "target")
@@ -73,10 +73,8 @@ def check_parallelism(request: ExplorationRequest) -> None:
 
 def check_mesh(request: ExplorationRequest) -> None:
     """A mesh is for the training of a model that is described, and uses nothing that its shards do not have."""
-    reason_field = "fabric" if request.devices.is_plan else "parallelism"
     if request.target_name != BEXP or request.model is None:
-        whose = "a plan, which is a request with a fabric," if request.devices.is_plan else "a mesh of devices"
-        raise RuleError(f"{whose} needs target '{BEXP}'", reason_field, "target")
+        raise RuleError(f"a mesh of devices needs target '{BEXP}'", "parallelism", "target")
     refused = (
         (request.mode != "train", "mode", "a mesh is for training"),
         (
@@ -85,14 +83,9 @@ def check_mesh(request: ExplorationRequest) -> None:
             "a mesh has whole sequences on a device",
         ),
         (
-            request.devices.is_mesh and request.space.executions != (Execution.EAGER,),
+            request.space.executions != (Execution.EAGER,),
             "execution",
-            "devices that share a model need execution 'eager'; a plan, which has a fabric, may have 'compile'",
-        ),
-        (
-            request.space.executions not in ((Execution.EAGER,), (Execution.COMPILE,)),
-            "execution",
-            "a plan needs execution 'eager' or 'compile', and no choice between them",
+            "devices that share a model need execution 'eager'",
         ),
         (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
         (request.capacity_factors is not None, "capacity_factors", "a mesh is for one model; give one capacity factor"),
@@ -107,15 +100,4 @@ def check_mesh(request: ExplorationRequest) -> None:
     )
     for wrong, field, reason in refused:
         if wrong:
-            raise RuleError(reason, field, reason_field)
-    if request.fabric is not None:
-        request.fabric.check(request.num_devices)
-        return
-    unknown = [schedule for schedule in request.parallelism.named_schedules if schedule not in RUN_SCHEDULES]
-    if unknown:
-        raise RuleError(
-            f"schedule '{unknown[0]}' needs a fabric: only plans have it, because torch's zero-bubble pipelines run "
-            "the backward of a loss or of experts twice, once for inputs and once for weights",
-            "parallelism.schedule",
-            "fabric",
-        )
+            raise RuleError(reason, field, "parallelism")

@@ -90,7 +90,7 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
     for policy in request.recompute or ():
         if not policy.is_numbered:
             continue
-        if request.devices.has_mesh:
+        if request.devices.is_mesh:
             raise RuleError(
                 f"recompute '{policy}' is not for meshes: a pipeline cuts the layers into stages, and each has a "
                 "number of its own; the nearest are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",

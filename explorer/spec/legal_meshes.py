@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bexp.explorer.spec.base import RuleError
-from bexp.explorer.spec.mesh import MOST_VIRTUAL_STAGES, PLAN_SIZES, Mesh, Schedule
+from bexp.explorer.spec.mesh import MESH_SIZES, MOST_VIRTUAL_STAGES, Mesh, Schedule
 from bexp.explorer.spec.options import Sizes, divisors, named_sizes, nearest_sizes
 from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.model import ModelSpec
     from bexp.explorer.spec.request import ExplorationRequest
-
-RUN_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-"""The schedules that devices run if they are there, and not described by a fabric."""
 
 
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
@@ -34,7 +31,7 @@ def check_sizes(request: ExplorationRequest) -> None:
     Raises:
         RuleError: the model or the devices do not admit one; it names the nearest sizes that they do.
     """
-    for name in PLAN_SIZES:
+    for name in MESH_SIZES:
         _candidates(name, getattr(request.parallelism, name), request)
 
 
@@ -50,7 +47,7 @@ def check_meshes(request: ExplorationRequest) -> None:
 def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
     """Yield the meshes, some of them several times; there is at least one, or a RuleError."""
     asked = request.parallelism
-    dimensions = {name: _candidates(name, getattr(asked, name), request) for name in PLAN_SIZES}
+    dimensions = {name: _candidates(name, getattr(asked, name), request) for name in MESH_SIZES}
     problem: RuleError | None = None
     is_empty = True
     for tensor in dimensions["tensor"]:
@@ -66,8 +63,8 @@ def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
         raise problem or RuleError(
             "no mesh is left: virtual_stages need schedule 'interleaved' and a pipeline, and 'interleaved' needs "
             "virtual_stages above 1 and micro-batches that are a multiple of the pipeline's ranks; an expert size "
-            "divides the devices of a stage; without a fabric it needs either sharding none or as many devices in a "
-            "stage, and a pipeline needs sharding none or zero1",
+            "divides the devices of a stage, and needs either sharding none or as many devices in a stage; a pipeline "
+            "needs sharding none or zero1",
             "parallelism",
         )
 
@@ -82,7 +79,7 @@ def _meshes_of(
                 continue
             for sharding in request.space.sharding_choices:
                 level = sharding or request.training.sharding
-                if request.devices.is_mesh and not _is_run_whole(tensor, pipeline, data, expert, level):
+                if not _is_run_whole(tensor, pipeline, data, expert, level):
                     continue
                 yield Mesh(
                     tensor=tensor,
@@ -107,12 +104,6 @@ def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: 
     return expert == 1 or sharding is Sharding.NONE or tensor * data == expert
 
 
-def schedules_of(request: ExplorationRequest) -> tuple[Schedule, ...]:
-    """Return the schedules that a pipeline of the request may have: those that the devices run and the trainer has."""
-    there = tuple(Schedule) if request.devices.is_plan else RUN_SCHEDULES
-    return there if request.trainer is None else tuple(one for one in there if one in request.runner.schedules)
-
-
 def _schedules(
     request: ExplorationRequest, pipeline: int, data: int, virtual_sizes: tuple[int, ...]
 ) -> Iterator[tuple[Schedule | None, int]]:
@@ -120,7 +111,7 @@ def _schedules(
         if 1 in virtual_sizes:
             yield None, 1
         return
-    for schedule in request.parallelism.named_schedules or schedules_of(request):
+    for schedule in request.parallelism.named_schedules or Schedule:
         if schedule is not Schedule.INTERLEAVED:
             if 1 in virtual_sizes:
                 yield schedule, 1
@@ -201,11 +192,11 @@ def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> Ru
     data = devices // (tensor * pipeline)
     counts = _micro_batch_counts(request, data)
     if not counts:
-        sizes = ", ".join(map(str, request.space.plan_micro_batch_sizes[:4]))
+        sizes = ", ".join(map(str, request.space.mesh_micro_batch_sizes[:4]))
         return RuleError(
             f"batch_size ({batch}) does not divide into micro-batches of {sizes} on {data} data-parallel replicas, "
             f"which tensor {tensor} and pipeline {pipeline} leave of num_devices ({devices}): use a multiple of "
-            f"{data * request.space.plan_micro_batch_sizes[0]}",
+            f"{data * request.space.mesh_micro_batch_sizes[0]}",
             "batch_size",
             *fields,
         )
@@ -222,4 +213,4 @@ def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> Ru
 def _micro_batch_counts(request: ExplorationRequest, data: int) -> list[int]:
     """Return how many micro-batches a replica may have in a step."""
     share, rest = divmod(request.effective_batch_size, data)
-    return [share // m for m in request.space.plan_micro_batch_sizes if rest == 0 and share % m == 0]
+    return [share // m for m in request.space.mesh_micro_batch_sizes if rest == 0 and share % m == 0]

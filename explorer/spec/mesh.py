@@ -26,13 +26,11 @@ class Schedule(StrEnum):
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
-    ZB_H1 = "zb_h1"
 
 
 class ParallelismSpec(ExpertModes):
     """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
 
-    With a `fabric` the devices are described, and the request is a plan. Without one, the worker has all of them.
     `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
     that they are null in a stored one.
     """
@@ -50,9 +48,9 @@ class ParallelismSpec(ExpertModes):
     ) | None = None
 
     @property
-    def needs_mesh(self) -> str | None:
-        """The first size that may be other than 1, so that devices form meshes; None if there is none."""
-        return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
+    def needs_mesh(self) -> bool:
+        """Whether a size may be other than 1, so that devices form meshes."""
+        return any(named_sizes(getattr(self, name)) != (1,) for name in MESH_SIZES)
 
     @property
     def named_schedules(self) -> tuple[Schedule, ...]:
@@ -67,7 +65,7 @@ class ParallelismSpec(ExpertModes):
         return named_sizes(self.expert) != (1,)
 
 
-PLAN_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
+MESH_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
 
 
 class Mesh(Frozen):

@@ -12,7 +12,6 @@ from bexp.explorer.spec.config_rules import check_hugging_face_config, check_siz
 from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
-from bexp.explorer.spec.fabric import FabricSpec
 from bexp.explorer.spec.labels import Labels
 from bexp.explorer.spec.lengths import Batching, Lengths
 from bexp.explorer.spec.mesh import ParallelismSpec
@@ -181,11 +180,6 @@ class ExplorationRequest(Frozen):
         "there means the same.",
     )
     parallelism: ParallelismSpec = ParallelismSpec()
-    fabric: FabricSpec | None = Field(
-        None,
-        description="The links of a machine that nobody need have: the request is then a plan, which one device "
-        "measures part by part. A name such as `h100-nvl-ib400` stands for its links.",
-    )
     context_parallel: ContextParallelSpec = ContextParallelSpec()
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         None,
@@ -242,7 +236,7 @@ class ExplorationRequest(Frozen):
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
-        for rule in MESH_RULES if self.devices.has_mesh else RULES:
+        for rule in MESH_RULES if self.devices.is_mesh else RULES:
             rule(self)
         return self
 

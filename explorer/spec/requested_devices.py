@@ -19,20 +19,9 @@ class RequestedDevices:
     asked: ExplorationRequest
 
     @property
-    def is_plan(self) -> bool:
-        """Whether they are described, and one device measures the parts of each."""
-        return self.asked.fabric is not None
-
-    @property
     def is_mesh(self) -> bool:
-        """Whether they form meshes and the worker has all of them."""
-        several = self.asked.num_devices > 1 and not self.is_plan
-        return several and self.asked.parallelism.needs_mesh is not None
-
-    @property
-    def has_mesh(self) -> bool:
-        """Whether they form meshes, described or real."""
-        return self.is_plan or self.is_mesh
+        """Whether they form meshes."""
+        return self.asked.num_devices > 1 and self.asked.parallelism.needs_mesh
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
@@ -44,15 +33,13 @@ class RequestedDevices:
         return tuple(sorted(set(sizes)))
 
     def needed(self, available: int | None = None) -> int:
-        """Return how many devices a worker must have to explore this. A plan needs one.
+        """Return how many devices a worker must have to explore this.
 
         It needs the largest of the listed context-parallel sizes. With `explore` it needs two devices that can share a
         sequence, or as many as it began with, which `available` says, so that a resumed exploration finds the same.
         An exploration that began with all its devices needs them all, because what they exchange is part of what it
         learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
         """
-        if self.is_plan:
-            return 1
         every = self.asked.num_devices
         if self.is_mesh or len(self.asked.space.sharding_choices) > 1:
             return every

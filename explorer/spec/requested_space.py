@@ -69,8 +69,8 @@ class RequestedSpace:
         return () if choice == "auto" else LADDER
 
     @property
-    def plan_micro_batch_sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes that a plan considers, ascending. A plan takes what divides, so `auto` has them all."""
+    def mesh_micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes of meshes, ascending. These take what divides the batch, so `auto` has them all."""
         return self._named_micro_batch_sizes or LADDER
 
     def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.fabric import expand_fabric
 from bexp.explorer.spec.lengths import expand_lengths
 from bexp.explorer.spec.trainer_rules import expand_trainer
 from bexp.explorer.spec.training import Sharding
@@ -147,7 +146,6 @@ def expand_shorthands(data: dict[str, Any]) -> dict[str, Any]:
         RuleError: a field is given in both ways.
     """
     for expand in (
-        expand_fabric,
         expand_parallelism,
         expand_query_groups,
         expand_capacity_factors,

@@ -9,7 +9,6 @@ from typing import Literal
 
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.lengths import PACKED, Batching
-from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.optimizers import LibraryOptimizer
 from bexp.explorer.spec.target import TRANSFORMERS
@@ -65,20 +64,20 @@ class Trainer:
     Kernels have the transformers library's names. What the trainer uses by itself need not be named: attention and
     experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
     `groups_N`. A share of the layers `is_every_nth`, where the first of them are measured: only layers of one kind make
-    both the same. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any
-    cannot be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
-    `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
-    those of single parameters, such as experts in one tensor, `sharded_adapters` that it can shard a model which has
-    them in a number format of their own, `fractional_alpha` that their alpha need be no whole number, `optimizers` that
-    it can be told those of other libraries, and `host_optimizer` that it can be told one that steps in the host's
-    memory. It `flattens` a packed micro-batch into one row for any attention; `largest_packed` has the largest
-    micro-batch that an attention packs as it was measured, where that is limited. `targets` are the targets whose
-    measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
-    what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
-    routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
-    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which stay
-    plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so. With
-    `float32_gradients`, those of half-precision weights are summed in float32.
+    both the same. `layouts` are those of context parallelism. `meshes` says that it can be told a mesh of devices, and
+    `capacity` that it can be told a capacity factor of experts, which is part of the model. `lora` says that it can be
+    told adapters, in its file or in its script, `adapted_parameters` that it can be told those of single parameters,
+    such as experts in one tensor, `sharded_adapters` that it can shard a model which has them in a number format of
+    their own, `fractional_alpha` that their alpha need be no whole number, `optimizers` that it can be told those of
+    other libraries, and `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a
+    packed micro-batch into one row for any attention; `largest_packed` has the largest micro-batch that an attention
+    packs as it was measured, where that is limited. `targets` are the targets whose measured code it runs; for others
+    an export promises no tokens/s. The first of `precisions`, and `allocator`, are what it keeps where a request states
+    nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains
+    adapters or shards: precision `upcast`. `halves_adapters` says that it casts what it trains of a quantised model to
+    bfloat16, `halves_experts` that it keeps experts in half precision which stay plain beside quantised weights, and
+    `halves_shell` that it keeps norms, embeddings and output layer so. With `float32_gradients`, those of
+    half-precision weights are summed in float32.
     """
 
     title: str
@@ -90,7 +89,7 @@ class Trainer:
     is_every_nth: bool = False
     sharding: frozenset[Sharding] = frozenset({Sharding.NONE, Sharding.ZERO2, Sharding.ZERO3})
     layouts: frozenset[str] = frozenset()
-    schedules: frozenset[Schedule] = frozenset()
+    meshes: bool = False
     capacity: bool = False
     tiles: bool = False
     chunked_loss: bool = False
@@ -178,7 +177,6 @@ _LIBRARY_TRAINER = Trainer(
     is_every_nth=True,
     targets=_LIBRARY_RUNS_IT,
 )
-_PIPELINES = frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED})
 
 TRAINERS: Mapping[TrainerName, Trainer] = {
     TrainerName.BEXP: Trainer(
@@ -221,7 +219,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     TrainerName.TORCHTITAN: Trainer(
         title="torchtitan",
         layouts=frozenset({"zigzag"}),
-        schedules=_PIPELINES,
+        meshes=True,
         chunked_loss=True,
         compiled_layers=True,
         lora=False,
@@ -236,7 +234,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         layer_groups=True,
         sharding=frozenset(Sharding),
         layouts=frozenset({"zigzag"}),
-        schedules=_PIPELINES,
+        meshes=True,
         capacity=True,
         lora=False,
         batchings=frozenset(),

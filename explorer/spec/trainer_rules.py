@@ -138,10 +138,5 @@ def _beyond_a_device(request: ExplorationRequest, trainer: Trainer) -> Iterator[
             yield field, f"LoRA with the sharding level '{level}'"
     if max(request.devices.context_parallel_sizes, default=1) > 1 and not trainer.layouts:
         yield "context_parallel.sizes", "devices that share a sequence"
-    if not request.devices.has_mesh:
-        return
-    if not trainer.schedules:
+    if request.devices.is_mesh and not trainer.meshes:
         yield "parallelism", "a mesh of devices"
-    for schedule in request.parallelism.named_schedules:
-        if schedule not in trainer.schedules:
-            yield "parallelism.schedule", f"the pipeline schedule '{schedule}'"

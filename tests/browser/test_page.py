@@ -74,20 +74,19 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     assert 0 < browser.received_bytes < MAX_BYTES
 
 
-def test_a_plan_is_shown_with_its_mesh_and_its_pipeline(browser: Chromium, service: Service) -> None:
+def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) -> None:
     open_exploration(browser, service, service.finished)
     best = service.client.result(service.finished)
     assert best is not None
     assert best.recommendation is not None
     plan = MeshPlan(
-        mesh=Mesh(tensor=2, pipeline=2, schedule=Schedule.ZB_H1, data=8),
+        mesh=Mesh(tensor=2, pipeline=2, schedule=Schedule.ONE_F_ONE_B, data=8),
         base_mesh=Mesh(data=32),
         num_micro_batches=4,
         tokens_per_second=64_000,
         compute_share=0.75,
         exchange_share=0.05,
         bubble_share=0.2,
-        measured_share=0.9,
         layers_per_stage=(3, 1),
         fullest_rank=1,
         picture=PipelinePicture(seconds=0.25, ranks=(0, 1), lines=("FFff..BB", "..FFBBff")),
@@ -106,7 +105,7 @@ def test_a_plan_is_shown_with_its_mesh_and_its_pipeline(browser: Chromium, servi
         f"table.update(withMeshes({json.dumps(trials)}, {json.dumps(events)})); return table.root.textContent; }})"
     )
     assert "trialmeshmicro-batch" in table
-    assert "1tensor=2 pipeline=2 (zb_h1) data=8" in table
+    assert "1tensor=2 pipeline=2 (1f1b) data=8" in table
     exploration = service.client.get(service.finished).model_dump(mode="json")
     stored = [trial.model_dump(mode="json") for trial in service.client.trials(service.finished)]
     told = [event.model_dump(mode="json") for event in service.client.stored_events(service.finished)]
@@ -119,10 +118,10 @@ def test_a_plan_is_shown_with_its_mesh_and_its_pipeline(browser: Chromium, servi
         "await new Promise((done) => setTimeout(done, 700)); } "
         "view.close(); return view.trials.root.textContent; })"
     )
-    assert "1tensor=2 pipeline=2 (zb_h1) data=8" in late
+    assert "1tensor=2 pipeline=2 (1f1b) data=8" in late
     for part in (
-        "meshtensor=2 pipeline=2 (zb_h1) data=8 sharding=none",
-        "75.0% computation, 5.0% exchange, 20.0% bubble; 90.0% of the step was measured",
+        "meshtensor=2 pipeline=2 (1f1b) data=8 sharding=none",
+        "75.0% computation, 5.0% exchange, 20.0% bubble",
         "3 1; rank 1 is the fullest",
         "   0  FFff..BB\n   1  ..FFBBff",
     ):

@@ -125,7 +125,7 @@ class SimulatedDevice:
         return saved, forward, backward
 
     def _shard(self, component: Component, model: ExploredModel) -> tuple[ExploredModel, ExplorationRequest]:
-        """The block of one device of a plan, as the profiler builds it."""
+        """The block of one device of a mesh, as the profiler builds it."""
         if not isinstance(model, ModelSpec):
             return model, self.request
         shard = expert_chunk if component.part == SPREAD_EXPERTS else shard_of

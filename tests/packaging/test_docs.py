@@ -83,8 +83,6 @@ def test_requests_that_are_shown_are_accepted(page: Path) -> None:
             about = (
                 {**CONFIG, "hf_seq_length": 64} if "model_type" in shown else {"hf_config": CONFIG, "hf_seq_length": 64}
             )
-        elif "fabric" in shown and "num_devices" not in shown:
-            about = {"model": {**MODEL, "seq_length": 64}, "num_devices": 8}
         else:
             about = {} if {"model", "megatron"} & set(shown) else {"model": {**MODEL, "seq_length": 64}}
         parse_request({**about, **shown})

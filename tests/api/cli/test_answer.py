@@ -288,7 +288,7 @@ def test_bytes(size: int, text: str) -> None:
     assert bytes_text(size) == text
 
 
-def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
+def test_an_answer_of_several_devices_shows_their_mesh() -> None:
     plan = MeshPlan(
         mesh=Mesh(tensor=2, pipeline=4, virtual_stages=2, schedule=Schedule.INTERLEAVED, data=8),
         base_mesh=Mesh(data=64),
@@ -297,10 +297,9 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         compute_share=0.8,
         exchange_share=0.125,
         bubble_share=0.075,
-        measured_share=0.9,
         layers_per_stage=(3, 4, 4, 4, 4, 4, 4, 1),
         fullest_rank=2,
-        parts=(PlanPart(name="head(m=4)", share=0.9, source="measured"),),
+        parts=(PlanPart(name="head(m=4)", share=0.9),),
         picture=PipelinePicture(seconds=0.25, ranks=(0, 2), lines=("FFff..BB", "..FFBBff")),
         alternatives=(
             MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
@@ -321,9 +320,7 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         "mesh tensor=2 pipeline=4 (interleaved, 2 stages a rank) data=8 sharding=none on 64 devices",
         "layers 3 4 x 6 1 per stage; rank 2 is the fullest",
         "all devices 640,000 tokens/s",
-        "time 80.0% computation, 12.5% exchange, 7.5% bubble",
-        "measured 90.0% of the step; the rest is described or predicted",
-        "90.0% head(m=4), measured",
+        "time 80.0% computation, 12.5% exchange, 7.5% bubble 90.0% head(m=4)",
         "the first 250.0 ms of a step, rank by rank: 0 FFff..BB 2 ..FFBBff F forward, B backward, . waits;",
         "base tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1 recompute=none",
         "other mesh 1.25x over tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1",

@@ -19,14 +19,13 @@ from bexp.explorer.cost_model.shards import (
     shard_of,
 )
 from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.cost_model.transfers import Link
+from bexp.explorer.cost_model.transfers import ASSUMED_BYTES_PER_SECOND
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routes import draw_batch_routes
 from bexp.explorer.spec.routing import RoutingSpec
-from bexp.explorer.surrogate.measured_transfers import ASSUMED_BYTES_PER_SECOND
 from tests.explorer.simulator import report
 
 MODEL: dict[str, Any] = {
@@ -38,14 +37,10 @@ MODEL: dict[str, Any] = {
     "seq_length": 512,
 }
 MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 512}}
-FABRIC = {
-    "intra_node": {"devices": 4, "gigabytes_per_second": 100.0, "microseconds": 0.0},
-    "inter_node": {"gigabytes_per_second": 10.0, "microseconds": 0.0},
-}
 
 
 def space(parallelism: Any, *, experts: bool = False, **changes: Any) -> MeshKnowledge:
-    values = {"model": MOE if experts else MODEL, "batch_size": 32, "fabric": FABRIC, "micro_batch_size": [2]}
+    values = {"model": MOE if experts else MODEL, "batch_size": 32, "micro_batch_size": [2]}
     asked = ExplorationRequest.model_validate({**values, "recompute": ["none"], "parallelism": parallelism, **changes})
     return MeshKnowledge(asked, report(experts=experts))
 
@@ -114,12 +109,13 @@ def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(le
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_experts_that_devices_have_run_together_need_no_exchange_besides(recompute: str) -> None:
-    """Their seconds count as they are, with what runs again in backward, however slow the links are said to be."""
-    for rate in (0.001, 100.0):
-        fabric = {"intra_node": {"devices": 8, "gigabytes_per_second": rate, "microseconds": 5}}
-        asked: dict[str, Any] = {"num_devices": 2, "fabric": fabric, "recompute": [recompute]}
-        found = space({"expert": 2, "sharding": "none"}, experts=True, **asked)
+def test_experts_that_devices_have_run_together_need_no_exchange_besides(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their seconds count as they are, with what runs again in backward, however slow the links are taken to be."""
+    for rate in (1e6, 1e11):
+        monkeypatch.setitem(ASSUMED_BYTES_PER_SECOND, "cuda", rate)
+        found = space({"expert": 2, "sharding": "none"}, experts=True, num_devices=2, recompute=[recompute])
         times = {"waiting_forward_seconds": 0.0, "together_backward_seconds": 9e-3}
         steps = [learned(found, **times, together_forward_seconds=6e-3)]
         steps += [learned(found, **times, together_forward_seconds=7e-3)]
@@ -136,14 +132,13 @@ def test_experts_that_devices_have_run_together_need_no_exchange_besides(recompu
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("rate", [0.001, 100.0])
+@pytest.mark.parametrize("rate", [1e6, 1e11])
 def test_of_experts_that_devices_have_run_together_only_what_computation_does_not_hide_counts_as_exchange(
-    rate: float, recompute: str
+    rate: float, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their own computation is what it is alone, less the copies that were made there in place of exchanges."""
-    fabric = {"intra_node": {"devices": 8, "gigabytes_per_second": rate, "microseconds": 5}}
-    asked: dict[str, Any] = {"num_devices": 2, "fabric": fabric, "recompute": [recompute]}
-    found = space({"expert": 2, "sharding": "none"}, experts=True, **asked)
+    monkeypatch.setitem(ASSUMED_BYTES_PER_SECOND, "cuda", rate)
+    found = space({"expert": 2, "sharding": "none"}, experts=True, num_devices=2, recompute=[recompute])
     step = learned(found, together_forward_seconds=6e-3, together_backward_seconds=9e-3, waiting_forward_seconds=0.0)
     blocks = found.composer._decompose(only(found))
     spread = next(block for sort in blocks.blocks.values() for block in sort if block.overlap is not None)
@@ -155,7 +150,7 @@ def test_of_experts_that_devices_have_run_together_only_what_computation_does_no
     layers = 8 * step.num_micro_batches
     assert step.makeup[spread.component] == pytest.approx(layers * computed / step.seconds)
     exposed = layers * (6e-3 + 9e-3 - computed) + step.communication_seconds
-    assert step.makeup[Link.INTRA_NODE] == pytest.approx(exposed / step.seconds)
+    assert step.makeup[None] == pytest.approx(exposed / step.seconds)
     assert step.exchange_share == pytest.approx(exposed / step.seconds)
     assert sum(step.makeup.values()) == pytest.approx(1.0)
 
@@ -186,7 +181,7 @@ def test_shared_experts_stay_where_they_are() -> None:
 
 def test_a_pipeline_waits_and_its_first_rank_holds_most() -> None:
     schedules = {}
-    for schedule, virtual in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)):
+    for schedule, virtual in (("1f1b", 1), ("interleaved", 2)):
         asked = {"pipeline": 4, "schedule": schedule, "virtual_stages": virtual}
         found = space(asked, num_devices=4)
         step = found.step(only(found), simulate=True)
@@ -197,7 +192,6 @@ def test_a_pipeline_waits_and_its_first_rank_holds_most() -> None:
         estimate = found.step(only(found))
         assert estimate.seconds == pytest.approx(step.seconds, rel=0.15)
     plain, interleaved = schedules["1f1b"], schedules["interleaved"]
-    assert schedules["zb_h1"].bubble_share < plain.bubble_share
     assert plain.bubble_share > 0.05
     assert interleaved.memory.activations > plain.memory.activations
     assert plain.compute_share + plain.exchange_share + plain.bubble_share == pytest.approx(1.0)
@@ -216,7 +210,7 @@ def test_sharding_leaves_a_device_less_and_exchanges_more() -> None:
 def test_meshes_share_their_blocks() -> None:
     found = space("explore", num_devices=8, micro_batch_size=[1, 2])
     blocks: set[Component] = {c for one in found.candidates for c in found.composer.components(one)}
-    assert len(found.candidates) > 100
+    assert len(found.candidates) > 70
     assert len(blocks) < 40
 
 
@@ -265,52 +259,46 @@ def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> No
 
 def test_copies_of_experts_on_tensor_parallel_devices_are_summed_after_backward() -> None:
     asked = {"tensor": 4, "expert": 2, "sharding": "none"}
-    found = space(asked, num_devices=4, experts=True, fabric=None)
+    found = space(asked, num_devices=4, experts=True)
     own = found.request.shapes.num_layers * 8 * 3 * 512 * 512 // 2
     repeated = (2 * 8 + 1) * 512 + 8 * 8 * 512  # norms and routers
     summed = 2 * 2 * (own + repeated) / ASSUMED_BYTES_PER_SECOND["cuda"]
     assert found.step(only(found)).communication_seconds == pytest.approx(summed), "nothing is divided"
 
 
-@pytest.mark.parametrize("fabric", [None, FABRIC])
-def test_the_copies_of_a_tied_embedding_sum_their_gradients_after_backward(fabric: dict[str, Any] | None) -> None:
+def test_the_copies_of_a_tied_embedding_sum_their_gradients_after_backward() -> None:
     asked = {"pipeline": 2, "tensor": 2, "schedule": "1f1b"}
-    tied, apart = (
-        space(asked, num_devices=4, fabric=fabric, model={**MODEL, "tie_embeddings": is_tied})
-        for is_tied in (True, False)
-    )
+    tied, apart = (space(asked, num_devices=4, model={**MODEL, "tie_embeddings": is_tied}) for is_tied in (True, False))
     step = tied.step(only(tied))
-    rate = 100e9 if fabric is not None else ASSUMED_BYTES_PER_SECOND["cuda"]
-    summed = 2 * (1024 // 2) * 512 / rate
+    summed = 2 * (1024 // 2) * 512 / ASSUMED_BYTES_PER_SECOND["cuda"]
     assert step.communication_seconds - apart.step(only(apart)).communication_seconds == pytest.approx(summed)
     assert sum(step.makeup.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
-    ("asked", "model", "fabric", "repeated"),
+    ("asked", "model", "repeated"),
     [
-        # Two norms of each layer, and that of the head. The fabric passes 3 / 4 of them over each link.
-        ({"tensor": 4}, MODEL, FABRIC, (2 * 8 + 1) * 512),
-        ({"tensor": 4}, MODEL, None, (2 * 8 + 1) * 512),
-        ({"tensor": 4}, {**MODEL, "norm": "layernorm"}, FABRIC, (2 * 8 + 1) * 2 * 512),
-        ({"tensor": 4}, {**MODEL, "mlp_bias": True, "attention_output_bias": True}, FABRIC, (4 * 8 + 1) * 512),
-        ({"tensor": 4}, {**MODEL, "qk_norm": "head"}, FABRIC, (2 * 8 + 1) * 512 + 8 * 2 * 64),
-        ({"tensor": 4}, {**MODEL, "qk_norm": "full"}, FABRIC, (2 * 8 + 1) * 512),
-        ({"tensor": 4}, {**MODEL, "position": "learned"}, FABRIC, (2 * 8 + 1) * 512 + 512 * 512),
+        # Two norms of each layer, and that of the head.
+        ({"tensor": 4}, MODEL, (2 * 8 + 1) * 512),
+        ({"tensor": 4}, {**MODEL, "norm": "layernorm"}, (2 * 8 + 1) * 2 * 512),
+        ({"tensor": 4}, {**MODEL, "mlp_bias": True, "attention_output_bias": True}, (4 * 8 + 1) * 512),
+        ({"tensor": 4}, {**MODEL, "qk_norm": "head"}, (2 * 8 + 1) * 512 + 8 * 2 * 64),
+        ({"tensor": 4}, {**MODEL, "qk_norm": "full"}, (2 * 8 + 1) * 512),
+        ({"tensor": 4}, {**MODEL, "position": "learned"}, (2 * 8 + 1) * 512 + 512 * 512),
         # Four layers of each stage; the second one has the head's norm.
-        ({"tensor": 4, "pipeline": 2, "schedule": "1f1b"}, MODEL, FABRIC, (2 * 4 + 1) * 512),
+        ({"tensor": 4, "pipeline": 2, "schedule": "1f1b"}, MODEL, (2 * 4 + 1) * 512),
         # Routers have 8 rows.
-        ({"tensor": 4}, MOE, FABRIC, (2 * 8 + 1) * 512 + 8 * 8 * 512),
-        ({"tensor": 4, "expert": 4}, MOE, FABRIC, (2 * 8 + 1) * 512 + 8 * 8 * 512),
-        ({"tensor": 1, "pipeline": 2, "schedule": "1f1b"}, MODEL, FABRIC, 0),
+        ({"tensor": 4}, MOE, (2 * 8 + 1) * 512 + 8 * 8 * 512),
+        ({"tensor": 4, "expert": 4}, MOE, (2 * 8 + 1) * 512 + 8 * 8 * 512),
+        ({"tensor": 1, "pipeline": 2, "schedule": "1f1b"}, MODEL, 0),
     ],
 )
 def test_gradients_of_what_tensor_parallel_devices_have_whole_are_summed_once_a_step(
-    asked: dict[str, Any], model: dict[str, Any], fabric: dict[str, Any] | None, repeated: int
+    asked: dict[str, Any], model: dict[str, Any], repeated: int
 ) -> None:
     devices = asked["tensor"] * asked.get("pipeline", 1)
-    found = space(asked, num_devices=devices, experts="moe" in model, model=model, fabric=fabric)
-    passed = 0.75 / 100e9 if fabric is not None else 1 / ASSUMED_BYTES_PER_SECOND["cuda"]
+    found = space(asked, num_devices=devices, experts="moe" in model, model=model)
     step = found.step(only(found))
-    assert step.communication_seconds == pytest.approx(2 * 2 * repeated * passed), "a sum passes all twice, in bfloat16"
+    summed = 2 * 2 * repeated / ASSUMED_BYTES_PER_SECOND["cuda"]
+    assert step.communication_seconds == pytest.approx(summed), "a sum passes all twice, in bfloat16"
     assert sum(step.makeup.values()) == pytest.approx(1.0)

@@ -89,7 +89,7 @@ def test_eval_mode_recomputes_nothing() -> None:
         ({"recompute": ["layers_0"]}, "'layers_N' or 'groups_N'"),
         ({"recompute": ["group_2"]}, "'layers_N' or 'groups_N'"),
         ({"recompute": ["groups_2"], "training": {"sharding": "zero3"}, "num_devices": 2}, "with 'zero3'"),
-        ({"recompute": ["layers_2"], "num_devices": 8, "fabric": "h100-nvl-ib400"}, "not for meshes"),
+        ({"recompute": ["layers_2"], "num_devices": 8, "parallelism": {"pipeline": 2}}, "not for meshes"),
     ],
 )
 def test_a_number_that_a_model_cannot_have_is_refused_with_the_nearest(fields: dict[str, Any], said: str) -> None:

@@ -14,7 +14,6 @@ from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.required_memory import predict_component_table, predict_memory
 from bexp.explorer.cost_model.roofline import predict_component_seconds
-from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
@@ -47,38 +46,28 @@ TABLES: dict[str, dict[str, Any]] = {
     "sequences-shared": {"model": DENSE, "num_devices": 4, "batch_size": 64, "context_parallel": {"sizes": [1, 2, 4]}},
     "compiled": {"model": DENSE, "batch_size": 64, "execution": "compile", "num_devices": 2},
 }
-FABRIC = "h100-nvl-ib400"
 MESHES: dict[str, dict[str, Any]] = {
-    "dense": {
-        "model": DENSE,
-        "num_devices": 16,
-        "fabric": FABRIC,
-        "parallelism": {"tensor": "explore", "pipeline": [1, 2, 4], "sharding": ["none", "zero1", "zero3"]},
-    },
     "biased": {
         "model": BIASED,
         "num_devices": 8,
-        "fabric": FABRIC,
         "training": {"loss": {"kind": "full"}},
         "parallelism": {
             "tensor": [1, 4],
             "pipeline": [2],
             "virtual_stages": [1, 3],
-            "schedule": ["1f1b", "interleaved", "zb_h1"],
+            "schedule": ["1f1b", "interleaved"],
             "sharding": "zero1",
         },
     },
     "experts": {
         "model": MOE,
         "num_devices": 16,
-        "fabric": FABRIC,
         "routing": {"kind": "zipf"},
-        "parallelism": {"tensor": [1, 2], "expert": "explore", "expert_mode": "explore", "sharding": "zero1"},
+        "parallelism": {"tensor": [1, 2], "expert": "explore", "expert_mode": "explore", "sharding": ["none", "zero1"]},
     },
     "shared-experts": {
         "model": SHARED,
         "num_devices": 8,
-        "fabric": FABRIC,
         "parallelism": {"pipeline": [1, 2], "expert": [1, 4], "expert_mode": "explore", "sharding": ["none", "zero3"]},
     },
     "there": {"model": DENSE, "num_devices": 4, "parallelism": {"tensor": "explore", "pipeline": [1, 2]}},
@@ -143,7 +132,7 @@ def mesh_rows(request: ExplorationRequest) -> list[Any]:
 
 def _step(known: MeshKnowledge, found: Any) -> dict[str, Any]:
     step = known.step(found, simulate=True)
-    makeup = {part.value if isinstance(part, Link) else part.key: share for part, share in step.makeup.items()}
+    makeup = {"devices" if part is None else part.key: share for part, share in step.makeup.items()}
     names = ("seconds", "tokens_per_second", "micro_step_seconds", "optimizer_seconds", "communication_seconds")
     shares = ("compute_share", "exchange_share", "bubble_share", "num_micro_batches", "fullest_rank", "layers")
     return {

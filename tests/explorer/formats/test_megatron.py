@@ -147,8 +147,8 @@ def test_what_a_request_says_of_recomputation_stands_beside_the_flags() -> None:
     assert "layers_2" in compiled
     assert "activations" not in compiled
     flags = document["megatron"].replace("--micro-batch-size 2", "")
-    planned = parse_request({"megatron": flags, "num_devices": 8, "fabric": "h100-nvl-ib400"})
-    assert planned.recompute is None
+    spread = f"{flags} --pipeline-model-parallel-size 2"
+    assert parse_request({"megatron": spread, "num_devices": 8}).recompute is None
 
 
 @pytest.mark.parametrize(

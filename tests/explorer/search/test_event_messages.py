@@ -213,7 +213,7 @@ def test_the_end_is_the_main_variants_recommendation() -> None:
     assert event.data == {"answer": answer.model_dump(mode="json")}
 
 
-def test_the_end_of_a_plan_names_the_mesh_and_says_whose_rate_it_is() -> None:
+def test_the_end_of_a_search_of_meshes_names_the_best_and_says_whose_rate_it_is() -> None:
     plan = MeshPlan(
         mesh=Mesh(tensor=2, data=4, sharding=Sharding.ZERO1),
         base_mesh=Mesh(data=8),
@@ -222,7 +222,6 @@ def test_the_end_of_a_plan_names_the_mesh_and_says_whose_rate_it_is() -> None:
         compute_share=1.0,
         exchange_share=0.0,
         bubble_share=0.0,
-        measured_share=1.0,
         layers_per_stage=(4,),
         fullest_rank=0,
     )

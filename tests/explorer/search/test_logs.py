@@ -17,7 +17,7 @@ from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import request as experts_request
-from tests.explorer.search import test_described_meshes, test_meshes
+from tests.explorer.search import test_mesh_answers, test_meshes
 from tests.explorer.search.small import MODEL, REPORT
 from tests.explorer.search.small import small_request as tiny_request
 from tests.explorer.search.test_earlier_check import with_earlier
@@ -189,26 +189,25 @@ def meshes_disturbed() -> list[Progress]:
     return explored(req, device, report(memory_gib=40.0, experts=False, num_devices=4))
 
 
-def described(gib: float = 24.0, **changes: Any) -> list[Progress]:
-    req = test_described_meshes.request(**changes)
-    return explored(req, rep=report(memory_gib=gib, experts=False))
+def many_devices(**changes: Any) -> list[Progress]:
+    return explored(test_mesh_answers.request(**changes), rep=test_mesh_answers.there())
 
 
 def skewed_experts() -> list[Progress]:
-    model = {**test_described_meshes.MODEL, "num_layers": 4}
+    model = {**test_mesh_answers.MODEL, "num_layers": 4}
     model["moe"] = {
         "num_experts": 32,
         "top_k": 4,
         "expert_ffn_hidden_size": 1024,
         "shared_expert_ffn_hidden_size": 1024,
     }
-    req = test_described_meshes.request(
+    req = test_mesh_answers.request(
         model=model,
         num_devices=8,
         routing={"kind": "zipf"},
         parallelism={"expert": [1, 8], "expert_mode": "explore", "sharding": "zero1"},
     )
-    return explored(req, rep=report(memory_gib=48.0))
+    return explored(req, rep=test_mesh_answers.there(48.0, experts=True))
 
 
 CASES: dict[str, Callable[[], list[Progress]]] = {
@@ -229,14 +228,8 @@ CASES: dict[str, Callable[[], list[Progress]]] = {
     "meshes": on_devices,
     "meshes-with-failures": meshes_with_failures,
     "meshes-disturbed": meshes_disturbed,
-    "described-meshes": described,
-    "described-pipelines": lambda: described(
-        num_devices=8, parallelism={"pipeline": [2, 4], "schedule": ["1f1b", "zb_h1"], "sharding": "zero1"}
-    ),
-    "described-meshes-too-small": lambda: described(gib=1.5),
-    "described-meshes-few-trials": lambda: described(budget={"max_trials": 2}),
     "skewed-experts": skewed_experts,
-    "named-back-ends": lambda: described(attention_backends=["flash", "cudnn"], flash_attention=False),
+    "named-back-ends": lambda: many_devices(attention_backends=["flash", "cudnn"], flash_attention=False),
 }
 
 
@@ -248,4 +241,4 @@ def test_the_log_is_as_it_was_recorded(name: str) -> None:
 def test_the_log_of_a_space_too_large_to_rank_at_once_is_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bexp.explorer.search.mesh_ranking.MOST_SCREENED", 60)
     monkeypatch.setattr("bexp.explorer.search.mesh_ranking.BEST_MESHES", 5)
-    check_recorded(LOGS / "meshes-ranked-first.json", log_of(described()))
+    check_recorded(LOGS / "meshes-ranked-first.json", log_of(many_devices()))

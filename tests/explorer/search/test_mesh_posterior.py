@@ -1,4 +1,4 @@
-"""How sure a plan is of its steps, where the host sets the pace and where it does not."""
+"""How sure a search of meshes is of steps, where the host sets the pace and where it does not."""
 
 from __future__ import annotations
 

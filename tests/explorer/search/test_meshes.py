@@ -1,4 +1,4 @@
-"""Explorations of meshes of devices that are there, from request to answer on simulated devices."""
+"""Explorations of meshes, trial by trial, on simulated devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.search.test_described_meshes import MODEL
+from tests.explorer.search.test_mesh_answers import MODEL
 from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
 
 

@@ -1,4 +1,4 @@
-"""Which meshes a plan admits, what bad ones are told, and how the block `parallelism` is read."""
+"""Which meshes a request admits, what bad ones are told, and how the block `parallelism` is read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.expert_modes import ExpertMode
-from bexp.explorer.spec.fabric import FABRICS
 from bexp.explorer.spec.legal_meshes import legal_meshes
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
@@ -27,13 +25,13 @@ MODEL = {
 MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 32}}
 
 
-def plan(parallelism: Any = "explore", **changes: Any) -> ExplorationRequest:
-    values = {"model": MODEL, "num_devices": 16, "batch_size": 64, "fabric": "h100-nvl-ib400", **changes}
+def request_of(parallelism: Any = "explore", **changes: Any) -> ExplorationRequest:
+    values = {"model": MODEL, "num_devices": 16, "batch_size": 64, **changes}
     return ExplorationRequest.model_validate({**values, "parallelism": parallelism})
 
 
 def test_a_mesh_uses_all_devices_and_divides_the_model() -> None:
-    meshes = legal_meshes(plan(model=MOE))
+    meshes = legal_meshes(request_of(model=MOE))
     assert len(meshes) == len(set(meshes)) > 100
     for mesh in meshes:
         assert mesh.num_devices == 16
@@ -48,13 +46,11 @@ def test_a_mesh_uses_all_devices_and_divides_the_model() -> None:
 
 
 def test_named_sizes_are_kept_to() -> None:
-    found = legal_meshes(plan({"tensor": [1, 2], "pipeline": 4, "schedule": "zb_h1"}, training={"sharding": "zero1"}))
-    common = {"pipeline": 4, "schedule": Schedule.ZB_H1, "sharding": Sharding.ZERO1}
+    found = legal_meshes(
+        request_of({"tensor": [1, 2], "pipeline": 4, "schedule": "1f1b"}, training={"sharding": "zero1"})
+    )
+    common = {"pipeline": 4, "schedule": Schedule.ONE_F_ONE_B, "sharding": Sharding.ZERO1}
     assert found == (Mesh(tensor=1, data=4, **common), Mesh(tensor=2, data=2, **common))
-
-
-def test_the_shards_of_a_plan_can_be_compiled() -> None:
-    assert plan({"tensor": 2}, execution="compile").space.executions == (Execution.COMPILE,)
 
 
 def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
@@ -77,25 +73,18 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
             {"batch_size": 8},
             r"as many micro-batches as stages, .* gives a replica 4: use a batch_size of 16, or pipeline 4",
         ),
-        ({}, {"batch_size": 24}, r"does not divide into micro-batches of 1, 2, 3, 4 on 16 .* use a multiple of 16"),
+        ({"tensor": 2}, {"batch_size": 20}, r"not divide into micro-batches of 1, 2, 3, 4 on 8 .* use a multiple of 8"),
         ({"pipeline": 2, "virtual_stages": 2, "schedule": "1f1b"}, {}, "no mesh is left"),
         ({"pipeline": 2, "context": 2}, {}, "whole sequences on a device"),
-        ({}, {"mode": "eval"}, "a mesh is for training"),
-        ({}, {"fabric": "h100"}, "fabric 'h100' is not known.*h100-nvl-ib400"),
-        (
-            {},
-            {"fabric": {"intra_node": FABRICS["h100-nvl-ib400"]["intra_node"]}},
-            r"inter_node is missing: num_devices \(16\) exceeds the 8 devices of a node",
-        ),
-        ({"tensor": 2}, {"fabric": None, "num_devices": 1}, r"tensor \(2\) does not divide num_devices \(1\)"),
+        ({"tensor": 2}, {"fabric": "h100-nvl-ib400"}, "Extra inputs are not permitted"),
+        ({"tensor": 2}, {"num_devices": 1}, r"tensor \(2\) does not divide num_devices \(1\)"),
         (
             {"expert": 2, "tensor": 2, "sharding": "zero1"},
-            {"fabric": None, "model": MOE},
-            "no mesh is left: .*without a fabric it needs either sharding none",
+            {"model": MOE},
+            "no mesh is left: .*needs either sharding none or as many devices in a stage",
         ),
-        ({"pipeline": 2, "schedule": "zb_h1"}, {"fabric": None}, "schedule 'zb_h1' needs a fabric"),
-        ({"tensor": 2}, {"fabric": None, "mode": "eval"}, "a mesh is for training"),
-        ({"tensor": 2}, {"fabric": None, "execution": "compile"}, "devices that share a model need execution 'eager'"),
+        ({"tensor": 2}, {"mode": "eval"}, "a mesh is for training"),
+        ({"tensor": 2}, {"execution": "compile"}, "devices that share a model need execution 'eager'"),
         (
             {"expert": 1, "expert_mode": "shadowed"},
             {"model": MOE},
@@ -112,10 +101,10 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
             {"model": MOE},
             "overlap_degree belongs to expert_mode 'overlapped', which is not explored",
         ),
-        ({"expert_mode": "shadowed"}, {"fabric": None, "model": MOE}, "needs experts on several devices"),
+        ({"expert_mode": "shadowed"}, {"model": MOE}, "needs experts on several devices"),
         (
             {"pipeline": 2, "sharding": "zero3"},
-            {"fabric": None, "num_devices": 4},
+            {"num_devices": 4},
             "a pipeline needs sharding none or zero1",
         ),
     ],
@@ -124,34 +113,24 @@ def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
     parallelism: Any, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
-        plan(parallelism, **changes)
+        request_of(parallelism, **changes)
 
 
-def test_devices_that_are_there_have_the_meshes_of_a_plan_but_for_what_no_rank_runs() -> None:
-    here, described = plan(fabric=None, num_devices=4), plan(num_devices=4)
-    assert here.devices.needed() == 4
-    assert described.devices.needed() == 1
+def test_no_pipeline_shards_gradients_or_parameters() -> None:
     late = {Sharding.ZERO2, Sharding.ZERO3}
-    meshes = [mesh for mesh in legal_meshes(described) if mesh.schedule is not Schedule.ZB_H1]
-    expected = {mesh for mesh in meshes if mesh.pipeline == 1 or mesh.sharding not in late}
-    assert set(legal_meshes(here)) == expected
+    assert {mesh.pipeline for mesh in legal_meshes(request_of(num_devices=4)) if mesh.sharding in late} == {1}
 
 
 def test_a_request_for_one_device_explores_no_mesh() -> None:
-    assert not plan(fabric=None, num_devices=1).devices.has_mesh
+    assert not request_of(num_devices=1).devices.is_mesh
 
 
 def test_modes_are_plain_unless_named_or_explored() -> None:
-    assert plan({"expert": 8}, model=MOE).parallelism.expert_modes == (ExpertMode.PLAIN,)
-    assert plan("explore", model=MOE).parallelism.expert_modes == tuple(ExpertMode)
-    asked = plan({"expert": 8, "expert_mode": ["shadowed"], "shadowed_experts": 3}, model=MOE)
-    assert asked.parallelism.expert_modes == (ExpertMode.SHADOWED,)
-    assert asked == ExplorationRequest.model_validate(asked.model_dump(mode="json"))
-
-
-def test_one_node_needs_no_link_between_nodes() -> None:
-    fabric = {"intra_node": {"devices": 16, "gigabytes_per_second": 100, "microseconds": 1}}
-    assert plan(fabric=fabric).fabric == plan(fabric={**fabric, "inter_node": None}).fabric
+    assert request_of({"expert": 8}, model=MOE).parallelism.expert_modes == (ExpertMode.PLAIN,)
+    assert request_of("explore", model=MOE).parallelism.expert_modes == tuple(ExpertMode)
+    named = request_of({"expert": 8, "expert_mode": ["shadowed"], "shadowed_experts": 3}, model=MOE)
+    assert named.parallelism.expert_modes == (ExpertMode.SHADOWED,)
+    assert named == ExplorationRequest.model_validate(named.model_dump(mode="json"))
 
 
 def test_context_and_sharding_go_where_they_are_kept() -> None:
@@ -163,7 +142,7 @@ def test_context_and_sharding_go_where_they_are_kept() -> None:
     assert new == old == ExplorationRequest.model_validate(new.model_dump(mode="json"))
     listed = ExplorationRequest.model_validate({**values, "parallelism": {"sharding": ["zero1", "zero3"]}})
     assert listed.sharding_levels == ("zero1", "zero3")
-    assert plan("explore", training={"sharding": "zero1"}).sharding_levels is None
+    assert request_of("explore", training={"sharding": "zero1"}).sharding_levels is None
 
 
 @pytest.mark.parametrize(
@@ -179,5 +158,5 @@ def test_the_same_in_two_places_is_refused(parallelism: dict[str, Any], changes:
         ExplorationRequest.model_validate({"model": MODEL, "num_devices": 4, "parallelism": parallelism, **changes})
 
 
-def test_a_plan_needs_one_device() -> None:
-    assert plan(num_devices=64).devices.needed() == plan().devices.needed(8) == 1
+def test_a_mesh_needs_all_of_its_devices() -> None:
+    assert request_of(num_devices=64).devices.needed() == request_of(num_devices=64).devices.needed(8) == 64

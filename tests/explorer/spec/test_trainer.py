@@ -167,17 +167,6 @@ def test_meshes_and_shared_sequences_are_for_trainers_that_have_them() -> None:
     assert build(mesh, "megatron").trainer is TrainerName.MEGATRON
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", ["1f1b", "zb_h1"]])
-def test_a_schedule_that_a_trainer_lacks_is_refused(schedule: str | list[str]) -> None:
-    plan = {**SHAPES, "num_devices": 4, "batch_size": 64, "fabric": "h100-nvl-ib400"}
-    named = {**plan, "parallelism": {"pipeline": 2, "schedule": schedule}}
-    error = refusal(named, "torchtitan")
-    assert error.fields[0] == ("parallelism", "schedule")
-    assert str(error) == "torchtitan cannot be told the pipeline schedule 'zb_h1'"
-    assert build(named).trainer is None
-    assert build({**named, "parallelism": {"pipeline": 2, "schedule": "1f1b"}}, "torchtitan")
-
-
 def test_states_in_a_format_that_no_trainer_keeps_are_refused() -> None:
     states: dict[str, Any] = {"training": {"optimizer": {"state_dtype": "bfloat16"}}}
     assert str(refusal(SHAPES, "deepspeed", **states)) == "DeepSpeed cannot be told optimizer states in bfloat16"

@@ -12,7 +12,7 @@ from bexp.workers.process.protocol import TrialFinished
 M = TypeVar("M", ComponentMeasurement, WholeModelMeasurement)
 
 OPTIONAL = (
-    *("host_once_seconds", "slowdown", "stalled_seconds", "waiting_forward_seconds"),
+    *("host_once_seconds", "slowdown", "waiting_forward_seconds"),
     *("together_forward_seconds", "together_backward_seconds", "together_host_backward_seconds"),
 )
 """Figures that not every component has."""

@@ -16,20 +16,13 @@ from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import Passes
-from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.targets.target import ComponentPasses, ProfiledTarget
 
 LONG_PASS_SECONDS = 0.25
 LEAST_SECONDS = 1e-9
-MEAN_SECONDS = (
-    "device_seconds",
-    "host_seconds",
-    "forward_device_seconds",
-    "stalled_seconds",
-    "waiting_forward_seconds",
-)
+MEAN_SECONDS = ("device_seconds", "host_seconds", "forward_device_seconds")
 WITH_ATTENTION = frozenset({ComponentKind.ATTENTION, ComponentKind.LAYER})
 _widths_run: set[tuple[int, int]] = set()
 """Sizes and widths of micro-batches that this process has run."""
@@ -107,12 +100,10 @@ def compose_batches(batches: TextBatches, measured: Sequence[ComponentMeasuremen
     """Return the mean of micro-batches over an epoch, with the bytes and the conditions of the longest."""
     seconds: dict[str, float] = {}
     for name in MEAN_SECONDS:
-        values = [getattr(one, name) for one in measured]
-        if None not in values:
-            seconds[name], error = batches.expect(values)
-            if name == "device_seconds":
-                own = max(one.standard_error_seconds / max(one.device_seconds, LEAST_SECONDS) for one in measured)
-                seconds["standard_error_seconds"] = math.hypot(error, own * seconds[name])
+        seconds[name], error = batches.expect([getattr(one, name) for one in measured])
+        if name == "device_seconds":
+            own = max(one.standard_error_seconds / max(one.device_seconds, LEAST_SECONDS) for one in measured)
+            seconds["standard_error_seconds"] = math.hypot(error, own * seconds[name])
     figures = tuple(
         BatchFigures(positions=batch.positions, **{name: getattr(one, name) for name in ("device_seconds", *BYTES)})
         for batch, one in zip(batches.measured, measured, strict=True)
@@ -128,7 +119,6 @@ def _measure(
     component: Component,
     clock: PhaseClock,
 ) -> ComponentMeasurement:
-    together = component.expert_parallel_size > 1 and instruments.rank_group.size > 1
     with ExitStack() as stack:
         with clock.phase("build"):
             passes = stack.enter_context(build())
@@ -139,7 +129,7 @@ def _measure(
             waited: dict[str, float] = {}
             if (waiting := passes.waiting()) is not None:
                 with waiting:
-                    waited = _time_waiting(instruments, passes, timing, together=together)
+                    waited = _time_together(instruments, passes)
     return ComponentMeasurement(
         component=component,
         device_seconds=timing.device_seconds,
@@ -171,23 +161,17 @@ def _warm_up(instruments: Instruments, passes: ComponentPasses) -> ActivationByt
     return memory
 
 
-def _time_waiting(instruments: Instruments, passes: Passes, alone: Timing, *, together: bool) -> dict[str, float]:
-    """Return what the host's waits add to a block that runs `alone`, or its seconds if ranks run it `together`."""
-    if together:
-        instruments.timer.warm_up(passes)  # other ranks have other numbers of rows
+def _time_together(instruments: Instruments, passes: Passes) -> dict[str, float]:
+    """Return the seconds of a block that ranks run together, with the host's waits."""
+    instruments.timer.warm_up(passes)  # other ranks have other numbers of rows
     waited = instruments.timer.time_waiting(passes)
     if waited is None:
-        if not together:
-            return {}
         timing = instruments.timer.time(passes)
         forward = timing.forward_device_seconds
         return {
             "together_forward_seconds": forward,
             "together_backward_seconds": timing.device_seconds - forward,
         }
-    if not together:
-        stalled = max(0.0, waited.forward - alone.forward_device_seconds)
-        return {"stalled_seconds": stalled, "waiting_forward_seconds": waited.forward_in_row}
     return {
         "waiting_forward_seconds": waited.forward_in_row,
         "together_forward_seconds": waited.forward,

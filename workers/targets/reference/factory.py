@@ -42,7 +42,7 @@ def build_block(
 
     In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed. If
     several devices share its experts, it is that of the busiest one, which runs without the others; within the context
-    of its `waiting`, it is that of this rank of `experts_group`, if there is one.
+    of its `waiting`, it is that of this rank of `experts_group`.
     `w_tied` is the embedding's weight for a head that shares it. `context_parallel` is for attention that the component
     spreads over several ranks, and tells an embedding its positions. ValueError for the optimizer, which is no block,
     and for sequences that cannot be spread.
@@ -53,7 +53,7 @@ def build_block(
     if component.kind is ComponentKind.EMBEDDING:
         positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
         block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
-        if request.devices.is_mesh and component.tensor_parallel_size > 1:
+        if component.tensor_parallel_size > 1:
             return VocabularyEmbedding(block, (0, model.vocab_size), None)
     elif component.kind is ComponentKind.ATTENTION:
         assert component.attention is not None, "an attention component names its back end"
@@ -68,7 +68,7 @@ def build_block(
             generator=generator,
             context_parallel=context_parallel,
         )
-        if model.qk_norm == "full" and request.devices.is_mesh and component.tensor_parallel_size > 1:
+        if model.qk_norm == "full" and component.tensor_parallel_size > 1:
             size = component.tensor_parallel_size
             block.norm_over_ranks = partial(norm_over_ranks, size=size, total=total_alone)
     elif component.kind is ComponentKind.DENSE_FFN:
@@ -91,7 +91,7 @@ def build_block(
     elif component.kind is ComponentKind.HEAD:
         loss = request.training.loss
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
-        if request.devices.is_mesh and component.tensor_parallel_size > 1:
+        if component.tensor_parallel_size > 1:
             lose_alone(block)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -19,23 +16,13 @@ class LocalPeers:
     exchange can take it off again, because `bexp.explorer.cost_model.expert_overlap` knows its bytes.
 
     The host reads counts once, and knows them afterwards, because routes stay the same. It then runs ahead of the
-    device, so that the seconds of both can be measured. In the context of `waiting` it waits as in training.
+    device, so that the seconds of both can be measured.
     """
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
         self._known: list[int] | None = None
-        self._waits = False
         self._drawn: dict[tuple[int, ...], Tensor] = {}
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Within the context, the host waits for the counts."""
-        self._waits = True
-        try:
-            yield
-        finally:
-            self._waits = False
 
     def all_to_all(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> None:
         """Fill the buffer with what this rank sends to itself; on the way back, with what it sends to anyone."""
@@ -62,8 +49,8 @@ class LocalPeers:
         return sent[self.rank].expand_as(sent).contiguous()
 
     def read(self, counts: Tensor) -> list[int]:
-        """Return the numbers; the host waits for them the first time, and within `waiting`."""
-        if self._waits or self._known is None:
+        """Return the numbers; the host waits for them the first time."""
+        if self._known is None:
             self._known = counts.tolist()
         return self._known
 

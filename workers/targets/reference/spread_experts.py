@@ -82,8 +82,8 @@ def build_busiest_rank(
 ) -> tuple[MoEFFN, LocalPeers]:
     """Return the block of the rank that the most pairs of token and expert go to, with the other ranks played.
 
-    Within the context of its `waiting` it runs as in training. With a `group`, that is one of this group's ranks, which
-    exchange tokens; without one, the host waits and the other ranks are still played.
+    Within the context of its `waiting` it is one of the ranks of `group`, if there is one, which exchange tokens as in
+    training.
     """
     routes_TK = _routes(model, component, request, device)
     counts_E = _counts(model, routes_TK)
@@ -96,7 +96,6 @@ def build_busiest_rank(
     block = build_spread_experts(peers, model, component, request, device, generator)
     block.set_routes(routes_TK)
     block.is_repeatable = not drops  # other inputs drop other pairs, so that the numbers of rows that are known change
-    block.waiting = peers.waiting
     if group is not None:
         run = _expert_parallel(GroupPeers(group), model, component, request, device)
         block.waiting = partial(_experts_run_by, block, run)

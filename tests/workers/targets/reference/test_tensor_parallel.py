@@ -19,7 +19,6 @@ from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import LossSpec
-from bexp.explorer.surrogate.measured_transfers import MeasuredTransfers
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
@@ -80,8 +79,7 @@ def saved_by_layers(ranks: TensorParallel, number: int) -> int:
 
 
 def test_a_layer_of_a_rank_saves_what_its_blocks_compose_to(ranks: TensorParallel) -> None:
-    transfers: Transfers = MeasuredTransfers((), "cpu")
-    blocks = MeshDecomposer(MODEL, REQUEST, transfers)(MeshCandidate(Mesh(tensor=2), CANDIDATE))
+    blocks = MeshDecomposer(MODEL, REQUEST, Transfers({}, "cpu"))(MeshCandidate(Mesh(tensor=2), CANDIDATE))
     composed = 0.0
     for block in blocks.blocks[(LayerKind.DENSE, False)]:
         shard = MODEL.model_copy(update={"num_attention_heads": 2, "head_dim": 16, "ffn_hidden_size": 64})
@@ -123,7 +121,7 @@ def test_as_many_gradients_are_summed_over_ranks_as_the_cost_model_counts(
 
     spread = experts if mesh.expert > 1 else None
     stage = DecoderStage(model, candidate, request, CPU, 0, 3, ranks=whole, experts=spread)
-    decompose = MeshDecomposer(model, request, MeasuredTransfers((), "cpu"))
+    decompose = MeshDecomposer(model, request, Transfers({}, "cpu"))
     blocks = decompose(MeshCandidate(mesh, candidate))
     held = HeldParameters.of_stage(Counter(blocks.layers), blocks, mesh, 0, decompose.shard(2))
     assert held.repeated == sum(each.numel() for each in whole_parameters(stage))
@@ -134,8 +132,7 @@ def test_experts_with_shared_ones_save_what_both_blocks_compose_to() -> None:
     model = MODEL.model_copy(update={"moe": moe})
     request = ExplorationRequest.model_validate(REQUEST.model_dump() | {"model": model, "parallelism": {"expert": 2}})
     candidate = CANDIDATE.model_copy(update={"expert_backend": "loop"})
-    transfers: Transfers = MeasuredTransfers((), "cpu")
-    blocks = MeshDecomposer(model, request, transfers)(MeshCandidate(Mesh(expert=2, data=2), candidate))
+    blocks = MeshDecomposer(model, request, Transfers({}, "cpu"))(MeshCandidate(Mesh(expert=2, data=2), candidate))
     _, experts, shared = blocks.blocks[(LayerKind.MOE, False)]
     composed, hidden = 0.0, 2 * 32 * 64 * 2
 

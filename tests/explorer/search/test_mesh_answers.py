@@ -1,4 +1,4 @@
-"""Plans from request to answer on a simulated device."""
+"""What explorations of meshes answer, on simulated devices."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge, mesh_candidates
@@ -29,13 +30,17 @@ MODEL: dict[str, Any] = {
 
 
 def request(**changes: Any) -> ExplorationRequest:
-    values = {"model": MODEL, "num_devices": 32, "batch_size": 256, "fabric": "h100-nvl-ib400"}
-    asked = {"tensor": "explore", "pipeline": [1, 2], "schedule": ["1f1b", "zb_h1"], "sharding": ["zero1", "zero3"]}
+    values = {"model": MODEL, "num_devices": 32, "batch_size": 256}
+    asked = {"tensor": "explore", "pipeline": [1, 2], "sharding": ["zero1", "zero3"]}
     return ExplorationRequest.model_validate({**values, "micro_batch_size": [1, 2, 4], "parallelism": asked, **changes})
 
 
-def run(asked: ExplorationRequest, history: tuple[Trial, ...] = (), gib: float = 24.0) -> list[Progress]:
-    return list(explore(asked, report(memory_gib=gib, experts=False), SimulatedDevice(asked), history=history))
+def there(gib: float = 24.0, *, experts: bool = False) -> DeviceReport:
+    return report(memory_gib=gib, experts=experts, num_devices=32)
+
+
+def run(asked: ExplorationRequest, gib: float = 24.0) -> list[Progress]:
+    return list(explore(asked, there(gib), SimulatedDevice(asked)))
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +48,22 @@ def steps() -> list[Progress]:
     return run(request())
 
 
-def test_a_plan_of_which_a_trainer_can_be_told_nothing_says_so() -> None:
-    kernel = request(trainer="torchtitan", attention_backends=["flash"], parallelism={})
+def test_meshes_of_which_a_trainer_can_be_told_nothing_say_so() -> None:
+    kernel = request(trainer="torchtitan", attention_backends=["flash"], parallelism={"tensor": 2})
     with pytest.raises(EmptySpaceError, match="torchtitan cannot be told the attention kernel 'flash'"):
-        mesh_candidates(kernel, report(memory_gib=24.0, experts=False))
+        mesh_candidates(kernel, there())
 
 
 def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Progress]) -> None:
-    asked, device = request(), report(memory_gib=24.0, experts=False)
-    space, simulated = MeshKnowledge(asked, device), SimulatedDevice(asked, noise=0.0)
+    asked = request()
+    space, simulated = MeshKnowledge(asked, there()), SimulatedDevice(asked, noise=0.0)
     blocks = {c for one in space.candidates for c in space.composer.components(one)}
     task = TrialTask(
         number=0,
         kind="components",
         model=asked.model,
         candidate=space.candidates[0].candidate,
-        components=tuple(blocks),
+        components=(*space.transfers, *blocks),
         timeout_seconds=1,
     )
     space.learn(simulated(task).components)
@@ -71,11 +76,11 @@ def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Pro
     assert answer is not None
     assert answer.recommendation is not None
     assert answer.recommendation.tokens_per_second > 0.97 * best
-    assert sum(step.trial is not None for step in steps) < 20
+    assert sum(step.trial is not None for step in steps) < 30
 
 
 def skewed(expert: Any) -> list[Progress]:
-    """A plan over 8 devices whose routing follows Zipf's law."""
+    """Meshes of 8 devices whose routing follows Zipf's law."""
     experts = {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 1024}
     asked = request(
         model={**MODEL, "num_layers": 4, "moe": experts},
@@ -83,13 +88,12 @@ def skewed(expert: Any) -> list[Progress]:
         routing={"kind": "zipf"},
         parallelism={"expert": expert, "expert_mode": "explore", "sharding": "zero1"},
     )
-    return list(explore(asked, report(memory_gib=48.0), SimulatedDevice(asked)))
+    return list(explore(asked, there(48.0, experts=True), SimulatedDevice(asked)))
 
 
 def test_skewed_routing_is_answered_with_shadowed_experts_and_by_how_much() -> None:
     steps = skewed(8)
-    space, answer = steps[0].space, steps[-1].answer
-    assert space is not None
+    space, answer = next(step.space for step in steps if step.space is not None), steps[-1].answer
     assert space["expert_mode"] == ["plain", "overlapped", "shadowed"]
     assert answer is not None
     assert answer.recommendation is not None
@@ -119,17 +123,6 @@ def test_data_parallel_experts_are_compared_with_every_mode() -> None:
     assert ExpertMode.SHADOWED in {one.mesh.expert_mode for one in plan.expert_modes}
 
 
-def test_a_resumed_plan_measures_nothing_twice_and_ends_alike(steps: list[Progress]) -> None:
-    trials = tuple(step.trial for step in steps if step.trial is not None)
-    whole = run(request(), history=trials)
-    assert [step.trial for step in whole] == [None]
-    assert whole[-1].answer == steps[-1].answer
-    rest = run(request(), history=trials[:2])
-    again = [c.component for step in rest if step.trial for c in step.trial.measurement.components]
-    before = {c.component for trial in trials[:2] for c in trial.measurement.components}
-    assert before.isdisjoint(again)
-
-
 def test_a_model_too_large_for_any_mesh_is_told_so() -> None:
     answer = run(request(), gib=1.0)[-1].answer
     assert answer is not None
@@ -144,15 +137,15 @@ def test_a_model_too_large_for_any_mesh_is_told_so() -> None:
     ("changes", "gib", "remedies"),
     [
         ({}, 1.75, ["num_devices 64"]),
-        ({"parallelism": {"tensor": 1}}, 12.0, ["sharding zero1", "tensor 2", "pipeline 2"]),
+        ({"parallelism": {"tensor": 2}}, 7.0, ["sharding zero1", "tensor 4", "pipeline 2"]),
         (
-            {"parallelism": {"tensor": 1}, "recompute": ["none"], "micro_batch_size": 4},
-            6.0,
+            {"parallelism": {"tensor": 2}, "recompute": ["none"], "micro_batch_size": 4},
+            3.5,
             ["recompute full and sharding zero3"],
         ),
     ],
 )
-def test_each_remedy_of_a_plan_makes_it_fit(changes: dict[str, Any], gib: float, remedies: list[str]) -> None:
+def test_each_remedy_makes_a_mesh_fit(changes: dict[str, Any], gib: float, remedies: list[str]) -> None:
     asked = request(**changes)
     answer = run(asked, gib=gib)[-1].answer
     assert answer is not None
@@ -180,7 +173,7 @@ def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:
                 candidate=task.candidate, outcome=Outcome.OUT_OF_MEMORY, reason=reason, failed_component=failed
             )
 
-    steps = list(explore(asked, report(memory_gib=24.0, experts=False), Failing(asked)))
+    steps = list(explore(asked, there(), Failing(asked)))
     answer = steps[-1].answer
     assert answer is not None
     assert answer.recommendation is not None
@@ -189,13 +182,13 @@ def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:
     assert mesh.tensor > 1 or candidate.micro_batch_size == 1
 
 
-def test_an_unknown_back_end_ends_a_plan_with_the_reason() -> None:
+def test_an_unknown_back_end_ends_a_search_of_meshes_with_the_reason() -> None:
     answer = run(request(attention_backends=["flush"]))[-1].answer
     assert answer is not None
     assert "unknown attention back end 'flush'" in (answer.variants[0].reason or "")
 
 
-def test_the_budget_ends_a_plan() -> None:
+def test_the_budget_ends_a_search_of_meshes() -> None:
     steps = run(request(budget={"max_trials": 2}))
     assert sum(step.trial is not None for step in steps) <= 4
     assert steps[-1].answer is not None
