@@ -135,13 +135,13 @@ def test_one_at_a_time_changes_tables(behind: Database) -> None:
 
 
 def test_limits_hold_for_who_set_them(behind: Database) -> None:
-    limited = open_database(behind.url, DatabaseLimits(statement=timedelta(seconds=0.05), max_connections=1))
-    for _ in range(5):
+    limited = open_database(behind.url, DatabaseLimits(statement=timedelta(seconds=0.5), max_connections=1))
+    for _ in range(3):
         limited.ping()
         with limited.begin() as connection, pytest.raises(DATABASE_TROUBLE, match="statement timeout"):
-            connection.execute(sa.text("SELECT pg_sleep(5)"))
+            connection.execute(sa.text("SELECT pg_sleep(600)"))
         with behind.begin() as connection:
-            connection.execute(sa.text("SELECT pg_sleep(0.06)"))
+            connection.execute(sa.text("SELECT pg_sleep(0.6)"))
     limited.dispose()
 
 

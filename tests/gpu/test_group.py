@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -153,10 +152,8 @@ def test_sharding_spares_memory(group: Profiler) -> None:
 def test_out_of_memory_and_a_killed_rank_end_the_group_and_the_next_trial_works(group: Profiler) -> None:
     group.begin(REQUEST)
     assert run(group, "zigzag").outcome is Outcome.OK
-    started = time.monotonic()
     exhausted = run(group, "zigzag", 256)
     assert exhausted.outcome is Outcome.OUT_OF_MEMORY, exhausted.reason
-    assert time.monotonic() - started < 60
     assert run(group, "zigzag").outcome is Outcome.OK
     assert group._process.current is not None
     pid = group._process.current._ranks[1].pid

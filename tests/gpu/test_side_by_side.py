@@ -10,6 +10,7 @@ import pytest
 
 from tests.gpu import __main__ as command
 from tests.gpu.results import Plan, last_results
+from tests.waits import PATIENCE_SECONDS
 
 TESTS = """
 import os
@@ -80,7 +81,7 @@ def test_failures_are_printed_at_once_and_a_run_that_was_cut_off_goes_on(
     runs = Runs(tmp_path, monkeypatch)
     known = {"test_number[0]": "passed", "test_number[1]": "passed", "test_number[3]": "skipped"}
     known["test_number[2]"] = "failed"
-    assert runs(60) == 1
+    assert runs(PATIENCE_SECONDS) == 1
     printed, _, summary = capfd.readouterr().out.partition("results.jsonl: ")
     assert "NOT READ" in printed
     assert "No module named 'a_module_that_is_missing'" in printed
@@ -91,9 +92,9 @@ def test_failures_are_printed_at_once_and_a_run_that_was_cut_off_goes_on(
     assert runs.outcomes() == known | {"test_that_is_cut_off": "begun"}
     runs.mended.touch()
     known["test_number[2]"] = "passed"
-    assert runs(60, "--failed") == 2
+    assert runs(PATIENCE_SECONDS, "--failed") == 2
     assert runs.outcomes() == known | {"test_that_is_cut_off": "begun"}
-    assert runs(60) == 0
+    assert runs(PATIENCE_SECONDS) == 0
     assert runs.outcomes() == known | {"test_that_is_cut_off": "passed"}
     assert [runs.times(test) for test in ("test_number[1]", "test_number[2]", "test_that_is_cut_off")] == [1, 2, 2]
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import bexp
+from tests.waits import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -74,4 +75,4 @@ def test_nobody_waits_for_a_process_that_fails_between_two_nccl_operations(tmp_p
     assert found.micro_batch_size == 1
     assert found.results[-1].outcome == "out_of_memory"
     assert not found.group_is_usable
-    assert seconds < 60
+    assert seconds < PATIENCE_SECONDS

@@ -28,7 +28,7 @@ from bexp.measure.host_limits import processor_name
 
 TESTS = (
     *("tests/bexp/kernels", "tests/bexp/graphs", "tests/bexp/transformers", "tests/bexp/test_tune_*.py"),
-    *("tests/workers/targets", "tests/workers/replay"),
+    *("tests/workers/targets/reference", "tests/workers/targets/transformers", "tests/workers/replay"),
     *("tests/explorer/search/test_recorded_*.py", "tests/explorer/search/test_logs.py"),
     "tests/explorer/cost_model/test_recorded_costs.py",
 )
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tests", nargs="*", default=TESTS, help="what pytest takes (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="a JSON file, begun or continued")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
-    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="of pytest")
+    parser.add_argument("--processes", type=int, help="of pytest (default: as many as have a core for each thread)")
     asked = parser.parse_args(arguments)
     flags = processor_flags()
     run_of: dict[str, Any] = {
@@ -118,8 +118,9 @@ def run(asked: argparse.Namespace, setting: str, threads: int) -> dict[str, Any]
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--junitxml", str(report)]
         command += [option for name in ("cacheprovider", "benchmark", "randomly") for option in ("-p", f"no:{name}")]
-        if asked.processes > 1:
-            command += ["--numprocesses", str(asked.processes), "--dist", "worksteal"]
+        processes = asked.processes or len(os.sched_getaffinity(0)) // threads
+        if processes > 1:
+            command += ["--numprocesses", str(processes), "--dist", "worksteal"]
         begun = time.monotonic()
         done = subprocess.run([*command, "--tb=short", *tests], cwd=ROOT, env=environment, check=False)
         seconds = round(time.monotonic() - begun, 1)

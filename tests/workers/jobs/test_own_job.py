@@ -57,7 +57,7 @@ def run_by(queue: Queue, name: str) -> None:
     assert queue.claim(other) is not None
 
 
-def ends(watch: Callable[[threading.Event], Any], seconds: float = 60.0) -> bool:
+def ends(watch: Callable[[threading.Event], Any], seconds: float = PATIENCE_SECONDS) -> bool:
     ending = threading.Event()
     thread = threading.Thread(target=watch, args=(ending,), daemon=True)
     thread.start()
@@ -152,10 +152,11 @@ def test_a_job_that_the_worker_cannot_run_is_refused(
     assert f"cannot run this exploration: {needs}{has}" in caplog.text
 
 
-def test_the_log_says_who_holds_the_device_and_what_to_do(queue: Queue, own: OwnJob) -> None:
+def test_the_log_says_who_holds_the_device_and_what_to_do(queue: Queue, own: OwnJob, ending: Ending) -> None:
     submit(queue)
     own._worker._profiler.held_by = "cpu is in use by process 7 of user ann"
-    assert not ends(own.watch, 0.5)
+    ending.actions[0.2] = ending.set
+    own.watch(ending)
     told = [event.message for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]
     assert told == [
         "Waiting: the device is in use: cpu is in use by process 7 of user ann; "
