@@ -49,7 +49,7 @@ def test_what_an_exploration_has_come_to_is_told_unless_stdin_ends_first(
     write_end.write(json.dumps({"document": REQUEST, "device": None}) + "\n")
     write_end.flush()
 
-    run: Any = SimpleNamespace(job_id="1" * 26)
+    run: Any = SimpleNamespace(job_id="1" * 26, worker_name="own")
     run.cancel = lambda stored: stored.cancel(run.job_id)
     run.check = lambda stored: write_end.close() if ends == "stdin" else run.cancel(stored)
     monkeypatch.setattr(session, "LocalRun", lambda *_: nullcontext(run))

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.storage.database import DATABASE_TROUBLE, Database
+from bexp.storage.database import DATABASE_TROUBLE, Database, describe_trouble
 from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim
 from bexp.storage.notifications import Listener
@@ -197,7 +197,7 @@ class JobWorker:
             among = None if self._job_ids is None else tuple(self._job_ids)  # which may ask the database
             return self._queue.claim(info, description=description, among=among)
         except DATABASE_TROUBLE as error:
-            _log.warning("no job could be claimed: %s", str(error).splitlines()[0])
+            _log.warning("no job could be claimed: %s", describe_trouble(error))
             return None
 
     def _run(self, claim: Claim) -> None:
@@ -226,7 +226,7 @@ class Registration:
         try:
             register_worker(self._database, self._worker)
         except DATABASE_TROUBLE as trouble:  # the thread does it later
-            _log.warning("worker %s is not in the list yet: %s", self._worker.id, str(trouble).splitlines()[0])
+            _log.warning("worker %s is not in the list yet: %s", self._worker.id, describe_trouble(trouble))
         self._thread.start()
         return self
 
@@ -238,7 +238,7 @@ class Registration:
         try:
             forget_worker(self._database, self._worker.id)
         except sa.exc.SQLAlchemyError as trouble:  # the entry expires
-            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, trouble)
+            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, describe_trouble(trouble))
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_seconds):
@@ -246,7 +246,7 @@ class Registration:
                 if not worker_heartbeat(self._database, self._worker.id):
                     register_worker(self._database, self._worker)
             except sa.exc.SQLAlchemyError as error:
-                reason = str(error).splitlines()[0]
+                reason = describe_trouble(error)
                 _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)
 
 
