@@ -29,6 +29,8 @@ pytestmark = pytest.mark.parametrize("bexp", ["database"], indirect=True)
 class Interrupting:
     """A worker that stands for Ctrl-C in the terminal, as soon as nothing comes from it."""
 
+    has_ended = False
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def check(self) -> bool:
@@ -156,10 +158,11 @@ def test_a_cancelled_exploration_is_awaited_for_some_seconds(
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr(local_run, "time", clock)
 
-    def look(_: str, **__: str) -> SimpleNamespace:
+    def look(_: str, **__: object) -> SimpleNamespace:
         return SimpleNamespace(is_final=clock.now >= ends_after, cancel_requested=True)
 
-    LocalRun(REQUEST, "job", "cpu").cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]  # all it asks
+    with LocalRun(REQUEST, "job", "cpu") as run:
+        run.cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]  # all it asks
     assert clock.now == pytest.approx(min(ends_after, local_run.CANCEL_SECONDS), abs=0.2)
 
 
