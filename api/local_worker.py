@@ -86,7 +86,7 @@ class LocalWorker:
 
     def check(self) -> bool:
         """Return whether the process runs. Raises WorkerEndedError, with the end of the log, if it has failed."""
-        if not self._has_ended():
+        if not self.has_ended:
             return True
         if (status := self._process.wait()) == 0:
             return False
@@ -104,7 +104,7 @@ class LocalWorker:
             assert self._process.stdin is not None, "it is a pipe"
             self._process.stdin.close()
         deadline = time.monotonic() + GRACE_SECONDS
-        while not self._has_ended() and time.monotonic() < deadline:
+        while not self.has_ended and time.monotonic() < deadline:
             time.sleep(0.02)
         # The system cannot have reused the group id, because the process has not been waited for yet.
         with suppress(OSError):
@@ -113,7 +113,9 @@ class LocalWorker:
         if not keeps_log:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _has_ended(self) -> bool:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
         if self._process.returncode is not None:
             return True
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -47,8 +47,9 @@ def _run(asked: dict[str, Any]) -> None:
         _tell(exploration=job.model_dump(mode="json"))
         closed = threading.Event()
         threading.Thread(target=_await_end_of_stdin, args=(closed,), daemon=True).start()
-        for event in stored.events(job.id, on_idle=lambda: run.check(stored), cancelled=closed.is_set):
-            _tell(event=event.model_dump(mode="json"))
+        with run.cancelling(stored):
+            for event in stored.events(job.id, on_idle=lambda: run.check(stored), cancelled=closed.is_set):
+                _tell(event=event.model_dump(mode="json"))
         ended = stored.get(job.id)
         if not ended.is_final:
             run.cancel(stored)

@@ -85,10 +85,13 @@ class StoredExplorations:
             if cursor is None:
                 return
 
-    def cancel(self, job_id: str, *, own_worker: str = "") -> Exploration:
-        """Cancel an exploration; its worker stops within seconds. With `own_worker`, only if it is that worker's."""
+    def cancel(self, job_id: str, *, own_worker: str = "", has_ended: bool = False) -> Exploration:
+        """Cancel an exploration; its worker stops within seconds.
+
+        With `own_worker`, only if it is that worker's; `has_ended` says that the process of that worker has ended.
+        """
         with _refusals():
-            return _shown(self.queue.request_cancel(job_id, own_worker=own_worker))
+            return _shown(self.queue.request_cancel(job_id, own_worker=own_worker, has_ended=has_ended))
 
     def resume(self, job_id: str, *, own_worker: str = "") -> Exploration:
         """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is.

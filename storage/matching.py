@@ -27,7 +27,8 @@ MEMORY_TOLERANCE = 0.1
 
 OWN_WORKER = "its own worker "
 """How a reason begins that only the command which follows a job can change."""
-STARTING = f"{OWN_WORKER}is starting"
+STARTING = "its own worker is starting"
+ENDED = "its own worker has ended"
 
 OWN_WORKER_TERM = timedelta(seconds=30)
 """So long counts an own worker as alive that reports nothing, such as one whose process has not begun yet."""
@@ -162,7 +163,7 @@ def waiting_reason(job: Any, live: Sequence[WorkerInfo]) -> str | None:
 
 def _describe_missing(job: Any, need: Need) -> str:
     if need is OWN:
-        return "none is running" if not job.own_worker else STARTING if job.own_is_alive else f"{OWN_WORKER}has ended"
+        return "none is running" if not job.own_worker else STARTING if job.own_is_alive else ENDED
     thing, detail = need.missing(job)
     return f"{OWN_WORKER}is none with {thing}{detail}" if job.own_worker else f"none with {thing} is running{detail}"
 

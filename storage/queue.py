@@ -263,10 +263,11 @@ class Queue:
             self._put_back(connection, lease, draft, wait=wait, num_releases=jobs.c.num_releases + 1)
             return JobState.QUEUED
 
-    def request_cancel(self, job_id: str, *, by: Caller = LOCAL, own_worker: str = "") -> Job:
+    def request_cancel(self, job_id: str, *, by: Caller = LOCAL, own_worker: str = "", has_ended: bool = False) -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as its worker sees this. A finished job stays.
 
-        With `own_worker`, a job stays as well that is not for the worker of that name.
+        With `own_worker`, a job stays as well that is not for the worker of that name; `has_ended` says that the
+        process of that worker has ended, so that nobody runs the job whatever its lease says.
 
         Raises:
             JobNotFoundError: there is no such job that `by` sees.
@@ -278,7 +279,7 @@ class Queue:
                 if not row.cancel_requested:
                     note_action(self.database, connection, by, Action.CANCEL, job_id)
                 held = connection.scalar(sa.select(jobs.c.id).where(here, is_held(self.database)))
-                if held is None:
+                if held is None or has_ended:
                     end_job(self.database, connection, [here], JobState.CANCELLED)
                 elif not row.cancel_requested:
                     change_job(self.database, connection, [here], cancel_requested=True)

@@ -62,6 +62,9 @@ def run_workers(workers: Sequence[JobWorker], max_jobs: int | None, own_job_id: 
     except sa.exc.SQLAlchemyError as error:
         _log.error("the database cannot be used: %s", describe_trouble(error))
         return SERVICE_FAILED
+    except OSError as error:  # the lock for an upgrade lies beside a SQLite file
+        _log.error("the database cannot be opened: %s: %s", error.strerror, error.filename)
+        return SERVICE_FAILED
     finally:
         database.dispose()
 

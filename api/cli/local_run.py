@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -101,15 +102,23 @@ class LocalRun:
 
         say(f"exploration {job.id}, kept in {shown_url(environment().database_url)}")
         try:
-            last = follow(stored, job, to_stderr=as_json, log_dir=log_dir, check=lambda: self.check(stored))
-        except BaseException as error:  # Ctrl-C too
-            with suppress(ProblemError, ServiceError):
-                self.cancel(stored)
-            if isinstance(error, KeyboardInterrupt):
-                say_best(stored, job.id)
-                say(f"`{self._again}` continues it")
+            with self.cancelling(stored):
+                last = follow(stored, job, to_stderr=as_json, log_dir=log_dir, check=lambda: self.check(stored))
+        except KeyboardInterrupt:
+            say_best(stored, job.id)
+            say(f"`{self._again}` continues it")
             raise
         return conclude(stored, job.id, last, as_json=as_json, verbose=verbose)
+
+    @contextmanager
+    def cancelling(self, stored: StoredExplorations) -> Iterator[None]:
+        """Cancel the exploration if what follows it within the context fails, or is stopped."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too
+            with suppress(ProblemError, ServiceError):
+                self.cancel(stored)
+            raise
 
     def check(self, stored: StoredExplorations) -> None:
         """Raise WorkerEndedError if the worker has failed, or if somebody has ended it before the exploration.
@@ -134,7 +143,7 @@ class LocalRun:
     def cancel(self, stored: StoredExplorations) -> None:
         """Cancel the exploration, and wait some seconds for its end; leave it if it is another worker's."""
         deadline = time.monotonic() + CANCEL_SECONDS
-        job = stored.cancel(self.job_id, own_worker=self.worker_name)
+        job = stored.cancel(self.job_id, own_worker=self.worker_name, has_ended=self._worker.has_ended)
         if not (job.is_final or job.cancel_requested):
             say(f"exploration {self.job_id} goes on: another worker runs it")
             return

@@ -106,7 +106,7 @@ class ExplorationRequest(Frozen):
     num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
     )
-    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: whichever worker claims the job.")
+    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: a GPU goes before a CPU.")
     num_query_groups: (
         Annotated[
             tuple[Annotated[int, Field(ge=1, le=1024)] | None, ...],
@@ -184,7 +184,7 @@ class ExplorationRequest(Frozen):
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         None,
         description="Explore as if the device had only so much; default: the device's own memory, on CPU a share of "
-        "the RAM.",
+        "the RAM. Devices with less, by more than a tenth, are left out.",
     )
     headroom: Annotated[float, Field(ge=0, le=0.9)] = Field(
         0.0, description="Share of the memory limit to leave free, beyond the margin that is always kept."

@@ -71,7 +71,7 @@ def test_a_worker_that_is_done_has_not_failed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", "print('done')"])
     worker = LocalWorker("id", "name", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
     worker._process.wait()
-    worker.check()
+    assert not worker.check()
     worker.stop(keeps_log=True)
     assert worker.log.read_text() == "done\n"
     shutil.rmtree(worker.log.parent)  # as what cleans temporary folders does

@@ -55,6 +55,9 @@ def test_workers_say_what_they_have_and_what_they_do(client: TestClient, queue: 
     assert idle["lost_since"] is None
     assert (idle["device_name"], idle["devices"], idle["num_devices"]) == ("A device", "cpu", 1)
     assert (idle["versions"], idle["targets"]) == ({"torch": "2.13"}, TARGETS)
+    assert (idle["memory_bytes"], idle["reserved"], "name" in idle) == (2 << 30, False, False)
+    register_worker(queue.database, make_worker("own", name="me"))
+    assert listed(client)["own"]["reserved"]
 
 
 def test_a_worker_that_waits_says_whom_for(client: TestClient, queue: Queue) -> None:

@@ -122,6 +122,19 @@ def test_a_cancel_of_its_command_leaves_a_job_that_is_another_workers(database: 
     assert queue.request_cancel(job.id, own_worker="another").state is JobState.CANCELLED
 
 
+def test_a_job_ends_at_once_when_its_command_knows_that_its_own_worker_has_ended(database: Database) -> None:
+    """Its lease would hold for half a minute, and its resumption meet the cancel."""
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request(), own_worker="me")
+    assert queue.claim(OWN) is not None
+    asked = queue.request_cancel(job.id, own_worker="me")
+    assert (asked.state, asked.cancel_requested) == (JobState.RUNNING, True), "its worker measures, and will see it"
+    assert queue.request_cancel(job.id, own_worker="another", has_ended=True).state is JobState.RUNNING
+    assert queue.request_cancel(job.id, own_worker="me", has_ended=True).state is JobState.CANCELLED
+    assert queue.resume(job.id, own_worker="another").own_worker == "another"
+    assert queue.claim(make_worker("w", name="another")) is not None
+
+
 def test_a_term_that_was_given_before_the_clock_was_set_back_is_none(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request(), own_worker="me")

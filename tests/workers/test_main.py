@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -233,6 +234,16 @@ def test_a_file_that_is_no_database_is_named_without_a_traceback(
     (tmp_path / "notes.txt").write_text("not a database " * 100)
     assert main(["--device", "cpu", "--database-url", f"sqlite:///{tmp_path / 'notes.txt'}"]) == SERVICE_FAILED
     assert "file is not a database" in caplog.text
+
+
+def test_a_database_that_cannot_be_upgraded_is_named_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the user may read the file, and write nothing in its folder."""
+    lock = tmp_path / "bexp.db.upgrade.lock"
+    lock.mkdir()
+    assert main(["--device", "cpu", "--database-url", f"sqlite:///{tmp_path / 'bexp.db'}"]) == SERVICE_FAILED
+    assert re.fullmatch(rf"the database cannot be opened: \S.*: {lock}", caplog.messages[-1])
 
 
 def test_a_worker_on_a_cluster_without_ray_says_how_to_get_it(

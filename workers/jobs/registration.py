@@ -9,7 +9,7 @@ from typing import Self
 
 import sqlalchemy as sa
 
-from bexp.storage.database import Database
+from bexp.storage.database import Database, describe_trouble
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Registration:
         try:
             forget_worker(self._database, self._worker.id)
         except sa.exc.SQLAlchemyError as trouble:  # the entry expires
-            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, trouble)
+            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, describe_trouble(trouble))
 
     def tell(self, worker: WorkerInfo) -> None:
         """Enter the worker as it is now."""
@@ -62,5 +62,5 @@ class Registration:
             try:
                 register_worker(self._database, self._worker)
             except sa.exc.SQLAlchemyError as error:
-                reason = str(error).splitlines()[0]
+                reason = describe_trouble(error)
                 _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)

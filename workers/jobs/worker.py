@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.storage.database import DATABASE_TROUBLE, Database
+from bexp.storage.database import DATABASE_TROUBLE, Database, describe_trouble
 from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim
 from bexp.storage.notifications import Listener
@@ -254,7 +254,7 @@ class JobWorker:
             description = self.hardware.describe()
             return self._queue.claim(self._describe(), description=description, among=among, is_able=self._take_device)
         except DATABASE_TROUBLE as error:
-            _log.warning("no job could be claimed: %s", str(error).splitlines()[0])
+            _log.warning("no job could be claimed: %s", describe_trouble(error))
             return None
 
     def _take_device(self) -> bool:

@@ -204,8 +204,10 @@ def test_a_submission_says_nothing_of_workers_that_it_may_not_see(error: Excepti
     assert missing_target(client, ended, "my-gpt") is None
     assert missing_target(client, queued, "my-gpt") is not None
     for state in ("idle", "lost", "measuring"):
-        client.workers = lambda: [SimpleNamespace(state=state, targets={"my-gpt": "1"})]  # noqa: B023 - called at once
-        assert (missing_target(client, queued, "my-gpt") is None) is (state != "lost")
+        for reserved in (False, True):
+            worker = SimpleNamespace(state=state, targets={"my-gpt": "1"}, reserved=reserved)
+            client.workers = lambda: [worker]  # noqa: B023 - called at once
+            assert (missing_target(client, queued, "my-gpt") is None) is (state != "lost" and not reserved)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +262,20 @@ def test_what_is_no_device_is_refused_with_what_is(device: str) -> None:
     with pytest.raises(CommandError, match="is none of cpu, cuda:0, cuda:0-3 and replay:TABLE") as refused:
         device_kind(device)
     assert refused.value.code == 2
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:0-3", "cpu,cpu", "replay:table.jsonl"])
+def test_a_submission_names_no_devices_of_one_machine(
+    refused: Refused, configure: Callable[..., Path], device: str
+) -> None:
+    said = f"--device {device} is of one machine, and any worker may take what is submitted: give cpu or cuda"
+    assert said in refused("submit", configure(), "--device", device)
+
+
+@pytest.mark.parametrize("bexp", ["service"], indirect=True)
+@pytest.mark.parametrize("given", [("--device", "cpu"), ("--target", "train.py:Target")])
+def test_workers_of_a_service_resume_on_no_device_of_this_machine(refused: Refused, given: tuple[str, str]) -> None:
+    assert "the workers of BEXP_API_URL continue it" in refused("resume", "latest", *given)
 
 
 @pytest.mark.parametrize("text", ["", "all", "1.5", "-4", "2-", "2-x", "x-4", "2-4-8", "2,", "2,x", "two"])

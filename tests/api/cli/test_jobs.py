@@ -107,7 +107,6 @@ def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -
         ("--micro-batch-size 2-4", "micro_batch_size", {"explore": {"min": 2, "max": 4}}),
         ("--device cpu", "device_kind", "cpu"),
         ("--device cuda", "device_kind", "cuda"),
-        ("--device cuda:1,cuda:2", "device_kind", "cuda"),
     ],
 )
 def test_an_option_stands_for_a_field(bexp: Run, config: Path, options: str, field: str, value: Any) -> None:

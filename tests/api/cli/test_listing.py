@@ -114,6 +114,9 @@ def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored
     assert json.loads(bexp("list", "--json", "--limit", "1").stdout)[0]["state"] == "queued"
     queue.request_cancel(fresh)
     forget_worker(queue.database, "w-1")
+    register_worker(queue.database, make_worker("own", name="me"))
+    assert re.search("^own +reserved ", bexp("workers").stdout, re.MULTILINE)
+    forget_worker(queue.database, "own")
 
 
 def test_a_table_that_is_wider_than_the_terminal_keeps_words_whole() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 
 from bexp.api.cli import local_run
 from bexp.api.cli.local_run import LocalRun
+from bexp.api.local_worker import WorkerEndedError
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.parametrize("bexp", ["database"], indirect=True)
 
 class Interrupting:
     """A worker that stands for Ctrl-C in the terminal, as soon as nothing comes from it."""
+
+    has_ended = False
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -127,6 +131,24 @@ def test_a_worker_owns_what_it_is_told_or_as_many_devices_as_can_be_used(
     assert run._again == f"bexp resume job{'' if device is None else f' --device {device}'}{again}"
 
 
+@pytest.mark.parametrize(
+    ("state", "owner", "is_told"),
+    [("queued", "own", True), ("running", "own", True), ("queued", "", False), ("succeeded", "own", False)],
+)
+def test_a_worker_that_was_told_to_end_before_its_exploration_ends_the_command(
+    bexp: Run, monkeypatch: pytest.MonkeyPatch, state: str, owner: str, is_told: bool
+) -> None:
+    """Nobody else would ever take the exploration."""
+    monkeypatch.setattr(Interrupting, "check", lambda _: False)
+    monkeypatch.setattr(local_run, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(local_run, "new_worker_name", lambda: "own")
+    job = SimpleNamespace(state=JobState(state), own_worker=owner, waiting_reason=None)
+    stored: Any = SimpleNamespace(summary=lambda _: job)
+    with LocalRun(REQUEST, "job", "cpu") as run, nullcontext() if not is_told else pytest.raises(WorkerEndedError):
+        for _ in range(2):
+            run.check(stored)
+
+
 @pytest.mark.parametrize("ends_after", [1.0, 3600.0])
 def test_a_cancelled_exploration_is_awaited_for_some_seconds(
     bexp: Run, monkeypatch: pytest.MonkeyPatch, ends_after: float
@@ -136,10 +158,11 @@ def test_a_cancelled_exploration_is_awaited_for_some_seconds(
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr(local_run, "time", clock)
 
-    def look(_: str, **__: str) -> SimpleNamespace:
+    def look(_: str, **__: object) -> SimpleNamespace:
         return SimpleNamespace(is_final=clock.now >= ends_after, cancel_requested=True)
 
-    LocalRun(REQUEST, "job", "cpu").cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]  # all it asks
+    with LocalRun(REQUEST, "job", "cpu") as run:
+        run.cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]  # all it asks
     assert clock.now == pytest.approx(min(ends_after, local_run.CANCEL_SECONDS), abs=0.2)
 
 

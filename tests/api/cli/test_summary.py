@@ -30,6 +30,23 @@ def summary(best: Recommendation = RECOMMENDATION, request: ExplorationRequest |
     return " ".join(render_summary(Answer(variants=(main,)), "a1b2", request).split())
 
 
+def test_the_first_line_names_the_device_that_was_measured() -> None:
+    main = ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "nothing fits"})
+    nothing = Answer(variants=(main,))
+    for answer, first in (
+        (ANSWER, "Recommended micro_batch_size: 4 for tiny"),
+        (nothing, "No recommendation"),
+    ):
+        texts = (
+            render_summary(answer, "a1b2", REQUEST, 160, "NVIDIA H200, replayed"),
+            render_answer(answer, REQUEST, "bexp 0.1.0", 160, "NVIDIA H200, replayed"),
+        )
+        for text in texts:
+            line = text.splitlines()[0]
+            assert line.startswith(first)
+            assert " on NVIDIA H200, replayed" in line
+
+
 def test_six_lines_say_what_to_run_and_what_it_gains() -> None:
     lines = render_summary(ANSWER, "a1b2", REQUEST, width=160).splitlines()
     assert [line[:20].strip() for line in lines[1:]] == ["batch", "settings", "speed", "memory", "confidence", "next"]

@@ -1,0 +1,87 @@
+"""A command that names a device, beside a worker of the same database that has nothing to do."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.schema import upgrade
+from bexp.storage.workers import list_workers
+from bexp.workers.jobs.worker import JobWorker
+from tests.acceptance.conftest import Machine, wait_for
+from tests.acceptance.test_explore import TABLES
+from tests.contracts.jobs import store
+from tests.workers.fakes import FakeProfiler, fake_explore
+
+pytestmark = pytest.mark.slow
+
+CONFIGURATION = TABLES / "tables" / "olmoe-zipf.yaml"
+RECORDED = f"replay:{TABLES / 'results' / 'tables' / 'olmoe-zipf.jsonl'}"
+
+
+@pytest.fixture
+def queue(machine: Machine, open_url: Callable[[str], Database]) -> Queue:
+    database = open_url(machine.database_url)
+    upgrade(database)
+    return Queue(database)
+
+
+@pytest.fixture
+def idle(queue: Queue) -> Iterator[FakeProfiler]:
+    """The device of a worker that asks for a job 20 times a second."""
+    profiler = FakeProfiler()
+    worker = JobWorker(queue, profiler, "cpu", explore=fake_explore, targets={"bexp": "0.1.0"}, max_poll_seconds=0.05)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    wait_for(lambda: len(list_workers(queue.database)) == 1, 60, "the worker's start")
+    yield profiler
+    worker.stop()
+    thread.join(60)
+
+
+def test_a_device_that_a_command_names_is_the_one_that_measures(
+    machine: Machine, queue: Queue, idle: FakeProfiler
+) -> None:
+    explored = machine.run("explore", CONFIGURATION, "--device", RECORDED)
+    asked = parse_request(load_document(CONFIGURATION.read_text()))
+    job, _ = queue.enqueue(asked, own_worker="gone")
+    queue.request_cancel(job.id)
+    resumed = machine.run("resume", "latest", "--device", RECORDED)
+    for printed in (explored, resumed):
+        answer = printed.rpartition("\n\n")[2]
+        assert answer.startswith("Recommended micro_batch_size: ")
+        assert "on NVIDIA H200, replayed" in " ".join(answer.splitlines()[:2])
+    assert "begin" not in idle.calls
+    assert {job.device_name for job in list_jobs(queue.database)[0]} == {"NVIDIA H200, replayed"}
+
+
+def test_a_job_of_a_killed_command_waits_until_it_is_resumed(
+    machine: Machine, queue: Queue, idle: FakeProfiler
+) -> None:
+    command = machine.start("explore", CONFIGURATION, "--device", RECORDED)
+    wait_for(lambda: len(list_jobs(queue.database)[0]) == 1, 300, "the submission")
+    command.send_signal(signal.SIGSTOP)  # or it would see that its worker has died
+    for process in psutil.Process(command.pid).children(recursive=True):
+        process.kill()
+    command.kill()
+    command.wait()
+    (job,) = list_jobs(queue.database)[0]
+    assert job.state is JobState.QUEUED, "its worker had not begun"
+    store(queue.database, job.id, own_worker_until=None)  # rather than wait for 30 s
+    queue.note_waiting(grace=timedelta(0))
+    assert read_events(queue.database, job.id)[-1].message == "Waiting: its own worker has ended"
+    assert "begin" not in idle.calls
+    machine.run("resume", "latest", "--device", RECORDED)
+    assert get_job(queue.database, job.id).device_name == "NVIDIA H200, replayed"
