@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -132,6 +132,16 @@ class TextFigures(Frozen):
         return self.padding_share < 1e-6  # what rounding leaves
 
 
+class Figures(NamedTuple):
+    """What is said of a recommended candidate wherever it is listed; tokens/s and peak are those to expect."""
+
+    micro_batch_size: int
+    performance: float
+    tokens_per_second: float
+    confidence: int
+    peak_bytes: int
+
+
 class Recommendation(Frozen):
     """The best candidate so far.
 
@@ -248,6 +258,17 @@ class Recommendation(Frozen):
     def expected_peak_bytes(self) -> int:
         """The peak to expect of one device: that of the whole model if it was run, else the composed one."""
         return self.measured_peak_bytes if self.whole_model is None else self.whole_model.measurement.peak_bytes
+
+    @property
+    def figures(self) -> Figures:
+        """What lists, rows and texts say of it."""
+        return Figures(
+            self.candidate.micro_batch_size,
+            self.performance,
+            self.expected_tokens_per_second,
+            self.confidence,
+            self.expected_peak_bytes,
+        )
 
     def ratio_text(self, ratio: float, decimals: int = 2) -> str:
         """Return a ratio of throughputs, such as `1.25x`.
