@@ -21,9 +21,8 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
 from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
-from bexp.explorer.search.legal_space import expressible, usable_attention, usable_backends
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.search.legal_space import dimension_values, expressible, usable_attention, usable_backends
+from bexp.explorer.spec.candidate import DIMENSIONS, Candidate, Recompute
 from bexp.explorer.spec.legal_meshes import legal_meshes
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
@@ -233,21 +232,12 @@ class MeshKnowledge:
     def summarize(self) -> dict[str, Any]:
         """Return the values of each dimension, as stored with the job."""
         meshes = self._meshes
-
-        def values(name: str, of: Iterable[Mesh | Candidate]) -> list[Any]:
-            return sorted({getattr(one, name) for one in of}, key=lambda value: (value is not None, value))
-
-        chosen = [point.candidate for point in self.candidates]
         return {
             "num_query_groups": self.request.shapes.query_groups,
             "num_candidates": len(self.candidates),
             "num_meshes": len(meshes),
-            **{name: values(name, meshes) for name in ("tensor", "pipeline", "virtual_stages", "expert", "data")},
-            "expert_mode": [one.value for one in ExpertMode if any(mesh.expert_mode is one for mesh in meshes)],
-            **{name: values(name, chosen) for name in ("micro_batch_size", "attention_backend", "expert_backend")},
-            "schedule": [one.value for one in Schedule if any(mesh.schedule is one for mesh in meshes)],
-            "recompute": [policy.value for policy in Recompute if any(c.recompute is policy for c in chosen)],
-            "sharding": sorted({mesh.sharding.value for mesh in meshes}),
+            **dimension_values([point.candidate for point in self.candidates], DIMENSIONS),
+            **dimension_values(meshes, [*Mesh.model_fields, "expert_mode"]),
         }
 
 

@@ -90,7 +90,7 @@ def test_skewed_routing_is_answered_with_shadowed_experts_and_by_how_much() -> N
     steps = skewed(8)
     space, answer = steps[0].space, steps[-1].answer
     assert space is not None
-    assert space["expert_mode"] == ["plain", "overlapped", "shadowed"]
+    assert space["expert_mode"] == ["overlapped", "plain", "shadowed"]
     assert answer is not None
     assert answer.recommendation is not None
     best, plan = answer.recommendation, answer.recommendation.plan
