@@ -16,9 +16,10 @@ from rich.text import Text
 
 from bexp.api.live_chart import RateChart
 from bexp.explorer.answers.answer import memory_parts
-from bexp.explorer.answers.text import bytes_text, clock_text
+from bexp.explorer.answers.text import clock_text
 from bexp.explorer.records.event import Event, EventCode, render_message
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.amounts import bytes_text
 from bexp.explorer.spec.request import ExplorationRequest
 
 SMALLEST_SHARE = 0.1

@@ -81,9 +81,8 @@ function rows(best, exploration) {
   row("with reserve", `${format.bytes(best.required_bytes)} of ${format.bytes(best.memory_limit_bytes)}`);
   const over = (label, other) => {
     if (!other) return;
-    const predicted = other.predicted ? ", predicted in part" : "";
     const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
-    const what = same ? ": it is the recommended one" : ` over ${format.describe(other.candidate)}${predicted}`;
+    const what = same ? ": it is the recommended one" : ` over ${format.describe(other.candidate)}${format.predicted(other.predicted)}`;
     row(label, `${other.gain.toFixed(2)}x${what}`);
   };
   over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
@@ -130,7 +129,7 @@ function planRows(plan, row) {
     ...plan.alternatives.map((one) => ["other mesh", one]),
   ];
   for (const [label, other] of others) {
-    row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} ${format.describe(other.candidate)}${other.predicted ? ", predicted in part" : ""}`);
+    row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} ${format.describe(other.candidate)}${format.predicted(other.predicted)}`);
   }
 }
 

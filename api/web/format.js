@@ -89,6 +89,12 @@ export const isWhole = (candidate) => candidate.attention_backend === "own";
 /** The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones. */
 export const expected = (best) => best.whole_model?.tokens_per_second ?? best.tokens_per_second;
 
+/** What `Trial.peak_bytes` and `Trial.is_predicted` return: the peak as measured, else as predicted. */
+export const peak = (trial) => trial.measured_peak_bytes ?? trial.predicted_peak_bytes ?? null;
+export const isPredicted = (trial) => trial.measured_peak_bytes == null;
+export const PREDICTED = "predicted in part";
+export const predicted = (isPart) => (isPart ? `, ${PREDICTED}` : "");
+
 /** What `Mesh.describe` returns. */
 export function mesh(of) {
   const stages = of.virtual_stages > 1 ? `, ${of.virtual_stages} stages a rank` : "";

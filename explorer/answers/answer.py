@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from bexp.explorer.answers.choices import batch_rows, saving_rows, second_figure
 from bexp.explorer.answers.plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
-from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
+from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.cost_model.step import MemoryParts
 from bexp.explorer.records.recommendation import (
@@ -18,6 +18,7 @@ from bexp.explorer.records.recommendation import (
     TextFigures,
     WholeModelCheck,
 )
+from bexp.explorer.spec.amounts import bytes_text, rate_text, seconds_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP

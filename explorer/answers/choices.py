@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bexp.explorer.answers.text import bytes_text, joined, rate_text, row, slower_text, steps_text
+from bexp.explorer.answers.text import joined, row, slower_text, steps_text
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.request import ExplorationRequest
 
 

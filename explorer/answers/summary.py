@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from bexp.explorer.answers.answer import is_provisional, remedy_rows, texts_text
 from bexp.explorer.answers.choices import second_figure
 from bexp.explorer.answers.plan import mesh_text
-from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, wrap
+from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.formats.trainers.reader import FILES
 from bexp.explorer.records.recommendation import CORES_ARE_SHARED, NOISE_ENDS_SEARCH, Answer, Recommendation
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS

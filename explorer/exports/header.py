@@ -19,6 +19,7 @@ from bexp.explorer.search.trainer_terms import (
     precision_of,
     sharding_of,
 )
+from bexp.explorer.spec.amounts import rate_text
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.quantization import Quantization, describe_weights
@@ -78,7 +79,7 @@ def header_lines(
         lines.append(f"{trainer.title} keeps other number formats than were measured, so this promises no tokens/s")
     else:
         lines.append(
-            f"expect about {choice.tokens_per_second:,.0f} tokens/s of each device; confidence {choice.confidence} out "
+            f"expect about {rate_text(choice.tokens_per_second)} of each device; confidence {choice.confidence} out "
             "of 100"
         )
     if not is_own_code(request):

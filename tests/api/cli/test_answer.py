@@ -8,7 +8,6 @@ from bexp.api.cli.results import usage_rows
 from bexp.client.explorations import Exploration
 from bexp.explorer.answers.answer import render_answer, render_recommendation
 from bexp.explorer.answers.summary import render_summary
-from bexp.explorer.answers.text import bytes_text
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
@@ -23,6 +22,7 @@ from bexp.explorer.records.recommendation import (
 )
 from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures
+from bexp.explorer.spec.amounts import bytes_text
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
