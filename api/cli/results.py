@@ -73,8 +73,9 @@ def say_best(client: Explorations, job_id: str) -> None:
             say("nothing is recommended yet")
         else:
             rate = rate_text(best.expected_tokens_per_second)
+            gain = best.ratio_text(best.performance)
             say(f"best so far: {best.candidate.describe()}")
-            say(f"  {rate} per device, {best.performance:.2f}x base, confidence {best.confidence} out of 100")
+            say(f"  {rate} per device, {gain} base, confidence {best.confidence} out of 100")
 
 
 def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[str]:

@@ -31,5 +31,5 @@ def _promised(best: Recommendation, micro_batch_size: int) -> tuple[float, int] 
         return best.expected_tokens_per_second, best.expected_peak_bytes
     other = best.dividing
     if other is not None and micro_batch_size == other.candidate.micro_batch_size:
-        return other.tokens_per_second, other.peak_bytes
+        return other.tokens_per_second, other.expected_peak_bytes
     return None

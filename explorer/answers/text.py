@@ -43,11 +43,6 @@ def clock_text(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-def slower_text(loss: float) -> str:
-    """Return a share of tokens/s that is lost, or gained if it is negative."""
-    return f"{abs(loss):.1%} {'slower' if loss >= 0 else 'faster'}"
-
-
 def steps_text(count: int) -> str:
     """Return a number of accumulation steps."""
     return f"{count} accumulation step{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Bytes, rates and times as text for a person: the same in logs and answers."""
+"""Bytes, rates and times as text for a person, the same in logs, answers and exports."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def rate_text(tokens_per_second: float) -> str:
     """Return a number of tokens a second."""
     digits = 0 if tokens_per_second >= 100 else 1
     return f"{tokens_per_second:,.{digits}f} tokens/s"
+
+
+def slower_text(loss: float, than: str | None = None) -> str:
+    """Return a share of tokens/s that is lost against another candidate, or gained if it is negative."""
+    share = f"{abs(loss):.1%}"
+    if share == "0.0%":
+        return "as fast" if than is None else f"as fast as {than}"
+    return f"{share} {'slower' if loss > 0 else 'faster'}{'' if than is None else f' than {than}'}"
 
 
 def seconds_text(seconds: float) -> str:
