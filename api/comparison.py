@@ -11,11 +11,12 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.summary import FRESH
-from bexp.explorer.answers.text import rate_text, row, seconds_text
+from bexp.explorer.answers.text import row
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, whole_runs
 from bexp.explorer.search.confidence import confidence_score
+from bexp.explorer.spec.amounts import rate_text, seconds_text
 from bexp.explorer.spec.base import Frozen
 
 NOT_COMPARED = {

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from bexp.api.live_chart import RateChart
 from bexp.explorer.answers.answer import memory_parts
-from bexp.explorer.answers.text import bytes_text, clock_text
+from bexp.explorer.answers.text import clock_text
 from bexp.explorer.records.event import Event, EventCode, render_message
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.request import ExplorationRequest
 
 SMALLEST_SHARE = 0.1
@@ -168,7 +169,7 @@ class LiveView:
     def _recommendation(self, best: Recommendation) -> list[RenderableType]:
         target = "" if self._request is None else f" (target {self._request.budget.confidence_target})"
         figures = (
-            f"{best.expected_tokens_per_second:,.0f} tokens/s  {best.performance:.2f}x base  "
+            f"{rate_text(best.expected_tokens_per_second)}  {best.ratio_text(best.performance)} base  "
             f"confidence {best.confidence}{target}"
         )
         title = Text.assemble(("best so far  ", "bold"), (figures, "green"))
@@ -184,7 +185,7 @@ class LiveView:
             bar.append("█" * round(size / whole * cells), style=PART_COLORS[name])
             legend.append(Text(f"{name} {bytes_text(size)}", style=PART_COLORS[name]))
         bar.append("░" * (cells - len(bar)), style="dim")
-        title = f"memory at the peak: {bytes_text(total)} ({total / limit:.1%} of {bytes_text(limit)})"
+        title = f"memory at the peak, as composed: {bytes_text(total)} ({total / limit:.1%} of {bytes_text(limit)})"
         return [Text(title, style="bold"), bar, Columns(legend, padding=(0, 2))]
 
 

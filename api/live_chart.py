@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.amounts import rate_text
 
 FEWEST_CELLS, ROOM = 10, 30
 """The shortest scale in columns, and what the other columns of a row need."""
@@ -81,7 +82,7 @@ class RateChart:
         if best is None or best.whole_model is None:
             return []
         size, rate = best.candidate.micro_batch_size, best.expected_tokens_per_second
-        return [Text(f"micro_batch_size {size} ran as a whole model: {rate:,.0f} tokens/s", style="green")]
+        return [Text(f"micro_batch_size {size} ran as a whole model: {rate_text(rate)}", style="green")]
 
     def _rate(self, size: int, of_size: dict[str, float]) -> float:
         """Return the figure of a size: that of the recommended candidate where there is one, else the best."""

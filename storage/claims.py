@@ -18,6 +18,7 @@ from bexp.storage.leases import Claim, Lease
 from bexp.storage.matching import can_run, is_left_to_gpus
 from bexp.storage.progress import claim_event
 from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
+from bexp.storage.recommendations import insert_if_changed
 from bexp.storage.reuse import Offer, find_answer, software_of
 from bexp.storage.schema import refuse_later_version
 from bexp.storage.tables import UTCDateTime, jobs
@@ -152,7 +153,9 @@ def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Wo
         return False
     values = {**stored.values, **end_values(database, JobState.SUCCEEDED, None)}
     with database.begin() as connection:  # if this worker was frozen since its claim, somebody else may have the job
-        change_job(database, connection, fence(claim.lease), stored.drafts, **values)
+        last_seq = change_job(database, connection, fence(claim.lease), stored.drafts, **values)
+        if last_seq is not None:
+            insert_if_changed(connection, claim.job.id, last_seq, stored.recommendation)
     return True
 
 

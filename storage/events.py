@@ -1,7 +1,6 @@
 """The event log of a job: appended under the job's row, read by cursor.
 
-What an event tells and another row holds is stored there alone: a recommendation has a row of its own, and the answer
-is the job's.
+The answer that an event tells is stored with its job alone, and of a recommendation only what is said of its candidate.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import sqlalchemy as sa
 from bexp.explorer.records.event import Event, EventCode, EventDraft
 from bexp.storage.database import Database
 from bexp.storage.notifications import notify_events
-from bexp.storage.recommendations import join_recommendation, select_columns, split_recommendation
-from bexp.storage.tables import events, jobs, recommendations
+from bexp.storage.recommendations import restore, shorten
+from bexp.storage.tables import events, jobs
 
 PAGE = 500
 _INSERT = sa.insert(events)
@@ -25,11 +24,10 @@ _ENDS = [int(code) for code in EventCode if code.ends_job]
 
 def read_events(database: Database, job_id: str, *, after: int = 0, limit: int = PAGE) -> list[Event]:
     """Return events with `seq` > `after`, in order, at most `limit`; none for a job that does not exist."""
-    here = (recommendations.c.job_id == events.c.job_id) & (recommendations.c.seq == events.c.seq)
     of_end = (jobs.c.id == events.c.job_id) & events.c.code.in_(_ENDS)
     query = (
-        sa.select(events, *select_columns(), jobs.c.answer)
-        .select_from(events.outerjoin(recommendations, here).outerjoin(jobs, of_end))
+        sa.select(events, jobs.c.answer)
+        .select_from(events.outerjoin(jobs, of_end))
         .where(events.c.job_id == job_id, events.c.seq > after)
         .order_by(events.c.seq)
         .limit(limit)
@@ -76,19 +74,16 @@ def insert_events(
     if not drafts:
         return
     now = at or database.now(connection)
-    rows, recommended = [], []
+    rows = []
     for seq, draft in enumerate(drafts, last_seq - len(drafts) + 1):
-        data, place = draft.data, {"job_id": job_id, "seq": seq, "at": now}
+        data = draft.data
         if draft.code is EventCode.RECOMMENDATION:
-            columns, rest = split_recommendation(data["recommendation"])
-            recommended.append({**place, **columns})
-            data = {**data, "recommendation": rest}
+            data = {**data, "recommendation": shorten(data["recommendation"])}
         elif draft.code.ends_job and "answer" in data:
             data = {**data, "answer": {"timings": data["answer"]["timings"]}}
-        rows.append({**place, "code": int(draft.code), "message": draft.message, "data": data})
+        told = {"code": int(draft.code), "message": draft.message, "data": data}
+        rows.append({"job_id": job_id, "seq": seq, "at": now, **told})
     connection.execute(_INSERT, rows)
-    if recommended:
-        connection.execute(sa.insert(recommendations), recommended)
     if not is_new:
         notify_events(database, connection, {job_id: last_seq})
 
@@ -118,8 +113,8 @@ def keep_answer(connection: sa.Connection, job_id: str, seq: int, answer: Mappin
 
 def _read_data(row: sa.Row[Any]) -> dict[str, Any]:
     data: dict[str, Any] = row.data
-    if row.candidate is not None:
-        return {**data, "recommendation": join_recommendation(row, data["recommendation"])}
+    if row.code == EventCode.RECOMMENDATION:
+        return {**data, "recommendation": restore(data["recommendation"])}
     if "answer" in data and row.answer is not None:
         return {**data, "answer": {**row.answer, **data["answer"]}}
     return data

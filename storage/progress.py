@@ -22,7 +22,7 @@ def progress_values(progress: Progress) -> dict[str, Any]:
         best = progress.answer.recommendation
         values |= {"answer": progress.answer.model_dump(mode="json"), "serves_up_to": progress.answer.serves_up_to}
         values |= {"recommendation": None, **summary_of(best)}  # the answer has it
-    elif best is not None:
+    elif best is not None and progress.is_main:
         values["recommendation"] = best.model_dump(mode="json")
         values |= summary_of(best)
     return values
@@ -30,12 +30,8 @@ def progress_values(progress: Progress) -> dict[str, Any]:
 
 def summary_of(best: Recommendation | None) -> dict[str, Any]:
     """Return the columns of a job that a list shows of its recommendation."""
-    return {
-        "micro_batch_size": best and best.candidate.micro_batch_size,
-        "performance": best and best.performance,
-        "tokens_per_second": best and best.expected_tokens_per_second,
-        "confidence": best and best.confidence,
-    }
+    names = ("micro_batch_size", "performance", "tokens_per_second", "confidence")
+    return {name: best and getattr(best.figures, name) for name in names}
 
 
 def claim_event(attempt: int, worker: str, description: str | None, target: str, num_trials: int) -> EventDraft:

@@ -31,6 +31,7 @@ from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import LOCAL, Caller
 from bexp.storage.progress import find_progress, progress_values
 from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.recommendations import insert_if_changed
 from bexp.storage.resuming import resume_job
 from bexp.storage.run_reports import find_reported_runs
 from bexp.storage.stored_bytes import StoredSums
@@ -189,6 +190,7 @@ class Queue:
                 if is_stored:
                     return last_seq
                 last_seq = write_job(self.database, connection, lease, progress.events, **values)
+            insert_if_changed(connection, lease.job_id, last_seq, progress.recommendation)
             if trial is not None:
                 insert_trial(self.database, connection, lease.job_id, trial)
         return last_seq
@@ -212,13 +214,17 @@ class Queue:
         """
         assert state.is_final
         last = last or Progress()
+        answer = answer or last.answer
         drafts = [*last.events, *events]
         if not any(draft.code.ends_job for draft in drafts):
             drafts.append(job_end_event(state, error))
         assert [draft.code.ends_job for draft in drafts].index(True) == len(drafts) - 1, "nothing follows the end"
-        values, trial = progress_values(replace(last, answer=answer or last.answer)), trial_values(last.trial)
+        values, trial = progress_values(replace(last, answer=answer)), trial_values(last.trial)
         with self.database.begin() as connection:
-            write_job(self.database, connection, lease, drafts, **values, **end_values(self.database, state, error))
+            ended = end_values(self.database, state, error)
+            last_seq = write_job(self.database, connection, lease, drafts, **values, **ended)
+            recommended = last.recommendation if answer is None else answer.recommendation
+            insert_if_changed(connection, lease.job_id, last_seq, recommended)
             if trial is not None:
                 insert_trial(self.database, connection, lease.job_id, trial)
 

@@ -1,7 +1,7 @@
-"""The recommendations of a job: one row for each BEXP202, which `insert_events` writes with its event.
+"""What was recommended when: a row whenever that changes, and shorter documents for the events that say it.
 
-The row and the event together hold what the recommendation says of its candidate, each figure once. How it compares
-with other candidates stands in the job's latest recommendation and in its answer, with its notes.
+An event holds what the recommendation says of its candidate. How it compares with other candidates stands in the job's
+latest recommendation and in its answer, with its notes.
 """
 
 from __future__ import annotations
@@ -12,50 +12,41 @@ from typing import Any
 import sqlalchemy as sa
 
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.storage.tables import recommendations
+from bexp.storage.tables import events, recommendations
 
-_LEFT_OUT = frozenset(
-    {
-        *("largest_micro_batch", "largest_without_recompute", "stock", "untiled", "runner_up"),
-        *("dividing", "dividing_batch_sizes", "memory_choices", "notes"),
-        *("alternatives", "expert_modes", "plain", "parts", "picture"),
-    }
+_COMPARED = (
+    *("largest_micro_batch", "largest_without_recompute", "stock", "untiled", "undivided", "runner_up"),
+    *("dividing", "dividing_batch_sizes", "memory_choices", "notes"),
 )
-"""Fields of a recommendation, and of its plan, that are left out here."""
-
-_COLUMNS = {
-    "candidate": "candidate",
-    "performance": "performance",
-    "confidence": "confidence",
-    "tokens_per_second": "tokens_per_second",
-    "measured_peak_bytes": "peak_bytes",
-}
-"""Fields of a recommendation with a column of their own, and the column."""
+_OF_PLAN = ("alternatives", "expert_modes", "plain", "parts", "picture")
+_LEFT_OUT: dict[str, Any] = {**dict.fromkeys(_COMPARED, True), "plan": set(_OF_PLAN)}
+"""Fields of a recommendation, and of its plan, that are left out of events."""
 
 
-def split_recommendation(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the columns of a recommendation's row, and the rest of the document, which its event holds."""
-    columns = {column: document[field] for field, column in _COLUMNS.items()}
-    columns["micro_batch_size"] = document["candidate"]["micro_batch_size"]
-    columns["candidate"] = _stated(columns["candidate"])
-    rest = {field: value for field, value in _stated(document).items() if field not in {*_LEFT_OUT, *_COLUMNS}}
-    rest["base"] = _stated(rest["base"])
-    if "plan" in rest:
-        rest["plan"] = {field: value for field, value in _stated(rest["plan"]).items() if field not in _LEFT_OUT}
-    return columns, rest
+def insert_if_changed(connection: sa.Connection, job_id: str, seq: int, best: Recommendation | None) -> None:
+    """Insert a row that `best` is recommended since the event `seq`, unless the last row of the job says the same.
+
+    The caller holds the lock of the job's row.
+    """
+    if best is None:
+        return
+    of_job = recommendations.c.job_id == job_id
+    last = connection.execute(
+        sa.select(recommendations).where(of_job).order_by(recommendations.c.seq.desc()).limit(1)
+    ).one_or_none()
+    values = {**best.figures._asdict(), "candidate": best.candidate.model_dump(mode="json", exclude_none=True)}
+    if last is not None and all(getattr(last, name) == value for name, value in values.items()):
+        return
+    at = sa.select(events.c.at).where(events.c.job_id == job_id, events.c.seq == seq).scalar_subquery()
+    connection.execute(sa.insert(recommendations).values(job_id=job_id, seq=seq, at=at, **values))
 
 
-def join_recommendation(row: sa.Row[Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document that `split_recommendation` was given, without what is left out."""
-    columns = {field: getattr(row, column) for field, column in _COLUMNS.items()}
-    absent = dict.fromkeys(name for name, field in Recommendation.model_fields.items() if field.is_required())
-    return Recommendation.model_validate({**absent, **rest, **columns}).model_dump(mode="json")
+def shorten(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an event stores of a recommendation: what is not the default of its field."""
+    best = Recommendation.model_validate(document)
+    return best.model_dump(mode="json", exclude=_LEFT_OUT, exclude_defaults=True)
 
 
-def select_columns() -> list[sa.Column[Any]]:
-    """Return the columns that `join_recommendation` reads."""
-    return [recommendations.c[column] for column in _COLUMNS.values()]
-
-
-def _stated(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: value for field, value in document.items() if value not in (None, [])}
+def restore(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document that `shorten` was given, without what is left out."""
+    return Recommendation.model_validate(stored).model_dump(mode="json")

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event
+from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.search.event_messages import end_event
 from bexp.explorer.spec.hardware import SoftwareVersions
 from bexp.explorer.spec.request import ExplorationRequest
@@ -55,10 +56,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer to reuse: the columns that a job gets of it, and the events that say so."""
+    """An answer to reuse: the columns that a job gets of it, the events that say so, and what is recommended."""
 
     values: Mapping[str, Any]
     drafts: tuple[EventDraft, ...]
+    recommendation: Recommendation
 
 
 def software_of(target: str, targets: Mapping[str, str], versions: Mapping[str, str]) -> str:
@@ -167,4 +169,5 @@ def _stored_answer(job: Job, row: sa.Row[Any], confidence_target: int) -> Stored
         "request on the same hardware and versions. Ask with fresh=true to measure again",
         data={"exploration": job.id, "measured_at": job.finished_at.isoformat()},
     )
-    return StoredAnswer(values, (said, recommendation_event(best), end_event(job.answer, confidence_target)))
+    drafts = (said, recommendation_event(best), end_event(job.answer, confidence_target))
+    return StoredAnswer(values, drafts, best)

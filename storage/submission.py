@@ -26,6 +26,7 @@ from bexp.storage.notifications import QUEUED_JOBS, notified
 from bexp.storage.own_workers import reserve_job
 from bexp.storage.owners import Caller
 from bexp.storage.quotas import check_queued, check_stored, find_quota
+from bexp.storage.recommendations import insert_if_changed
 from bexp.storage.reuse import find_answer_of_live
 from bexp.storage.stored_bytes import StoredSums, count_queued
 from bexp.storage.tables import UTCDateTime, jobs, labels
@@ -141,6 +142,8 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
                     reserve_job(database, connection, job_id, given.own_worker)
                 _insert_labels(connection, job_id, request.labels)
                 insert_events(database, connection, job_id, len(drafts), drafts, at=now, is_new=True)
+                if stored is not None:
+                    insert_if_changed(connection, job_id, len(drafts), stored.recommendation)
                 note_action(database, connection, given.by, Action.SUBMIT, job_id, at=now)
     except sa.exc.IntegrityError:  # another submission with the same key was faster
         if hashed is None or given.job_id is not None:  # an id that is taken is no key that is taken

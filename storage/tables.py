@@ -156,13 +156,15 @@ recommendations = sa.Table(
     f"{PREFIX}recommendations",
     metadata,
     sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
-    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False, doc="Of its event."),
+    sa.Column(
+        "seq", sa.Integer, primary_key=True, autoincrement=False, doc="Of the event since which it is recommended."
+    ),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("micro_batch_size", sa.Integer, nullable=False),
     sa.Column("performance", sa.Float, nullable=False, doc="Relative to the base candidate."),
     sa.Column("confidence", sa.Integer, nullable=False, doc="Out of 100."),
-    sa.Column("tokens_per_second", sa.Float, nullable=False, doc="Of one device."),
-    sa.Column("peak_bytes", sa.BigInteger, nullable=False, doc="Composed of what was measured."),
+    sa.Column("tokens_per_second", sa.Float, nullable=False, doc="To expect of one device."),
+    sa.Column("peak_bytes", sa.BigInteger, nullable=False, doc="To expect of one device."),
     sa.Column("candidate", _JSON, nullable=False, doc="Without what it leaves open."),
     sqlite_with_rowid=False,
 )

@@ -19,10 +19,11 @@ from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.answers.answer import is_provisional, render_answer, render_recommendation
 from bexp.explorer.answers.summary import render_summary, surer_text
-from bexp.explorer.answers.text import WIDTH, rate_text, row, wrap
+from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.spec.amounts import rate_text
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
@@ -72,8 +73,9 @@ def say_best(client: Explorations, job_id: str) -> None:
             say("nothing is recommended yet")
         else:
             rate = rate_text(best.expected_tokens_per_second)
+            gain = best.ratio_text(best.performance)
             say(f"best so far: {best.candidate.describe()}")
-            say(f"  {rate} per device, {best.performance:.2f}x base, confidence {best.confidence} out of 100")
+            say(f"  {rate} per device, {gain} base, confidence {best.confidence} out of 100")
 
 
 def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[str]:

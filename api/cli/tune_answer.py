@@ -16,8 +16,9 @@ from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
 from bexp.client.explorations import Explorations
-from bexp.explorer.answers.text import bytes_text, rate_text, row
+from bexp.explorer.answers.text import row
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.measure.device_names import parse_devices
 from bexp.tune import link

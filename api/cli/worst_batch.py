@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from bexp.client.explorations import Explorations
-from bexp.explorer.answers.text import bytes_text, row
+from bexp.explorer.answers.text import row
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.amounts import bytes_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.parts import EvaluationBatch, ModelParts, ProcessSpread, SampleLengths
 

@@ -37,7 +37,7 @@ function headline(best, exploration) {
     figure("expect per device", format.rate(format.expected(best)),
       isOwnCode(candidate) ? "measured in whole steps of its own code"
         : best.whole_model ? "the whole model ran at that speed" : "composed of measured blocks; no whole model has confirmed it"),
-    figure("against the base", `${best.performance.toFixed(2)}x`, best.plan ? baseOfPlan(best) : format.describe(best.base)),
+    figure("against the base", format.ratio(best.performance, best), best.plan ? baseOfPlan(best) : format.describe(best.base)),
     figure("confidence", best.confidence, within),
   );
 }
@@ -81,14 +81,13 @@ function rows(best, exploration) {
   row("with reserve", `${format.bytes(best.required_bytes)} of ${format.bytes(best.memory_limit_bytes)}`);
   const over = (label, other) => {
     if (!other) return;
-    const predicted = other.predicted ? ", predicted in part" : "";
     const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
-    const what = same ? ": it is the recommended one" : ` over ${format.describe(other.candidate)}${predicted}`;
-    row(label, `${other.gain.toFixed(2)}x${what}`);
+    const what = same ? ": it is the recommended one" : ` over ${format.describe(other.candidate)}${format.predicted(other.predicted)}`;
+    row(label, `${format.ratio(other.gain, best)}${what}`);
   };
   over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
   over("stock best", best.stock);
-  over("without tiling", best.untiled);
+  if (best.untiled) row("without tiling", format.tiling(best, best.untiled));
   over("whatever the batch", best.undivided);
   if (best.runner_up) {
     const rival = best.runner_up;
@@ -98,7 +97,7 @@ function rows(best, exploration) {
   for (const choice of best.memory_choices.slice(1)) {
     if (choice.loss > 0) {
       row(`within ${format.percent(choice.within, 0)}`,
-        `${format.bytes(choice.peak_bytes)}, ${format.percent(choice.loss)} slower: ${format.describe(choice.candidate)}`);
+        `${format.bytes(choice.peak_bytes)}, ${format.slower(choice.loss)}: ${format.describe(choice.candidate)}`);
     }
   }
   if (request) row("allocator", request.allocator);
@@ -130,7 +129,7 @@ function planRows(plan, row) {
     ...plan.alternatives.map((one) => ["other mesh", one]),
   ];
   for (const [label, other] of others) {
-    row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} ${format.describe(other.candidate)}${other.predicted ? ", predicted in part" : ""}`);
+    row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} ${format.describe(other.candidate)}${format.predicted(other.predicted)}`);
   }
 }
 
@@ -139,10 +138,9 @@ function batchRows(best, request, row) {
   const steps = (count) => `${count} accumulation step${count === 1 ? "" : "s"}`;
   const other = best.dividing;
   if (other) {
-    const slower = other.loss >= 0 ? "slower" : "faster";
     const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
     row(`for ${asked}`, `micro_batch_size ${other.candidate.micro_batch_size} in ${steps(other.grad_accum_steps)}` +
-      (same ? "" : `, ${format.percent(Math.abs(other.loss))} ${slower}, confidence ${other.confidence}`));
+      (same ? "" : `, ${format.slower(other.loss, best.candidate.micro_batch_size)}, confidence ${other.confidence}`));
   } else if (best.grad_accum_steps !== null) {
     row(`for ${asked}`, steps(best.grad_accum_steps));
   } else if (best.nearest_batch_sizes.length > 0) {
@@ -170,7 +168,7 @@ function variantTable(variants) {
   const cells = (variant) => {
     const best = variant.recommendation;
     const figures = best ? [best.candidate.micro_batch_size, format.number(format.expected(best)), best.confidence,
-      ...onlyIf(format.bytes(best.measured_peak_bytes), format.percent(best.dropped_share ?? 0))]
+      ...onlyIf(format.bytes(format.expectedPeak(best)), format.percent(best.dropped_share ?? 0))]
       : [variant.reason ?? "nothing fits", "", "", ...onlyIf("", "")];
     return [variant.num_query_groups, ...onlyIf(variant.capacity_factor ?? "none"), format.number(variant.num_parameters), ...figures];
   };

@@ -18,7 +18,8 @@ function speedScale(values) {
 
 const titleOf = (point) =>
   `${point.isWholeModel ? "Whole model" : "Composed"}, trial ${point.number}: ${format.describe(point.candidate)}: ` +
-  `${format.rate(point.tokensPerSecond)}, peak ${format.bytes(point.peakBytes)}`;
+  format.rate(point.tokensPerSecond) + (point.peakBytes === null ? "" : `, peak ${format.bytes(point.peakBytes)}`) +
+  format.predicted(point.isPredicted);
 
 const markClass = (point) => `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}`;
 
@@ -104,7 +105,8 @@ export function frontChart({ trials, best, width }) {
     xText: (value) => value.toFixed(digits),
     yText: speedText,
     label: `Throughput against peak memory. No other measured candidate is both faster and smaller than these: ` +
-      front.map((p) => `${format.bytes(p.peakBytes)} at ${format.rate(p.tokensPerSecond)}`).join("; ") + ".",
+      front.map((p) => `${format.bytes(p.peakBytes)} at ${format.rate(p.tokensPerSecond)}${format.predicted(p.isPredicted)}`)
+        .join("; ") + ".",
   });
   const corners = front.flatMap((point, index) => {
     const px = x.at(format.gib(point.peakBytes));

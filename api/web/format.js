@@ -89,6 +89,38 @@ export const isWhole = (candidate) => candidate.attention_backend === "own";
 /** The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones. */
 export const expected = (best) => best.whole_model?.tokens_per_second ?? best.tokens_per_second;
 
+const CONFIDENT = 90;
+
+/** What `ratio_text` returns: a ratio has two digits if more of them say nothing. */
+export function ratio(value, { confidence, run_noise: noise }) {
+  const most = noise != null && confidence < CONFIDENT ? Math.max(0, 1 - Math.floor(Math.log10(value))) : 2;
+  return `${value.toFixed(Math.min(2, most))}x`;
+}
+
+/** What `slower_text` returns: a share of tokens/s that is lost, or gained if it is negative. */
+export function slower(loss, than = null) {
+  const share = percent(Math.abs(loss));
+  if (share === "0.0%") return than === null ? "as fast" : `as fast as ${than}`;
+  return `${share} ${loss > 0 ? "slower" : "faster"}${than === null ? "" : ` than ${than}`}`;
+}
+
+/** What `tiling_text` returns: what tiling gains or costs, as measured blocks compose both candidates. */
+export function tiling(best, untiled) {
+  const gain = best.composed_tokens_per_second / untiled.composed_tokens_per_second;
+  const change = `${gain >= 1 ? "gains" : "costs"} ${percent(Math.abs(gain - 1))}`;
+  return `BTA ${change}: ${ratio(gain, best)} over ${describe(untiled.candidate)}, as measured blocks compose both` +
+    predicted(untiled.predicted);
+}
+
+/** What `Recommendation.expected_peak_bytes` returns. */
+export const expectedPeak = (best) => best.whole_model?.measurement.peak_bytes ?? best.measured_peak_bytes;
+
+/** What `Trial.peak_bytes` and `Trial.is_predicted` return: the peak as measured, else as predicted. */
+export const peak = (trial) => trial.measured_peak_bytes ?? trial.predicted_peak_bytes ?? null;
+export const isPredicted = (trial) => trial.measured_peak_bytes == null;
+export const PREDICTED = "predicted in part";
+export const predicted = (isPart) => (isPart ? `, ${PREDICTED}` : "");
+
 /** What `Mesh.describe` returns. */
 export function mesh(of) {
   const stages = of.virtual_stages > 1 ? `, ${of.virtual_stages} stages a rank` : "";

@@ -44,7 +44,8 @@ export function pointsOf(trials) {
       index: policyIndex(candidate.recompute),
       microBatch: candidate.micro_batch_size,
       tokensPerSecond: trial.tokens_per_second,
-      peakBytes: trial.measured_peak_bytes ?? trial.predicted_peak_bytes,
+      peakBytes: format.peak(trial),
+      isPredicted: format.isPredicted(trial),
       isWholeModel: trial.kind === "whole_model",
       interval: 2 * relativeError(measurement),
     });

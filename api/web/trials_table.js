@@ -17,8 +17,8 @@ const COLUMNS = [
   { name: "kind", value: (t) => t.kind, text: format.words, isText: true },
   { name: "outcome", value: (t) => t.measurement.outcome, text: format.words, isText: true },
   { name: "tokens/s", value: (t) => t.tokens_per_second, text: (v) => dash(v, format.number) },
-  { name: "peak", value: (t) => t.measured_peak_bytes, text: (v) => dash(v, format.bytes) },
-  { name: "predicted peak", value: (t) => t.predicted_peak_bytes, text: (v) => dash(v, format.bytes) },
+  { name: "peak", value: format.peak, text: (v) => dash(v, format.bytes) },
+  { name: "figures", value: (t) => (format.isPredicted(t) ? format.PREDICTED : "measured"), isText: true },
   { name: "took", value: (t) => t.seconds, text: format.seconds },
 ];
 

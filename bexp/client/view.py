@@ -7,9 +7,10 @@ from html import escape
 from typing import Any
 
 from bexp.explorer.records.event import Event, EventCode
+from bexp.explorer.records.recommendation import ratio_text
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.target import OWN_ATTENTION
 
-GIB = 1 << 30
 _CELL = "text-align:left;padding:2px 8px"
 _BAR = "display:inline-block;height:0.8em;background:"
 _COLORS = {
@@ -92,11 +93,12 @@ class ExplorationView:
         best = self.best
         if best is None:
             return self.status
-        rate = (best.get("whole_model") or {}).get("tokens_per_second") or best["tokens_per_second"]
+        rate = rate_text((best.get("whole_model") or {}).get("tokens_per_second") or best["tokens_per_second"])
+        gain = ratio_text(best["performance"], best["confidence"], best.get("run_noise"))
         size = best["candidate"]["micro_batch_size"]
         return (
-            f"{'Recommended' if self.has_ended else 'Best so far'}: micro_batch_size {size}, {rate:,.0f} tokens/s per "
-            f"device, {best['performance']:.2f}x base, confidence {best['confidence']} out of 100"
+            f"{'Recommended' if self.has_ended else 'Best so far'}: micro_batch_size {size}, {rate} per "
+            f"device, {gain} base, confidence {best['confidence']} out of 100"
         )
 
     def _other(self) -> Mapping[str, Any] | None:
@@ -111,7 +113,7 @@ class ExplorationView:
             return None
         return (
             f"For the batch: micro_batch_size {other['candidate']['micro_batch_size']} in {other['grad_accum_steps']} "
-            f"micro-steps, {other['tokens_per_second']:,.0f} tokens/s per device, confidence {other['confidence']} out "
+            f"micro-steps, {rate_text(other['tokens_per_second'])} per device, confidence {other['confidence']} out "
             "of 100; trainers and exports take this one"
         )
 
@@ -149,9 +151,9 @@ def _memory(memory: Mapping[str, int], limit: int) -> str:
         f'<span style="{_BAR}{_COLORS[name]};width:{round(400 * size / max(limit, total))}px" title="{name}"></span>'
         for name, size in parts.items()
     )
-    listed = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts.items())
+    listed = ", ".join(f"{name.replace('_', ' ')} {bytes_text(size)}" for name, size in parts.items())
     return (
-        f"<p>Memory at the peak: {total / GIB:.2f} of {limit / GIB:.2f} GiB<br>"
+        f"<p>Memory at the peak, as composed: {bytes_text(total)} of {bytes_text(limit)}<br>"
         f'<span style="display:inline-block;width:400px;border:1px solid #888">{bars}</span><br>'
-        f"<small>{escape(listed)} GiB</small></p>"
+        f"<small>{escape(listed)}</small></p>"
     )

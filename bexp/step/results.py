@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from bexp.explorer.answers.text import bytes_text, rate_text, row, wrap
+from bexp.explorer.answers.text import row, wrap
 from bexp.explorer.records.measurement import Outcome, SizeResult
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 
 
 @dataclass(frozen=True, repr=False)

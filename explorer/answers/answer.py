@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bexp.explorer.answers.choices import batch_rows, saving_rows, second_figure
+from bexp.explorer.answers.choices import batch_rows, saving_rows, second_figure, tiling_text
 from bexp.explorer.answers.plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
-from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
+from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.cost_model.step import MemoryParts
 from bexp.explorer.records.recommendation import (
@@ -19,6 +19,7 @@ from bexp.explorer.records.recommendation import (
     VariantAnswer,
     WholeModelCheck,
 )
+from bexp.explorer.spec.amounts import bytes_text, rate_text, seconds_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP
@@ -107,7 +108,7 @@ def _recommendation_rows(
     if best.stock is not None:
         lines.append(row("stock best", _alternative(best, best.stock)))
     if best.untiled is not None:
-        lines.append(row("without tiling", _without_tiling(best, best.untiled)))
+        lines.append(row("without tiling", tiling_text(best, best.untiled)))
     if best.undivided is not None:
         lines.append(row("whatever the batch", _alternative(best, best.undivided)))
     if best.runner_up is not None:
@@ -319,14 +320,8 @@ def _alternative(best: Recommendation, other: Alternative) -> str:
     if other.candidate == best.candidate:
         return f"{best.ratio_text(other.gain)}: it is the recommended one"
     predicted = ", predicted in part" if other.predicted else ""
-    rate = rate_text(best.expected_tokens_per_second / other.gain)
+    rate = rate_text(other.tokens_per_second)
     return f"{best.ratio_text(other.gain)} over {other.candidate.describe()} ({rate}{predicted})"
-
-
-def _without_tiling(best: Recommendation, untiled: Alternative) -> str:
-    """Return what tiling gained over the best untiled candidate, or cost."""
-    change = f"{'gains' if untiled.gain >= 1.0 else 'costs'} {abs(untiled.gain - 1.0):.1%}"
-    return f"BTA {change}: {_alternative(best, untiled)}"
 
 
 def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:

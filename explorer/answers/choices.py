@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bexp.explorer.answers.text import bytes_text, joined, rate_text, row, slower_text, steps_text
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.answers.text import joined, row, steps_text
+from bexp.explorer.records.recommendation import Alternative, Recommendation
+from bexp.explorer.spec.amounts import bytes_text, rate_text, slower_text
 from bexp.explorer.spec.request import ExplorationRequest
 
 
@@ -22,7 +23,7 @@ def second_figure(best: Recommendation, request: ExplorationRequest | None) -> I
     elif other.candidate == best.candidate:
         yield f"For {asked}: {size} divides it, in {steps}"
     else:
-        compared = f"{slower_text(other.loss)} than {size}"
+        compared = slower_text(other.loss, str(size))
         yield f"For {asked}: {other.candidate.micro_batch_size}, in {steps}, {compared}, confidence {other.confidence}"
 
 
@@ -43,11 +44,20 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
     other = best.dividing
     if other is not None and other.candidate != best.candidate:
         predicted = ", predicted in part: `--micro-batch-size auto` measures it" if other.predicted else ""
-        yield row(
-            "for the batch",
-            f"{other.candidate.describe()}: {rate_text(other.tokens_per_second)}, peak {bytes_text(other.peak_bytes)}, "
-            f"confidence {other.confidence}{predicted}",
-        )
+        figures = f"{rate_text(other.tokens_per_second)}, peak {bytes_text(other.expected_peak_bytes)}"
+        yield row("for the batch", f"{other.candidate.describe()}: {figures}, confidence {other.confidence}{predicted}")
+
+
+def tiling_text(best: Recommendation, untiled: Alternative) -> str:
+    """Return what tiling gains or costs.
+
+    No untiled candidate is run whole for a request that excludes them, so that both figures are composed of blocks.
+    """
+    gain = best.composed_tokens_per_second / untiled.composed_tokens_per_second
+    change = f"{'gains' if gain >= 1.0 else 'costs'} {abs(gain - 1.0):.1%}"
+    predicted = ", predicted in part" if untiled.predicted else ""
+    over = f"{best.ratio_text(gain)} over {untiled.candidate.describe()}"
+    return f"BTA {change}: {over}, as measured blocks compose both{predicted}"
 
 
 def _asked(request: ExplorationRequest | None) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from bexp.explorer.answers.text import rate_text, row, seconds_text
+from bexp.explorer.answers.text import row
 from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.spec.amounts import rate_text, seconds_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.mesh import Mesh
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.explorer.answers.text import bytes_text, rate_text
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 
 
 def render_run_report(report: RunReport, best: Recommendation) -> str:
@@ -31,5 +31,5 @@ def _promised(best: Recommendation, micro_batch_size: int) -> tuple[float, int] 
         return best.expected_tokens_per_second, best.expected_peak_bytes
     other = best.dividing
     if other is not None and micro_batch_size == other.candidate.micro_batch_size:
-        return other.tokens_per_second, other.peak_bytes
+        return other.tokens_per_second, other.expected_peak_bytes
     return None

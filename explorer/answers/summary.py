@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bexp.explorer.answers.answer import device_text, is_provisional, nothing_text, remedy_rows, texts_text
-from bexp.explorer.answers.choices import second_figure
+from bexp.explorer.answers.choices import second_figure, tiling_text
 from bexp.explorer.answers.plan import mesh_text
-from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, wrap
+from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.formats.trainers.reader import FILES
-from bexp.explorer.records.recommendation import CORES_ARE_SHARED, NOISE_ENDS_SEARCH, Answer, Recommendation
+from bexp.explorer.records.recommendation import (
+    CORES_ARE_SHARED,
+    NOISE_ENDS_SEARCH,
+    NOTHING_UNTILED,
+    Answer,
+    Recommendation,
+)
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
@@ -50,6 +57,10 @@ def _rows(
     about = "" if best.whole_model is not None or best.candidate.is_whole else "about "
     rate = f"{about}{rate_text(best.expected_tokens_per_second)} per device"
     yield row("speed", f"{rate}{_shared_cores(best)}, {_gain(best, request)}")
+    if best.untiled is not None:
+        yield row("tiling", tiling_text(best, best.untiled))
+    elif NOTHING_UNTILED in best.notes:
+        yield row("tiling", NOTHING_UNTILED)
     if best.dropped_share is not None:
         yield row("dropped", f"{best.dropped_share:.1%} of the token-expert pairs under this routing")
     reserved = f"{bytes_text(best.required_bytes)} with reserve, of {bytes_text(best.memory_limit_bytes)}"

@@ -1,4 +1,4 @@
-"""Figures as text for a person, and lines of labelled rows."""
+"""Lines of labelled rows for a person, and the words of some figures."""
 
 from __future__ import annotations
 
@@ -37,36 +37,10 @@ def wrap(lines: Iterable[str], width: int = WIDTH, indent: int = 6) -> list[str]
     return wrapped
 
 
-def bytes_text(count: int) -> str:
-    """Return a number of bytes in the largest binary unit in which it is at least 1."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(size) >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
-
-
-def rate_text(tokens_per_second: float) -> str:
-    """Return a number of tokens a second."""
-    digits = 0 if tokens_per_second >= 100 else 1
-    return f"{tokens_per_second:,.{digits}f} tokens/s"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time in the unit in which it is easy to read."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
 def clock_text(seconds: float) -> str:
     """Return a time as minutes and seconds."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}:{rest:02d}"
-
-
-def slower_text(loss: float) -> str:
-    """Return a share of tokens/s that is lost, or gained if it is negative."""
-    return f"{abs(loss):.1%} {'slower' if loss >= 0 else 'faster'}"
 
 
 def steps_text(count: int) -> str:

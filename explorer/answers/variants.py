@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bexp.explorer.answers.text import bytes_text
 from bexp.explorer.records.recommendation import VariantAnswer
+from bexp.explorer.spec.amounts import bytes_text
 
 
 def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:
@@ -33,7 +33,7 @@ def _cells(variant: VariantAnswer, *, drops: bool) -> tuple[str, ...]:
         return (*head, *("-",) * (5 if drops else 3))
     speed = f"{best.expected_tokens_per_second:,.0f}"
     found = (str(best.candidate.micro_batch_size), speed, str(best.confidence))
-    memory = (bytes_text(best.measured_peak_bytes), f"{best.dropped_share or 0.0:.1%}") if drops else ()
+    memory = (bytes_text(best.expected_peak_bytes), f"{best.dropped_share or 0.0:.1%}") if drops else ()
     return (*head, *found, *memory)
 
 

@@ -89,7 +89,7 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
     if restored is None or report is None:
         if fits and missing.keys() <= REPLACEABLE:
             return own
-    elif (choice := _best_expressible(trainer, report, restored, own)) is not None:
+    elif (choice := _best_expressible(trainer, report, restored, own, known)) is not None:
         return choice
     lost = f"cannot be told {' or '.join(missing.values())}" if missing else "needs more memory for what is recommended"
     raise ExportError(
@@ -149,7 +149,9 @@ def _restore(request: ExplorationRequest, report: DeviceReport, exploration: Exp
     return restore_knowledge(space, request, report, history).posterior
 
 
-def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posterior, own: Choice) -> Choice | None:
+def _best_expressible(
+    trainer: Trainer, report: DeviceReport, posterior: Posterior, own: Choice, known: Recommendation
+) -> Choice | None:
     """Return the best by posterior mean of what divides the batch, fits, and can be told; None if nothing does.
 
     What can be told of no candidate is no choice: the trainer replaces it, if that is possible. Where the answer's
@@ -174,7 +176,9 @@ def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posteri
     if best is None:
         return None
     candidate = table.candidates[best.row]
-    reached = expected_tokens_per_second(posterior, best.row, best.row if own_row is None else own_row)
+    named = [row for row in (own_row, table.row.get(known.candidate)) if row is not None]
+    ran = [row for row in named if posterior.knowledge.whole_models.was_run(row)]
+    reached = expected_tokens_per_second(posterior, best.row, next(iter([*ran, *named]), best.row))
     return Choice(
         candidate=candidate,
         grad_accum_steps=_accumulation(request, candidate),

@@ -19,6 +19,7 @@ from bexp.explorer.search.trainer_terms import (
     precision_of,
     sharding_of,
 )
+from bexp.explorer.spec.amounts import rate_text, slower_text
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.quantization import Quantization, describe_weights
@@ -78,7 +79,7 @@ def header_lines(
         lines.append(f"{trainer.title} keeps other number formats than were measured, so this promises no tokens/s")
     else:
         lines.append(
-            f"expect about {choice.tokens_per_second:,.0f} tokens/s of each device; confidence {choice.confidence} out "
+            f"expect about {rate_text(choice.tokens_per_second)} of each device; confidence {choice.confidence} out "
             "of 100"
         )
     if not is_own_code(request):
@@ -180,11 +181,10 @@ def _lost(
     lost = choice.missing
     if not choice.is_own:
         lost = find_missing(trainer, best.candidate, request, report) | lost
-        figure = f"{abs(choice.loss):.1%} {'slower' if choice.loss >= 0 else 'faster'}"
         lines.append(
             f"in place of the recommended {best.candidate.describe()}, which is explored for "
-            f"{request.runner.title}: {figure}, confidence {choice.confidence} out of 100 among what {trainer.title} "
-            f"can be told; `--trainer {name}` measures it"
+            f"{request.runner.title}: {slower_text(choice.loss)}, confidence {choice.confidence} out of 100 among what "
+            f"{trainer.title} can be told; `--trainer {name}` measures it"
         )
     lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
     formats = lost_formats(trainer, request, report, choice.candidate)

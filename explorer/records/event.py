@@ -89,13 +89,14 @@ def recommendation_event(recommendation: Recommendation) -> EventDraft:
 class Progress:
     """One step of an exploration, which is stored in one transaction: all of it or nothing.
 
-    `recommendation` is the main variant's as of now, for the job's row; a changed one, of whichever variant, is also a
-    BEXP202 among the `events`, which becomes a row of `bexp_recommendations`. `space` is set when the legal space has
-    been enumerated (a JSON summary), `answer` on the last step.
+    `recommendation` is that of a variant as of now, a row of `bexp_recommendations` if it differs from the last one. It
+    is the job's if the variant `is_main`. If its text has changed, it is also a BEXP202 among the `events`. `space` is
+    set when the legal space has been enumerated (a JSON summary), `answer` on the last step.
     """
 
     events: tuple[EventDraft, ...] = ()
     trial: Trial | None = None
     recommendation: Recommendation | None = None
+    is_main: bool = True
     space: dict[str, Any] | None = field(default=None)
     answer: Answer | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -25,16 +25,39 @@ CONFIDENT = 90
 
 NOISE_ENDS_SEARCH = "no more of them would raise the confidence"
 """Words of the note of a search that noise has ended: more trials would not help."""
+NOTHING_UNTILED = "no candidate without tiling fits, so nothing shows what tiling gains or costs"
+"""The note of an answer for a request that excludes untiled candidates."""
 CORES_ARE_SHARED = "other processes share these cores"
 """Words of the note that speeds leave out the waiting for a core."""
+
+
+def beside_whole(composed: float, reached: float | None) -> float:
+    """Return the tokens/s to state of a candidate that was not run whole, beside those that another has `reached`.
+
+    What blocks compose is no ground to call a candidate faster than one that was run whole.
+    """
+    return composed if reached is None else min(composed, reached)
+
+
+def ratio_text(ratio: float, confidence: int, run_noise: float | None, decimals: int = 2) -> str:
+    """Return a ratio of throughputs, such as `1.25x`.
+
+    It has no more digits than the noise between runs supports: two if the confidence is below CONFIDENT.
+    """
+    if run_noise is not None and confidence < CONFIDENT and ratio > 0:
+        decimals = min(decimals, max(0, 1 - math.floor(math.log10(ratio))))
+    return f"{ratio:.{decimals}f}x"
 
 
 class Alternative(Frozen):
     """Another candidate that the answer is compared with."""
 
     candidate: Candidate
-    tokens_per_second: float
+    tokens_per_second: float = Field(
+        description="Those of its whole model if that was run, else at most those of the recommended one's."
+    )
     gain: float = Field(description="Throughput of the recommended candidate relative to this one.")
+    composed_tokens_per_second: float = Field(description="Composed of the measured components alone.")
     predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
 
 
@@ -96,6 +119,11 @@ class DividingCandidate(Frozen):
         None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
 
+    @property
+    def expected_peak_bytes(self) -> int:
+        """The peak to expect: that of the whole model if it was run, else the composed one."""
+        return self.peak_bytes if self.whole_model is None else self.whole_model.measurement.peak_bytes
+
 
 class MemoryChoice(Frozen):
     """The candidate with the smallest peak among those that lose no more than a given share of the tokens/s."""
@@ -104,7 +132,7 @@ class MemoryChoice(Frozen):
     candidate: Candidate
     tokens_per_second: float
     loss: float = Field(description="Share of the fastest candidate's tokens/s that it loses.")
-    peak_bytes: int
+    peak_bytes: int = Field(description="Of the whole model if that was run, else composed of its components.")
     required_bytes: int
 
 
@@ -130,6 +158,16 @@ class TextFigures(Frozen):
     def rows_are_full(self) -> bool:
         """Whether no row is padded: its lengths are not known, or each text fills it."""
         return self.padding_share < 1e-6  # what rounding leaves
+
+
+class Figures(NamedTuple):
+    """What is said of a recommended candidate wherever it is listed; tokens/s and peak are those to expect."""
+
+    micro_batch_size: int
+    performance: float
+    tokens_per_second: float
+    confidence: int
+    peak_bytes: int
 
 
 class Recommendation(Frozen):
@@ -249,14 +287,20 @@ class Recommendation(Frozen):
         """The peak to expect of one device: that of the whole model if it was run, else the composed one."""
         return self.measured_peak_bytes if self.whole_model is None else self.whole_model.measurement.peak_bytes
 
-    def ratio_text(self, ratio: float, decimals: int = 2) -> str:
-        """Return a ratio of throughputs, such as `1.25x`.
+    @property
+    def figures(self) -> Figures:
+        """What lists, rows and texts say of it."""
+        return Figures(
+            self.candidate.micro_batch_size,
+            self.performance,
+            self.expected_tokens_per_second,
+            self.confidence,
+            self.expected_peak_bytes,
+        )
 
-        It has no more digits than the noise between runs supports: two if the confidence is below CONFIDENT.
-        """
-        if self.run_noise is not None and self.confidence < CONFIDENT and ratio > 0:
-            decimals = min(decimals, max(0, 1 - math.floor(math.log10(ratio))))
-        return f"{ratio:.{decimals}f}x"
+    def ratio_text(self, ratio: float, decimals: int = 2) -> str:
+        """Return a ratio of throughputs as `ratio_text` does."""
+        return ratio_text(ratio, self.confidence, self.run_noise, decimals)
 
 
 class RelaxationKind(StrEnum):

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -126,3 +127,19 @@ class Trial(Frozen):
     def candidate(self) -> Candidate:
         """The candidate that was tried."""
         return self.measurement.candidate
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether its figures are predicted in part: not every component of its candidate was measured by then."""
+        return self.measured_peak_bytes is None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak as measured, else as predicted."""
+        return self.predicted_peak_bytes if self.is_predicted else self.measured_peak_bytes
+
+    def describe_figures(self, of: str = "") -> str:
+        """Return the tokens/s `of` a device and the peak, and whether they are predicted in part."""
+        peak = "" if self.peak_bytes is None else f", peak {bytes_text(self.peak_bytes)}"
+        predicted = ", predicted in part" if self.is_predicted else ""
+        return f"{rate_text(self.tokens_per_second or 0.0)}{of}{peak}{predicted}"

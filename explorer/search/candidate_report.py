@@ -12,6 +12,7 @@ from bexp.explorer.cost_model.token_dropping import dropped_share
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import (
     CORES_ARE_SHARED,
+    NOTHING_UNTILED,
     Alternative,
     DividingCandidate,
     Recommendation,
@@ -28,7 +29,7 @@ from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
 from bexp.explorer.search.text_figures import new_width_note, text_figures
-from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
+from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second, performance
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
@@ -78,7 +79,6 @@ def build_recommendation(
     table = posterior.table
     candidate = table.candidates[best.row]
     seconds = posterior.corrected_seconds(best.row)
-    base = posterior.corrected_seconds(references.base)
     memory = posterior.bytes(best.row)
     accumulation, nearest = accumulate(request, candidate)
     noise = noise_figures(posterior, best.row)
@@ -86,7 +86,7 @@ def build_recommendation(
         candidate=candidate,
         base=table.candidates[references.base],
         tokens_per_second=seconds.tokens_per_second,
-        performance=seconds.tokens_per_second / base.tokens_per_second,
+        performance=performance(posterior, best.row, references.base),
         confidence=confidence_score(best.confidence),
         step_seconds=seconds.step,
         micro_step_seconds=seconds.micro_step,
@@ -211,6 +211,7 @@ def _alternative(posterior: Posterior, row: int, other: int | None) -> Alternati
         candidate=posterior.table.candidates[other],
         tokens_per_second=tokens_per_second,
         gain=own / tokens_per_second,
+        composed_tokens_per_second=posterior.seconds(other).tokens_per_second,
         predicted=not posterior.is_known(other),
     )
 
@@ -224,7 +225,7 @@ def _predictions(posterior: Posterior, references: References) -> tuple[str, ...
 def _nothing_untiled(request: ExplorationRequest, references: References) -> tuple[str, ...]:
     if not request.bta.enable or references.untiled is not None:
         return ()
-    return ("no candidate without tiling fits, so nothing shows what tiling gains or costs",)
+    return (NOTHING_UNTILED,)
 
 
 def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tuple[str, ...]:

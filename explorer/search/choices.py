@@ -12,7 +12,11 @@ from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.posterior import BestCandidate, Posterior, smallest_position
-from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
+from bexp.explorer.search.whole_model_check import (
+    check_whole_model,
+    expected_peak_bytes,
+    expected_tokens_per_second,
+)
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -128,31 +132,31 @@ def promising_row(posterior: Posterior) -> int | None:
 def memory_choices(posterior: Posterior, recommended: int) -> tuple[MemoryChoice, ...]:
     """Return the fastest candidate and the smallest peaks near it.
 
-    The fastest is the `recommended` row, unless memory is preferred. A whole model's run can say that a candidate is
-    slower than the search expects; then it is not near. Other figures are scaled as in the rest of the answer, by the
-    whole model of the recommended candidate.
+    The fastest is the `recommended` row, unless memory is preferred and another is surely faster. A whole model's run
+    can say that a candidate is slower than the search expects; then it is not near. Other figures are as in the rest of
+    the answer.
     """
-    contenders, position = posterior.contenders, posterior.contenders.incumbent
-    if posterior.request.prefer == "speed":
-        position = posterior.recommended_position
-    if position is None:
+    contenders, incumbent = posterior.contenders, posterior.contenders.incumbent
+    fastest = posterior.recommended_position
+    if fastest is None or incumbent is None:
         return ()
-    clear, fastest = np.flatnonzero(contenders.clear_A), int(contenders.rows[position])
-    most = expected_tokens_per_second(posterior, fastest, recommended)
-    reached = np.array([expected_tokens_per_second(posterior, int(contenders.rows[i]), recommended) for i in clear])
+    clear = np.flatnonzero(contenders.clear_A)
+    reached = {i: expected_tokens_per_second(posterior, int(contenders.rows[i]), recommended) for i in clear.tolist()}
+    if posterior.request.prefer == "memory" and reached[incumbent] > reached[fastest]:
+        fastest = incumbent
     choices = []
     for within in (0.0, *MEMORY_LOSSES):
-        near = clear[reached >= (1.0 - within) * most]
-        chosen = smallest_position(contenders, near, position, posterior.memory.required_C, within)
-        row = int(contenders.rows[chosen])
-        tokens_per_second = expected_tokens_per_second(posterior, row, recommended)
+        near = [i for i in reached if reached[i] >= (1.0 - within) * reached[fastest]] if within else [fastest]
+        required_C = posterior.memory.required_C
+        position = smallest_position(contenders, np.array(near), fastest, required_C, within)
+        row = int(contenders.rows[position])
         choices.append(
             MemoryChoice(
                 within=within,
                 candidate=posterior.table.candidates[row],
-                tokens_per_second=tokens_per_second,
-                loss=1.0 - tokens_per_second / most,
-                peak_bytes=posterior.bytes(row).peak,
+                tokens_per_second=reached[position],
+                loss=max(0.0, 1.0 - reached[position] / reached[fastest]),
+                peak_bytes=expected_peak_bytes(posterior, row),
                 required_bytes=posterior.bytes(row).required,
             )
         )

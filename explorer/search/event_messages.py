@@ -7,7 +7,6 @@ from typing import Any
 
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.step import GIB
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation, WholeModelCheck
@@ -17,6 +16,7 @@ from bexp.explorer.search.legal_space import LegalSpace
 from bexp.explorer.search.noise_limit import NoiseFigures
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.spec.parts import ExploredModel
@@ -40,7 +40,7 @@ def space_event(
     num_dominated: int = 0,
 ) -> EventDraft:
     """Return the event that the legal space has been enumerated."""
-    model, limit = space.model, f"{limit_bytes / GIB:.2f} GiB"
+    model, limit = space.model, bytes_text(limit_bytes)
     memory = (
         f"{num_predicted_out:,} more left out: predicted not to fit in {limit}"
         if num_predicted_out
@@ -79,11 +79,6 @@ def adapted_experts_event(backends: Sequence[BackendSupport]) -> EventDraft | No
         return None
     reasons = "; ".join(f"'{each.name}' {each.reason}" for each in left)
     return EventDraft(code=EventCode.WARNING, message=f"Expert kernels are left out: {reasons}")
-
-
-def size_text(count: int) -> str:
-    """Return bytes in GiB, or in MiB if two decimals of a GiB would hide them."""
-    return f"{count / GIB:.2f} GiB" if count == 0 or count >= GIB / 10 else f"{1024 * count / GIB:.2f} MiB"
 
 
 def base_event(base: Candidate, *, is_plainest: bool) -> EventDraft:
@@ -132,7 +127,7 @@ def eager_event(posterior: Posterior) -> EventDraft | None:
     return EventDraft(
         code=EventCode.EAGER,
         message=(
-            f"Best in eager code: {candidate.describe()}, {speed:,.0f} tokens/s, confidence score: {confidence} among "
+            f"Best in eager code: {candidate.describe()}, {rate_text(speed)}, confidence score: {confidence} among "
             "such candidates (out of 100). Compiled layers, CUDA graphs and other losses are tried next"
         ),
         data={
@@ -168,16 +163,13 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.OK:
-        peak = trial.measured_peak_bytes or trial.predicted_peak_bytes or 0
         number = len(suggestion.components)
         noun = "component" if number == 1 else "components"
         what = f"{number} {noun} again" if suggestion.again else f"{number} new {noun}"
         if trial.candidate.is_whole:
             what = "measured again" if suggestion.again else "measured"
-        message = (
-            f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:,.0f} tokens/s, "
-            f"peak {size_text(peak)} ({what} in {seconds:.1f} s)"
-        )
+        figures = trial.describe_figures()
+        message = f"Trial {trial.number}: {trial.candidate.describe()}: {figures} ({what} in {seconds:.1f} s)"
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     if measurement.outcome is Outcome.CONTAMINATED:
         contaminated = ", ".join(m.component.key for m in measurement.components if m.contamination is not None)
@@ -227,8 +219,8 @@ def whole_model_event(
     return EventDraft(
         code=EventCode.WHOLE_MODEL,
         message=(
-            f"{what}: {check.tokens_per_second:,.0f} tokens/s, "
-            f"peak {size_text(check.measurement.peak_bytes)}; composed step {100 * check.step_error:+.1f}%, "
+            f"{what}: {rate_text(check.tokens_per_second)}, "
+            f"peak {bytes_text(check.measurement.peak_bytes)}; composed step {100 * check.step_error:+.1f}%, "
             f"composed peak {100 * check.peak_error:+.1f}%"
         ),
         data={**data, "check": check.model_dump(mode="json")},
@@ -262,7 +254,7 @@ def end_event(answer: Answer, confidence_target: int) -> EventDraft:
 
 def _with_rate(best: Recommendation) -> str:
     """Return the candidate and its rate. That of a mesh begins with the mesh, which names the sharding."""
-    rate = f"{best.expected_tokens_per_second:,.0f} tokens/s"
+    rate = rate_text(best.expected_tokens_per_second)
     if best.plan is None:
         return f"{best.candidate.describe()}: {rate}"
     settings = best.candidate.model_copy(update={"sharding": None}).describe()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import product
 from typing import Any, TypeVar
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.trainer_terms import find_missing
-from bexp.explorer.spec.candidate import Candidate, Recompute, in_order, refuse_number
+from bexp.explorer.spec.candidate import DIMENSIONS, Candidate, Recompute, refuse_number
 from bexp.explorer.spec.context_parallel import Sharing
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
@@ -38,24 +39,22 @@ class LegalSpace:
 
     def summarize(self) -> dict[str, Any]:
         """Return the values of each dimension and the number of candidates, as stored with the job."""
-
-        def values(name: str) -> list[Any]:
-            distinct = {getattr(candidate, name) for candidate in self.candidates}
-            return sorted(distinct, key=lambda value: (value is not None, value))
-
         return {
             **{name: value for name, value in self.model.variant._asdict().items() if value is not None},
             "num_candidates": len(self.candidates),
-            "micro_batch_size": values("micro_batch_size"),
-            "bta_tile": values("bta_tile"),
-            "recompute": [policy.value for policy in in_order({c.recompute for c in self.candidates})],
-            "attention_backend": values("attention_backend"),
-            "expert_backend": values("expert_backend"),
-            "context_parallel_size": values("context_parallel_size"),
-            "context_parallel_layout": values("context_parallel_layout"),
-            "sharding": [None if level is None else level.value for level in values("sharding")],
-            "execution": [None if one is None else one.value for one in values("execution")],
+            **dimension_values(self.candidates, DIMENSIONS),
         }
+
+
+def dimension_values(points: Collection[object], names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the distinct values of each named attribute in order, None first, as JSON has them."""
+
+    def values(name: str) -> list[Any]:
+        distinct = {getattr(point, name) for point in points}
+        ordered = sorted(distinct, key=lambda value: (value is not None, getattr(value, "rank", value)))
+        return [value.value if isinstance(value, Enum) else value for value in ordered]
+
+    return {name: values(name) for name in names}
 
 
 def explored_models(request: ExplorationRequest, report: DeviceReport) -> tuple[ExploredModel, ...]:

@@ -85,10 +85,6 @@ class MeshChecks:
             mesh=point.mesh, layers_per_stage=step.layers, num_micro_batches=min(step.num_micro_batches, most)
         )
 
-    def factor(self, point: MeshCandidate) -> float:
-        """Return the seconds to expect of a candidate over those that its blocks compose to."""
-        return self.expected(point).factor
-
     def expected(self, point: MeshCandidate) -> Expected:
         """Return what the whole model of a candidate says of its seconds, or else what those of others say."""
         check = self.of(point)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.step import GIB
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.event_messages import size_text
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
+from bexp.explorer.spec.amounts import bytes_text
 
 GIGA = 1e9
 
 
 def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) -> list[EventDraft]:
     """Return what the space of meshes is, how many candidates are considered at first, and its base."""
-    request, limit = space.request, space.limit_bytes / GIB
+    request = space.request
     summary = space.summarize()
     events = [
         EventDraft(
@@ -24,7 +23,7 @@ def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) 
             message=(
                 f"{request.shapes.name}: {count_parameters(request.shapes):,} parameters on {request.num_devices:,} "
                 f"devices, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
-                f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
+                f"{number} by formulas that may fit in {bytes_text(space.limit_bytes)} are measured by their blocks"
             ),
             data={**summary, "memory_limit_bytes": space.limit_bytes},
         )
@@ -71,11 +70,9 @@ def blocks_event(trial: Trial, point: MeshCandidate, number: int) -> EventDraft:
         "measured_peak_bytes": trial.measured_peak_bytes,
     }
     if measurement.outcome is Outcome.OK:
-        peak = size_text(trial.measured_peak_bytes or 0)
-        message = (
-            f"Trial {trial.number}: {point.describe()}: {trial.tokens_per_second:,.0f} tokens/s of each device, "
-            f"peak {peak} ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
-        )
+        measured = f"{number} new {'component' if number == 1 else 'components'}"
+        figures = trial.describe_figures(" of each device")
+        message = f"Trial {trial.number}: {point.describe()}: {figures} ({measured} in {trial.seconds:.1f} s)"
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     code = EventCode.WARNING if measurement.outcome is Outcome.CONTAMINATED else EventCode.INFEASIBLE
     message = f"{point.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"

@@ -20,10 +20,11 @@ from bexp.explorer.cost_model.transfers import Transfers, transfer_components
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
+from bexp.explorer.records.recommendation import beside_whole
 from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
-from bexp.explorer.search.legal_space import expressible, usable_attention, usable_backends
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.search.legal_space import dimension_values, expressible, usable_attention, usable_backends
+from bexp.explorer.search.mesh_posterior import Expected
+from bexp.explorer.spec.candidate import DIMENSIONS, Candidate, Recompute
 from bexp.explorer.spec.legal_meshes import legal_meshes
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
@@ -86,28 +87,28 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class RankedCandidate:
-    """A candidate with its step; `known` says that all its blocks are measured.
-
-    `factor` are the seconds to expect over those of the composed step.
-    """
+    """A candidate with its step and the seconds to expect of it; `known` says that all its blocks are measured."""
 
     point: MeshCandidate
     step: MeshStep
     known: bool
-    factor: float = 1.0
+    expected: Expected
 
     @property
     def tokens_per_second(self) -> float:
         """The tokens/s to expect of a device."""
-        return self.step.tokens_per_second / self.factor
+        return self.step.tokens_per_second / self.expected.factor
 
     def compared_with(self, best: RankedCandidate) -> MeshAlternative:
         """Return what an answer says of it beside the best."""
+        tokens_per_second = self.tokens_per_second
+        if best.expected.is_own and not self.expected.is_own:
+            tokens_per_second = beside_whole(tokens_per_second, best.tokens_per_second)
         return MeshAlternative(
             mesh=self.point.mesh,
             candidate=self.point.candidate,
-            tokens_per_second=self.tokens_per_second,
-            gain=best.tokens_per_second / self.tokens_per_second,
+            tokens_per_second=tokens_per_second,
+            gain=best.tokens_per_second / tokens_per_second,
             predicted=not self.known,
         )
 
@@ -129,8 +130,8 @@ class MeshKnowledge:
         self.transfers = transfer_components(request, self._meshes)
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
-        self.factor: Callable[[MeshCandidate], float] = _as_composed
-        """The seconds to expect of a candidate over those that it composes to."""
+        self.expected: Callable[[MeshCandidate], Expected] = _as_composed
+        """What whole models say of the seconds of a candidate, over those that it composes to."""
         self._costs = _CostTable(self)
         self.composer = self._compose()
 
@@ -186,7 +187,8 @@ class MeshKnowledge:
 
     def ranked(self, point: MeshCandidate, *, simulate: bool = False) -> RankedCandidate:
         """Return a candidate with what is known of it now."""
-        return RankedCandidate(point, self.step(point, simulate=simulate), not self.missing(point), self.factor(point))
+        step, known = self.step(point, simulate=simulate), not self.missing(point)
+        return RankedCandidate(point, step, known, self.expected(point))
 
     def predicted_step(self, point: MeshCandidate) -> MeshStep:
         """Compose the step of a candidate from formulas alone."""
@@ -232,26 +234,17 @@ class MeshKnowledge:
     def summarize(self) -> dict[str, Any]:
         """Return the values of each dimension, as stored with the job."""
         meshes = self._meshes
-
-        def values(name: str, of: Iterable[Mesh | Candidate]) -> list[Any]:
-            return sorted({getattr(one, name) for one in of}, key=lambda value: (value is not None, value))
-
-        chosen = [point.candidate for point in self.candidates]
         return {
             "num_query_groups": self.request.shapes.query_groups,
             "num_candidates": len(self.candidates),
             "num_meshes": len(meshes),
-            **{name: values(name, meshes) for name in ("tensor", "pipeline", "virtual_stages", "expert", "data")},
-            "expert_mode": [one.value for one in ExpertMode if any(mesh.expert_mode is one for mesh in meshes)],
-            **{name: values(name, chosen) for name in ("micro_batch_size", "attention_backend", "expert_backend")},
-            "schedule": [one.value for one in Schedule if any(mesh.schedule is one for mesh in meshes)],
-            "recompute": [policy.value for policy in Recompute if any(c.recompute is policy for c in chosen)],
-            "sharding": sorted({mesh.sharding.value for mesh in meshes}),
+            **dimension_values([point.candidate for point in self.candidates], DIMENSIONS),
+            **dimension_values(meshes, [*Mesh.model_fields, "expert_mode"]),
         }
 
 
-def _as_composed(_point: MeshCandidate) -> float:
-    return 1.0
+def _as_composed(_point: MeshCandidate) -> Expected:
+    return Expected()
 
 
 class _CostTable(dict[Component, BlockCost]):

@@ -94,7 +94,7 @@ class MeshRanker:
     def rank(self, pool: Sequence[MeshCandidate]) -> Ranking:
         """Rank the pool by what is known now; the pipelines of the fastest are simulated."""
         space = self._space
-        refuted, expected = self._checks.refuted, self._checks.expected
+        refuted = self._checks.refuted
         ranked = [space.ranked(each) for each in pool if space.is_open(each) and each not in refuted]
         while True:
             ranked = [one for one in ranked if self._least_bytes(one.point, one.step) <= space.limit_bytes]
@@ -107,7 +107,7 @@ class MeshRanker:
         best = next((i for i, one in enumerate(ranked) if one.known and one.step.exact), None)
         if not ranked:
             return Ranking((), None, 0.0, ())
-        factors = [expected(one.point) for one in ranked]
+        factors = [one.expected for one in ranked]
         samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed, factors)
         chances = np.bincount(samples.argmax(axis=1), minlength=len(ranked)) / len(samples)
         confidence = 0.0

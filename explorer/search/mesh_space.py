@@ -51,7 +51,7 @@ class MeshSpace(SearchSpace):
         self._checks = MeshChecks(self._space)
         self._ranker = MeshRanker(self._space, self._checks)
         self._checks.learn(context.trials)
-        self._space.factor = self._checks.factor
+        self._space.expected = self._checks.expected
         self._pool: Sequence[MeshCandidate] = ()
         self._base: MeshCandidate | None = None
         self._ranking = Ranking((), None, 0.0, ())

@@ -1,4 +1,4 @@
-"""Turns a trial and its events into a `Progress`: one step, with the recommendation if it changed."""
+"""Turns a trial and its events into a `Progress`: one step, with what is recommended after it."""
 
 from __future__ import annotations
 
@@ -53,5 +53,4 @@ class ProgressLog:
             if render_message(event) != self._last_message:
                 self._last_message = render_message(event)
                 drafts.append(event)
-        shown = recommendation if self._is_main else None
-        return Progress(events=tuple(drafts), trial=trial, recommendation=shown, space=space)
+        return Progress(tuple(drafts), trial, recommendation, self._is_main, space)

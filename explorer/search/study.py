@@ -22,7 +22,7 @@ from optuna.trial import Trial as OptunaTrial
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.candidate import DIMENSIONS, Candidate
 
 TRIAL_NUMBER = "trial"
 """User attribute: the number of the trial in its job; a study counts only the trials of its variant."""
@@ -34,20 +34,7 @@ FEASIBLE = "feasible"
 """The constraint that a candidate runs and fits: above 0 where it does not."""
 OFF = "off"
 """The value of a parameter that a candidate does without, such as a tile."""
-FIELDS = {
-    "micro_batch_size": "micro_batch_size",
-    "bta_tile": "bta_tile",
-    "recompute": "recompute",
-    "attention": "attention_backend",
-    "experts": "expert_backend",
-    "context_parallel_size": "context_parallel_size",
-    "context_parallel_layout": "context_parallel_layout",
-    "sharding": "sharding",
-    "loss": "loss",
-    "execution": "execution",
-    "kernels": "kernels",
-    "settings": "settings",
-}
+FIELDS = {{"attention_backend": "attention", "expert_backend": "experts"}.get(name, name): name for name in DIMENSIONS}
 """The parameters, each with the field of a candidate that it is."""
 
 Params = Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
-from bexp.explorer.records.recommendation import WholeModelCheck
+from bexp.explorer.records.recommendation import WholeModelCheck, beside_whole
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.spec.candidate import Candidate
@@ -57,18 +57,34 @@ def whole_model_tokens_per_second(posterior: Posterior, candidate: Candidate, wh
     return _whole_step(posterior, candidate, whole).tokens_per_second
 
 
-def expected_tokens_per_second(posterior: Posterior, row: int, recommended: int) -> float:
-    """Return what a candidate's whole model has reached, else its composed figure, scaled as the recommended one's is.
+def expected_tokens_per_second(posterior: Posterior, row: int, beside: int) -> float:
+    """Return what a candidate's whole model has reached, else its composed figure, scaled as that of `beside` is.
 
-    So no composed figure is above that of a whole model for no other reason than that it is composed.
+    So no composed figure is above that of the whole model that it stands `beside`.
     """
     whole = posterior.knowledge.whole_models.tokens_per_second(row)
     if whole is not None:
         return whole
-    composed, of_recommended = posterior.corrected_seconds(row), posterior.corrected_seconds(recommended)
-    reached = posterior.knowledge.whole_models.tokens_per_second(recommended)
-    scale = 1.0 if reached is None else reached / of_recommended.tokens_per_second
-    return scale * composed.tokens_per_second
+    composed, of_other = (posterior.corrected_seconds(each).tokens_per_second for each in (row, beside))
+    reached = posterior.knowledge.whole_models.tokens_per_second(beside)
+    return beside_whole(composed if reached is None else composed * reached / of_other, reached)
+
+
+def performance(posterior: Posterior, row: int, base: int) -> float:
+    """Return the throughput relative to the base: of both whole models, or else of both as composed and corrected.
+
+    A base may be outside the space, so that it is no alternative, and what the space costs must show.
+    """
+    reached, of_base = (posterior.knowledge.whole_models.tokens_per_second(each) for each in (row, base))
+    if reached is None or of_base is None:
+        reached, of_base = (posterior.corrected_seconds(each).tokens_per_second for each in (row, base))
+    return reached / of_base
+
+
+def expected_peak_bytes(posterior: Posterior, row: int) -> int:
+    """Return the peak of a candidate's whole model if that was run, else the composed one."""
+    whole = posterior.memory.whole_peak(row)
+    return posterior.bytes(row).peak if whole is None else whole
 
 
 def _in_an_epoch(posterior: Posterior, row: int, whole: WholeModelMeasurement) -> WholeModelMeasurement:

@@ -216,6 +216,10 @@ class Candidate(Frozen):
         return " ".join(parts)
 
 
+DIMENSIONS = tuple(name for name in Candidate.model_fields if name not in Variant._fields)
+"""The fields of a candidate that a space varies; the others tell model variants apart."""
+
+
 def refuse_number(recompute: Recompute, num_layers: int) -> None:
     """Raise ValueError if the number in a policy's name is none that a model with so many layers has."""
     first, size = recompute.first_layers, recompute.group_size

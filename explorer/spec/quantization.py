@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from bexp.explorer.spec.amounts import bytes_text
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.optimizers import BITSANDBYTES
 
@@ -94,8 +95,8 @@ def describe_weights(weights: Iterable[WeightBytes]) -> str:
     """Return how many bytes of the weights are quantised, of each kind, in one line."""
     kinds = list(weights)
     total, quantized = sum(one.num_bytes for one in kinds), sum(one.quantized_bytes for one in kinds)
-    parts = [f"{one.kind} {_size(one.quantized_bytes)} of {_size(one.num_bytes)}" for one in kinds]
-    line = f"{_size(quantized)} of {_size(total)} are quantised: {', '.join(parts)}"
+    parts = [f"{one.kind} {bytes_text(one.quantized_bytes)} of {bytes_text(one.num_bytes)}" for one in kinds]
+    line = f"{bytes_text(quantized)} of {bytes_text(total)} are quantised: {', '.join(parts)}"
     if any(one.kind == "experts" and not one.quantized_bytes for one in kinds):
         line += "; transformers quantises linear layers alone, and these experts are none"
     return line
@@ -103,9 +104,3 @@ def describe_weights(weights: Iterable[WeightBytes]) -> str:
 
 def _states_bits(own: Mapping[str, Any]) -> bool:
     return bool(own.get("load_in_4bit")) is not bool(own.get("load_in_8bit"))
-
-
-def _size(count: int) -> str:
-    if count >= 2**30 / 10:
-        return f"{count / 2**30:.2f} GiB"
-    return "0" if not count else f"{count / 2**20:.2f} MiB"

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from bexp.api.cli import app
 from bexp.explorer.records.plan import MeshPlan, PipelinePicture
+from bexp.explorer.spec.amounts import bytes_text
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
@@ -218,6 +219,31 @@ def test_a_token_that_is_revoked_while_an_exploration_is_followed_is_asked_for_o
         assert len(browser.requests) == asked, "it asks again with no token"
     finally:
         service.profiler.gate.set()
+
+
+def test_a_trial_has_the_figures_of_its_log_line_and_says_whether_they_are_measured(
+    browser: Chromium, service: Service
+) -> None:
+    open_exploration(browser, service, service.finished)
+    stored = [trial for trial in service.client.trials(service.finished) if trial.tokens_per_second is not None]
+    found = [next(trial for trial in stored if trial.is_predicted is asked) for asked in (True, False)]
+    both = sorted(found, key=lambda trial: trial.number)
+    documents = json.dumps([trial.model_dump(mode="json") for trial in both])
+    rows, titles = browser.evaluate(
+        "Promise.all(['trials_table', 'charts'].map((name) => import(new URL(`web/${name}.js`, document.baseURI))))"
+        f".then(([{{ TrialsTable }}, {{ throughputChart }}]) => {{ const trials = {documents}; "
+        "const table = new TrialsTable(); table.update(trials); "
+        "const chart = throughputChart({ trials, best: null, width: 600 }); "
+        "return [[...table.body.rows].map((row) => [...row.cells].map((cell) => cell.textContent)), "
+        "[...chart[0].querySelectorAll('title')].map((title) => title.textContent)]; })"
+    )
+    for trial, row, title in zip(both, rows, titles, strict=True):
+        figures = trial.describe_figures()
+        assert title.replace("\xa0", " ").endswith(figures)
+        shown = [cell.replace("\xa0", " ") for cell in row]
+        assert bytes_text(trial.peak_bytes or 0) in shown
+        assert ("predicted in part" if trial.is_predicted else "measured") in shown
+        assert trial.is_predicted == figures.endswith("predicted in part")
 
 
 def test_columns_of_trials_sort_by_keyboard(browser: Chromium, service: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -13,7 +14,7 @@ from bexp.storage.events import read_events
 from bexp.storage.jobs import get_job
 from bexp.storage.leases import Claim
 from bexp.storage.queue import Queue
-from bexp.storage.tables import jobs
+from bexp.storage.tables import jobs, recommendations
 from bexp.storage.trials import read_trials
 from tests.contracts.samples import (
     make_recommendation,
@@ -55,6 +56,12 @@ def store(database: Database, job_id: str, **values: object) -> None:
 
 def stored_trials(database: Database, job_id: str) -> list[Trial]:
     return [stored.trial for stored in read_trials(database, job_id)]
+
+
+def recommendation_rows(database: Database, job_id: str) -> list[sa.Row[Any]]:
+    query = sa.select(recommendations).where(recommendations.c.job_id == job_id).order_by(recommendations.c.seq)
+    with database.read() as connection:
+        return list(connection.execute(query).all())
 
 
 def codes(database: Database, job_id: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import sqlalchemy as sa
 
@@ -12,8 +14,8 @@ from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from bexp.storage.tables import events, recommendations
-from tests.contracts.jobs import ANSWER, claim_one
+from bexp.storage.tables import events
+from tests.contracts.jobs import ANSWER, claim_one, recommendation_rows
 from tests.contracts.samples import make_recommendation, make_request
 
 NUM_EVENTS = 20
@@ -58,17 +60,53 @@ def test_each_place_of_a_log_can_be_read(database: Database, lease: Lease) -> No
         assert read_events(database, lease.job_id, after=after, limit=3) == log[after : after + 3]
 
 
-def test_each_recommendation_has_a_row_that_is_written_with_its_event(database: Database, lease: Lease) -> None:
-    with database.read() as connection:
-        rows = connection.execute(sa.select(recommendations).order_by(recommendations.c.seq)).all()
-    assert {row.job_id for row in rows} == {lease.job_id}
-    log = [event for event in read_events(database, lease.job_id) if event.code is EventCode.RECOMMENDATION]
-    assert [(row.seq, row.at) for row in rows] == [(event.seq, event.at) for event in log]
-    first = rows[0]
-    assert (first.micro_batch_size, first.performance, first.confidence) == (3, 1.2, 45)
-    assert (first.tokens_per_second, first.peak_bytes) == (1000.0, 1 << 20)
-    assert first.candidate["attention_backend"] == "math"
-    assert None not in first.candidate.values()
+def test_a_row_is_written_whenever_a_value_changes_and_only_then(database: Database, lease: Lease) -> None:
+    """A line of the log may stay away, because its text shows fewer digits than the row has."""
+    queue, best = Queue(database), make_recommendation(3)
+    trial = EventDraft(code=EventCode.TRIAL, message="trial")
+    changes: list[dict[str, Any]] = [
+        *({}, {}, {"performance": 1.2001}, {"confidence": 46}, {"measured_peak_bytes": 1 << 21}),
+        *({}, {"tokens_per_second": 1000.25}, {"notes": ("a note",)}),
+        *({"candidate": best.candidate.model_copy(update={"loss": "chunked"})}, {"step_seconds": 2.0}),
+    ]
+    for change in changes:
+        best = best.model_copy(update=change)
+        queue.record(lease, Progress(events=(trial, trial), recommendation=best))
+    events = read_events(database, lease.job_id, after=NUM_EVENTS)
+    rows = recommendation_rows(database, lease.job_id)
+    assert [(row.seq, row.at) for row in rows] == [
+        (events[2 * i + 1].seq, events[2 * i + 1].at) for i in (0, 2, 3, 4, 6, 8)
+    ]
+    assert [row.performance for row in rows] == [1.2, *[1.2001] * 5]
+    last = rows[-1]
+    assert (last.micro_batch_size, last.confidence, last.tokens_per_second, last.peak_bytes) == (
+        3,
+        46,
+        1000.25,
+        1 << 21,
+    )
+    assert last.candidate == {"micro_batch_size": 3, "attention_backend": "math", "num_query_groups": 4} | {
+        **{"recompute": "none", "context_parallel_size": 1, "loss": "chunked"}
+    }
+
+
+@pytest.mark.parametrize("with_answer", [True, False])
+def test_the_last_row_is_the_answer_whatever_other_variants_had(
+    database: Database, lease: Lease, with_answer: bool
+) -> None:
+    queue, trial = Queue(database), EventDraft(code=EventCode.TRIAL, message="trial")
+    main, other = make_recommendation(3), make_recommendation(4)
+    for best in (main, other):
+        queue.record(lease, Progress((trial,), recommendation=best, is_main=best is main))
+    job = get_job(database, lease.job_id)
+    assert (job.recommendation, job.micro_batch_size) == (main, 3), "that of the main variant"
+    variants = (ANSWER.variants[0].model_copy(update={"recommendation": main}),)
+    answer = ANSWER.model_copy(update={"variants": variants})
+    if with_answer:
+        queue.finish(lease, JobState.SUCCEEDED, answer=answer)
+    else:
+        queue.finish(lease, JobState.CANCELLED)
+    assert [row.micro_batch_size for row in recommendation_rows(database, lease.job_id)] == [3, 4, *[3] * with_answer]
 
 
 def test_an_answer_is_stored_once_and_read_with_the_event_of_the_end(database: Database, lease: Lease) -> None:

@@ -25,7 +25,7 @@ from bexp.storage.quotas import QueuedQuotaError, Quota, set_quota
 from bexp.storage.reuse import find_answer
 from bexp.storage.run_reports import insert_run_report
 from bexp.storage.workers import WorkerState, forget_worker, list_known_workers, register_worker
-from tests.contracts.jobs import expire
+from tests.contracts.jobs import expire, recommendation_rows
 from tests.contracts.samples import (
     make_candidate,
     make_recommendation,
@@ -118,11 +118,11 @@ def test_the_same_request_is_answered_at_once_where_a_live_worker_would_measure_
     assert again.recommendation is not None
     assert (again.finished_at, again.attempt) != (None, 1)
     events = read_events(database, again.id)
-    assert [event.code for event in events] == [
-        *(EventCode.QUEUED, EventCode.ANSWERED, EventCode.RECOMMENDATION, EventCode.SUCCEEDED)
-    ]
+    told = (EventCode.QUEUED, EventCode.ANSWERED, EventCode.RECOMMENDATION, EventCode.SUCCEEDED)
+    assert tuple(event.code for event in events) == told
     assert again.last_seq == len(events)
     assert first.id in events[1].message
+    assert [row.seq for row in recommendation_rows(database, again.id)] == [again.last_seq]
     assert claim_next(queue) is None
     prune(database, [first.id])  # the copy stays, and answers nobody else
     assert source(queue) is None
@@ -238,6 +238,7 @@ def test_a_worker_that_takes_a_job_answers_it_from_what_is_stored(database: Data
         codes = [event.code for event in read_events(database, job_id)]
         assert codes[:3] == [EventCode.QUEUED, EventCode.STARTED, EventCode.ANSWERED]
         assert codes[-1] is EventCode.SUCCEEDED
+        assert [row.seq for row in recommendation_rows(database, job_id)] == [len(codes)]
     add_worker(database)
     assert source(queue) == first.id  # an answer that was reused is traced to what measured it
 

@@ -58,6 +58,16 @@ CHECK = WholeModelCheck(
     step_error=-0.043,
     peak_error=0.021,
 )
+
+
+def alternative(of: Candidate, gain: float, *, predicted: bool = False) -> Alternative:
+    """A candidate over which the recommended one below has this gain."""
+    rate, composed = 11_500.0 / gain, 12_000.0 / gain
+    return Alternative(
+        candidate=of, tokens_per_second=rate, gain=gain, composed_tokens_per_second=composed, predicted=predicted
+    )
+
+
 RECOMMENDATION = Recommendation(
     candidate=BEST,
     base=BASE,
@@ -74,9 +84,9 @@ RECOMMENDATION = Recommendation(
     required_bytes=6 * GIB,
     memory_limit_bytes=8 * GIB,
     memory=MEMORY,
-    largest_micro_batch=Alternative(candidate=BEST, tokens_per_second=10_000.0, gain=1.23),
-    largest_without_recompute=Alternative(candidate=BASE, tokens_per_second=11_000.0, gain=1.12),
-    stock=Alternative(candidate=BASE, tokens_per_second=9_000.0, gain=1.37, predicted=True),
+    largest_micro_batch=alternative(BEST, 1.23),
+    largest_without_recompute=alternative(BASE, 1.12),
+    stock=alternative(BASE, 1.37, predicted=True),
     whole_model=CHECK,
     runner_up=RunnerUpCheck(
         candidate=BASE,

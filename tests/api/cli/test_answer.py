@@ -8,11 +8,10 @@ from bexp.api.cli.results import usage_rows
 from bexp.client.explorations import Exploration
 from bexp.explorer.answers.answer import render_answer, render_recommendation
 from bexp.explorer.answers.summary import render_summary
-from bexp.explorer.answers.text import bytes_text
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
-    Alternative,
+    NOTHING_UNTILED,
     Answer,
     Recommendation,
     Relaxation,
@@ -23,10 +22,11 @@ from bexp.explorer.records.recommendation import (
 )
 from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures
+from bexp.explorer.spec.amounts import bytes_text
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, job_document
+from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, alternative, job_document
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -144,20 +144,23 @@ def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() ->
 
 
 @pytest.mark.parametrize(
-    ("gain", "change"), [(1.25, "BTA gains 25.0%: 1.25x over"), (0.8, "BTA costs 20.0%: 0.80x over")]
+    ("gain", "change"), [(1.25, "BTA gains 25.0%: 1.25x over"), (0.555, "BTA costs 44.5%: 0.56x over")]
 )
-def test_what_tiling_gained_or_cost_has_a_line(gain: float, change: str) -> None:
-    other = Alternative(candidate=BEST.model_copy(update={"bta_tile": None}), tokens_per_second=1.0, gain=gain)
-    tiled = RECOMMENDATION.model_copy(update={"untiled": other})
-    text = " ".join(render_answer(answer_of(tiled), REQUEST).split())
-    assert f"without tiling {change} micro_batch_size=4 bta_tile=off" in text
-    assert "without tiling" not in render_answer(ANSWER, REQUEST)
+def test_what_tiling_gained_or_cost_has_a_line_in_six_lines_and_in_all(gain: float, change: str) -> None:
+    """No whole model of an untiled candidate ran, so that its blocks are compared with those of the recommended one."""
+    other = alternative(BEST.model_copy(update={"bta_tile": None}), gain)
+    beside = other.model_copy(update={"tokens_per_second": 11_500.0, "gain": 1.0})
+    tiled = answer_of(RECOMMENDATION.model_copy(update={"untiled": beside}))
+    said = f"{change} micro_batch_size=4 bta_tile=off recompute=none attention=flash experts=grouped_mm, as measured"
+    assert f"without tiling {said} blocks compose both" in " ".join(render_answer(tiled, REQUEST).split())
+    assert f"tiling {said} blocks compose both" in " ".join(render_summary(tiled, "a1b2", REQUEST).split())
+    nothing = answer_of(RECOMMENDATION.model_copy(update={"notes": (NOTHING_UNTILED,)}))
+    assert f"tiling {NOTHING_UNTILED}" in " ".join(render_summary(nothing, "a1b2", REQUEST).split())
+    assert "tiling" not in render_answer(ANSWER, REQUEST) + render_summary(ANSWER, "a1b2", REQUEST)
 
 
 def test_a_candidate_is_not_compared_with_itself_and_a_low_confidence_is_said_first() -> None:
-    alone = RECOMMENDATION.model_copy(
-        update={"stock": Alternative(candidate=BEST, tokens_per_second=12_345.6, gain=1.0), "confidence": 59}
-    )
+    alone = RECOMMENDATION.model_copy(update={"stock": alternative(BEST, 1.0), "confidence": 59})
     text = render_answer(answer_of(alone), REQUEST)
     assert "stock best        1.00x: it is the recommended one" in text
     assert "Provisional: confidence 59 is below 60, which was asked for." in text

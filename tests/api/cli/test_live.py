@@ -57,7 +57,7 @@ composed tokens/s by micro_batch_size, as last measured, bars begin at 8,500
 4 ██████████████████████████████████████████████████ 11,000 ◀ best so far
 8 out of memory
 
-memory at the peak: 4.8 GiB (59.4% of 8.0 GiB)
+memory at the peak, as composed: 4.8 GiB (59.4% of 8.0 GiB)
 ██████████████████████████████████████████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░
 parameters 1.0 GiB     gradients 1.0 GiB    optimizer states 2.0 GiB
 activations 512.0 MiB  transient 256.0 MiB
@@ -171,7 +171,7 @@ def test_everything_that_is_known_is_seen() -> None:
     rows = re.findall(r"^(\d+) (.*?)\s*$", text, re.MULTILINE)
     assert [(size, row.split()[-1]) for size, row in rows] == [("1", "10,000"), ("2", "memory"), ("4", "far")]
     assert "12,346 ◀ best so far" in rows[2][1]
-    assert "memory at the peak: 4.8 GiB (59.4% of 8.0 GiB)" in text
+    assert "memory at the peak, as composed: 4.8 GiB (59.4% of 8.0 GiB)" in text
     assert "optimizer states 2.0 GiB" in text
     (bar,) = re.findall(r"^█+░+", text, re.MULTILINE)
     assert (bar.count("█"), len(bar)) == (pytest.approx(0.594 * 76, abs=2), 76)

@@ -22,7 +22,7 @@ def test_the_table_has_every_size_and_marks_the_recommended_one() -> None:
     assert "Best so far: micro_batch_size 4, 11,500 tokens/s per device, 1.23x base, confidence 87" in html
     assert html.count("<tr>") == 4
     assert "out of memory" in html
-    assert "Memory at the peak: 4.75 of 8.00 GiB" in html
+    assert "Memory at the peak, as composed: 4.8 GiB of 8.0 GiB" in html
     assert "&lt;tiny&gt;" in html
     assert "<tiny>" not in html
     ended = view_of(*EVENTS)

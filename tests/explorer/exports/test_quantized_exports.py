@@ -40,7 +40,7 @@ def _arguments(header: str) -> list[str]:
 
 
 def test_the_header_says_how_many_bytes_are_quantised() -> None:
-    assert "experts 0 of 1.00 GiB" in "\n".join(export("axolotl", with_experts(quantized(), 0)).header)
+    assert "experts 0 B of 1.0 GiB" in "\n".join(export("axolotl", with_experts(quantized(), 0)).header)
 
 
 def with_experts(source: ExportSource, quantized_bytes: int) -> ExportSource:

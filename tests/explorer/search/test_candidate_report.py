@@ -10,7 +10,7 @@ from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Conditions, Outcome
-from bexp.explorer.records.recommendation import Recommendation, RunnerUpCheck
+from bexp.explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.candidate_report import (
     References,
@@ -100,6 +100,35 @@ def test_a_runner_up_that_was_faster_leaves_a_doubt() -> None:
     assert not any("runner-up" in note for note in recommend(state).notes)
     preferring = recommend(known_state(prefer="memory"), runner_up=runner_up(0.999))
     assert not any("the runner-up was the faster one" in note for note in preferring.notes)
+
+
+def test_nothing_that_was_not_run_whole_is_faster_than_the_recommended_candidate_that_was() -> None:
+    """Limits of a space may exclude what is faster as composed; what they cost shows in what blocks compose."""
+    state = known_state(prefer="memory", tolerance=0.2)  # it keeps slower ones among the contenders
+    one, two, four = (state.table.row[candidate(size)] for size in (1, 2, 4))
+    names = ("largest", "largest_without_recompute", "stock", "untiled", "undivided")
+    of = {"references": References(base=one, **dict.fromkeys(names, four)), "best": BestCandidate(two, 0.9)}
+
+    def alternatives(found: Recommendation) -> list[Alternative]:
+        fields = ("largest_micro_batch", *names[1:])
+        return [other for name in fields if (other := getattr(found, name)) is not None]
+
+    before = recommend(state, **of)
+    assert [other.gain < 0.9 for other in alternatives(before)] == [True] * 5, "all figures are composed"
+    reached = 0.97 * state.seconds(two).tokens_per_second
+    state.knowledge.learn_whole_model(candidate(2), reached, 0.001)
+    after = recommend(state, **of)
+    assert [other.gain for other in alternatives(after)] == [1.0] * 5
+    assert [other.tokens_per_second for other in alternatives(after)] == [pytest.approx(reached)] * 5
+    composed = {other.composed_tokens_per_second for other in alternatives(after)}
+    assert composed == {state.seconds(four).tokens_per_second}
+    assert min(composed) > after.composed_tokens_per_second
+    assert after.performance == pytest.approx(before.performance, rel=1e-2)
+    state.knowledge.learn_whole_model(candidate(4), 1.03 * reached, 0.001)
+    state.knowledge.learn_whole_model(candidate(1), 0.5 * reached, 0.001)
+    ran = recommend(state, **of)
+    assert [other.gain for other in alternatives(ran)] == [pytest.approx(1 / 1.03)] * 5
+    assert ran.performance == pytest.approx(2.0), "that of both whole models"
 
 
 def test_what_a_config_says_and_is_not_measured_is_noted() -> None:

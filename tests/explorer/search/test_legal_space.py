@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from bexp.explorer.search.legal_space import (
 )
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.model import Variant
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.cost_model import described, tiny
 from tests.explorer.simulator import SimulatedDevice, report
@@ -73,9 +75,21 @@ def bases(req: ExplorationRequest, found: DeviceReport = DENSE) -> tuple[Candida
     return base_candidates(req, found, tiny.model_of(req))
 
 
-def test_levels_of_sharding_are_summarized_by_name() -> None:
-    sharded = tiny.request(num_devices=2, sharding_levels=["zero3", "none"], micro_batch_size=[1])
-    assert space(sharded).summarize()["sharding"] == ["none", "zero3"]
+def test_a_summary_names_every_field_of_a_candidate_with_its_values() -> None:
+    made: dict[str, tuple[Any, Any]] = {
+        **{"micro_batch_size": (1, 2), "bta_tile": (None, 2), "recompute": ("partial_75", "layers_2")},
+        **{"attention_backend": ("cudnn", "flash"), "expert_backend": ("fused", "loop"), "loss": ("chunked", "full")},
+        **{"context_parallel_size": (2, 4), "context_parallel_layout": ("contiguous", "zigzag")},
+        **{"sharding": ("none", "zero3"), "execution": ("compile", "graph"), "kernels": ("library", "liger")},
+        **{"num_query_groups": (4, 4), "capacity_factor": (None, None), "settings": (None, "tf32=true")},
+    }
+    assert made.keys() == Candidate.model_fields.keys(), "and so does this test"
+    found = [Candidate.model_validate({name: pair[i] for name, pair in made.items()}) for i in (1, 0)]
+    model = tiny.model_of(tiny.request())
+    summary = json.loads(json.dumps(LegalSpace(model, tuple(found)).summarize()))
+    assert summary.pop("num_candidates") == 2
+    of_model = {name: value for name, value in model.variant._asdict().items() if value is not None}
+    assert summary == {**{name: list(pair) for name, pair in made.items() if name not in Variant._fields}, **of_model}
 
 
 def test_flash_may_be_excluded_but_not_as_the_only_one() -> None:

@@ -94,7 +94,7 @@ def skewed(expert: Any) -> list[Progress]:
 def test_skewed_routing_is_answered_with_shadowed_experts_and_by_how_much() -> None:
     steps = skewed(8)
     space, answer = next(step.space for step in steps if step.space is not None), steps[-1].answer
-    assert space["expert_mode"] == ["plain", "overlapped", "shadowed"]
+    assert space["expert_mode"] == ["overlapped", "plain", "shadowed"]
     assert answer is not None
     assert answer.recommendation is not None
     best, plan = answer.recommendation, answer.recommendation.plan

@@ -13,6 +13,7 @@ from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions,
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
+from bexp.explorer.search.mesh_posterior import Expected
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.test_mesh_answers import MODEL
 from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
@@ -101,6 +102,19 @@ def test_exchanges_are_interpolated_between_what_was_measured() -> None:
     assert known.send(1.0, Group(2, 2)).seconds > LINK_SECONDS
     assert known.send(1e9, Group(2, 2)).seconds != assumed
     assert known.gather(1e6, Group(1, 1)).seconds == 0.0
+
+
+@pytest.mark.parametrize(("best_ran", "other_ran"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_mesh_that_was_not_run_whole_is_no_faster_than_one_that_was(best_ran: bool, other_ran: bool) -> None:
+    space = MeshKnowledge(request(), report(num_devices=4))
+    point = space.candidates[0]
+    ran = {"best": best_ran, "other": other_ran}
+    space.expected = lambda _: Expected(1.0, is_own=ran["best"])
+    best = space.ranked(point)
+    space.expected = lambda _: Expected(0.8, is_own=ran["other"])
+    found = space.ranked(point).compared_with(best)
+    assert found.gain == pytest.approx(1.0 if best_ran and not other_ran else 0.8)
+    assert found.tokens_per_second == pytest.approx(best.tokens_per_second / found.gain)
 
 
 def test_meshes_that_share_experts_have_their_exchanges_measured() -> None:

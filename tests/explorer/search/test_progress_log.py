@@ -56,7 +56,16 @@ def test_what_an_earlier_lease_has_told_is_not_told_again() -> None:
 
 def test_only_the_main_variants_recommendation_is_the_jobs() -> None:
     found = recommendation(confidence=50)
-    assert ProgressLog().step(None, None, found).recommendation == found
-    other = ProgressLog(is_main=False).step(None, None, found)
-    assert other.recommendation is None
-    assert codes(other) == [EventCode.RECOMMENDATION]
+    for is_main in (True, False):
+        step = ProgressLog(is_main=is_main).step(None, None, found)
+        assert (step.recommendation, step.is_main) == (found, is_main)
+        assert codes(step) == [EventCode.RECOMMENDATION]
+
+
+def test_a_line_follows_its_text_and_the_recommendation_its_values() -> None:
+    """A change in the third digit of a ratio, or of tokens/s, is in no line."""
+    log, found = ProgressLog(), recommendation(performance=1.44241)
+    changed = [found.model_copy(update=each) for each in ({"performance": 1.44271}, {"tokens_per_second": 1300.0})]
+    steps = [log.step(None, [NOTE], each) for each in (found, *changed)]
+    assert [step.recommendation for step in steps] == [found, *changed]
+    assert [EventCode.RECOMMENDATION in codes(step) for step in steps] == [True, False, False]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.answers.choices import tiling_text
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
@@ -55,7 +56,10 @@ def test_the_gain_is_that_over_a_search_without_tiles() -> None:
     tiled, _ = search(small_request(**TILES))
     plain, _ = search(small_request())
     assert tiled.untiled is not None
-    assert tiled.untiled.tokens_per_second == pytest.approx(plain.tokens_per_second, rel=0.02)
+    assert tiled.untiled.composed_tokens_per_second == pytest.approx(plain.composed_tokens_per_second, rel=0.02)
+    assert tiled.composed_tokens_per_second < plain.composed_tokens_per_second
+    assert "BTA costs " in tiling_text(tiled, tiled.untiled)
+    assert (tiled.untiled.gain, tiled.whole_model is None) == (1.0, False), "what was not run whole is not faster"
 
 
 def test_a_request_that_may_recommend_untiled_attention_names_none_apart() -> None:

@@ -110,6 +110,6 @@ def test_the_line_says_what_is_quantised_and_what_is_not() -> None:
     attention = WeightBytes(kind="attention", num_bytes=1 << 30, quantized_bytes=1 << 30)
     experts = WeightBytes(kind="experts", num_bytes=3 << 30, quantized_bytes=0)
     line = describe_weights([attention, experts])
-    assert line.startswith("1.00 GiB of 4.00 GiB are quantised: attention 1.00 GiB of 1.00 GiB, experts 0")
+    assert line.startswith("1.0 GiB of 4.0 GiB are quantised: attention 1.0 GiB of 1.0 GiB, experts 0 B of")
     assert line.endswith("transformers quantises linear layers alone, and these experts are none")
-    assert describe_weights([attention]) == ("1.00 GiB of 1.00 GiB are quantised: attention 1.00 GiB of 1.00 GiB")
+    assert describe_weights([attention]) == ("1.0 GiB of 1.0 GiB are quantised: attention 1.0 GiB of 1.0 GiB")

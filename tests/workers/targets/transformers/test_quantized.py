@@ -92,7 +92,7 @@ def test_the_experts_that_stay_as_they_are_stand_in_one_line() -> None:
     assert found["attention"][0] == found["attention"][1] > 2 * (64 * 64 * 2 + 64 * 32 * 2) // 2
     assert found["embeddings and head"] == (2 * 160 * 64 * 4, 0)
     assert sum(size for size, _ in found.values()) == parts.parameter_bytes
-    assert "experts 0 of 0.19 MiB" in describe_weights(parts.weights)
+    assert "experts 0 B of 192.0 KiB" in describe_weights(parts.weights)
     assert "transformers quantises linear layers alone" in describe_weights(parts.weights)
 
 
