@@ -53,8 +53,8 @@ def keep_components(
     values = {
         "source": source,
         "environment": environment,
-        "device": report.hardware.device_name[:255],
-        "versions": _describe(report.hardware, software)[:255],
+        "device": report.hardware.device_name,
+        "versions": _describe(report.hardware, software),
     }
     subjects = component_subjects(request, report)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -101,7 +101,7 @@ def find_earlier_runs(
     newest_first = newest_first.order_by(components.c.at.desc(), components.c.source).limit(MAX_REUSED)
     others = (
         sa.select(components.c.versions, sa.func.count(), sa.func.max(components.c.at).label("last"))
-        .where(here, components.c.environment != environment, components.c.device == report.hardware.device_name[:255])
+        .where(here, components.c.environment != environment, components.c.device == report.hardware.device_name)
         .group_by(components.c.versions)
         .order_by(sa.desc("last"))
     )

@@ -42,6 +42,17 @@ class PlainText(TypeDecorator[str]):
         return value.replace("\0", "").encode("utf-8", "replace").decode()
 
 
+class Shortened(PlainText):
+    """The beginning of a text of any origin, for a column of an index or one that people read."""
+
+    impl = sa.String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102 - SQLAlchemy's
+        plain = super().process_bind_param(value, dialect)
+        return plain if plain is None else plain[: self.impl_instance.length]
+
+
 metadata = sa.MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -110,14 +121,14 @@ jobs = sa.Table(
     sa.Column(
         "request_key", sa.String(64), index=True, doc="Equal for requests that ask the same; null: never reused."
     ),
-    sa.Column("software", sa.String(255), doc="What measured it, with versions; null if that changed on the way."),
+    sa.Column("software", PlainText, doc="What measured it, with versions; null if that changed on the way."),
     sa.Column("serves_up_to", sa.Integer, doc="The highest confidence target of a request that the answer serves."),
     sa.Column(
         "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
     ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
     sa.Column("stored_bytes", sa.BigInteger, doc="What it takes in all tables; null until that is counted anew."),
-    sa.Column("device_name", sa.String(255), doc="Of the report."),
+    sa.Column("device_name", Shortened(255), doc="Of the report."),
     sa.Column("confidence_target", sa.Integer, doc="Of the request."),
     sa.Column("performance", sa.Float, doc="Of the recommendation, relative to its base."),
     sa.Column("tokens_per_second", sa.Float, doc="To expect of one device with the recommendation."),
@@ -203,8 +214,8 @@ components = sa.Table(
     sa.Column("subject", sa.String(32), primary_key=True, doc="A hash of what the component is a part of."),
     sa.Column("component", sa.String(32), primary_key=True, doc="A hash of the component's key."),
     sa.Column("source", sa.String(16), primary_key=True, doc="Tells explorations apart without naming one."),
-    sa.Column("device", sa.String(255), nullable=False),
-    sa.Column("versions", sa.String(255), nullable=False, doc="For people."),
+    sa.Column("device", Shortened(255), nullable=False),
+    sa.Column("versions", Shortened(255), nullable=False, doc="For people."),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("measurement", _JSON, nullable=False),
     sa.Index(None, "subject"),
@@ -216,13 +227,13 @@ workers = sa.Table(
     f"{PREFIX}workers",
     metadata,
     sa.Column("id", sa.String(128), primary_key=True),
-    sa.Column("host", sa.String(255), nullable=False),
+    sa.Column("host", PlainText, nullable=False),
     sa.Column("pid", sa.Integer, nullable=False),
     sa.Column("device_kind", sa.String(16), nullable=False),
-    sa.Column("device_name", sa.String(255), nullable=False),
+    sa.Column("device_name", PlainText, nullable=False),
     sa.Column("num_devices", sa.Integer, nullable=False),
     sa.Column("fingerprint", sa.String(64), nullable=False),
-    sa.Column("devices", sa.String(255), nullable=False),
+    sa.Column("devices", PlainText, nullable=False),
     sa.Column("versions", _JSON, nullable=False, doc="Of what it measures with, by name."),
     sa.Column("targets", _JSON, nullable=False, doc="The version of each target, by name."),
     sa.Column("memory_limit_bytes", sa.BigInteger, nullable=False, doc="What a job may use of a device by default."),
@@ -273,7 +284,7 @@ audit = sa.Table(
     sa.Column("subject", sa.String(64), nullable=False, doc="The id of a job, or the name of a token or an owner."),
     sa.Column("owner", sa.String(64), nullable=False, doc="Who did it."),
     sa.Column("token", sa.String(64)),
-    sa.Column("origin", sa.String(255)),
+    sa.Column("origin", Shortened(255)),
 )
 
 leaders = sa.Table(

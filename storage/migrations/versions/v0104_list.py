@@ -13,6 +13,7 @@ branch_labels: Sequence[str] | None = None
 depends_on: Sequence[str] | None = None
 
 _JOBS = "bexp_jobs"
+LONGEST_NAME = 255
 _BEST = ("answer", "variants", 0, "recommendation"), ("recommendation",)
 FOUND = {
     "device_name": ("VARCHAR", [("report", "hardware", "device_name")]),
@@ -27,7 +28,7 @@ FOUND = {
 
 
 def upgrade() -> None:
-    op.add_column(_JOBS, sa.Column("device_name", sa.String(255)))
+    op.add_column(_JOBS, sa.Column("device_name", sa.String(LONGEST_NAME)))
     op.add_column(_JOBS, sa.Column("confidence_target", sa.Integer))
     op.add_column(_JOBS, sa.Column("performance", sa.Float))
     op.add_column(_JOBS, sa.Column("tokens_per_second", sa.Float))
@@ -37,6 +38,7 @@ def upgrade() -> None:
         name: f"CAST(coalesce({', '.join(_read(place, is_postgresql) for place in places)}, NULL) AS {kind})"
         for name, (kind, places) in FOUND.items()
     }
+    texts["device_name"] = f"substr({texts['device_name']}, 1, {LONGEST_NAME})"
     op.execute(sa.update(jobs).values({name: sa.literal_column(text) for name, text in texts.items()}))
     op.create_index("ix_bexp_jobs_searched", _JOBS, ["model_name", "device_name", "owner", "id"])
 

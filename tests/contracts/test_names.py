@@ -1,0 +1,130 @@
+"""Names that hosts, devices and targets choose, however long they are, on both databases."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.event import Progress
+from bexp.storage.audit import read_audit
+from bexp.storage.components import find_earlier_runs, keep_components
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.migrations.versions import v0104_list
+from bexp.storage.owners import USUAL_SCOPES, Caller
+from bexp.storage.queue import Queue
+from bexp.storage.tables import metadata
+from bexp.storage.tokens import create_token
+from bexp.storage.workers import list_workers, register_worker
+from tests.contracts.samples import (
+    make_recommendation,
+    make_report,
+    make_request,
+    make_trial,
+    make_worker,
+)
+
+LONG = "very long name, " * 40
+SHOWN = 255
+BOUNDED = {
+    "bexp_audit": {"action", "owner", "subject", "token"},
+    "bexp_components": {"component", "environment", "source", "subject"},
+    "bexp_jobs": {
+        *("body_hash", "device_kind", "fingerprint", "id", "idempotency_key", "model_name", "owner", "request_key"),
+        *("reused_from", "state", "target", "worker"),
+    },
+    "bexp_labels": {"key", "value"},
+    "bexp_leaders": {"holder", "role"},
+    "bexp_quotas": {"owner"},
+    "bexp_tokens": {"digest", "name", "owner", "prefix", "scopes"},
+    "bexp_trials": {"kind", "outcome"},
+    "bexp_turns": {"owner"},
+    "bexp_workers": {"device_kind", "fingerprint", "id"},
+}
+"""The columns of so many characters whose values are made here, or refused where they are given if they are longer."""
+
+
+def test_every_other_text_is_as_long_as_it_may_be() -> None:
+    found = {
+        table.name: {
+            column.name
+            for column in table.columns
+            if isinstance(column.type, sa.String) and column.type.length is not None and not column.foreign_keys
+        }
+        for table in metadata.tables.values()
+    }
+    assert {name: columns for name, columns in found.items() if columns} == BOUNDED
+
+
+def make_long_report() -> DeviceReport:
+    return make_report(f"NVIDIA {LONG}")
+
+
+def test_a_worker_of_long_names_is_known_and_measures(database: Database) -> None:
+    worker = make_worker(
+        "w",
+        host=LONG,
+        device_name=LONG,
+        devices=LONG,
+        fingerprint=make_long_report().hardware.fingerprint,
+        targets={"bexp": "1.0", "own": LONG},
+        versions={"package": LONG},
+    )
+    register_worker(database, worker)
+    assert [each.info for each in list_workers(database)] == [worker]
+    queue = Queue(database)
+    job = queue.enqueue(make_request(target="own"))[0]
+    claim = queue.claim(worker)
+    assert claim is not None
+    queue.pin(claim.lease, make_long_report())
+    queue.record(claim.lease, Progress(trial=make_trial(0), recommendation=make_recommendation(4)))
+    queue.finish(claim.lease, JobState.SUCCEEDED)
+    (listed,), _ = list_jobs(database, wanted=JobFilter(search="nvidia"))
+    assert (listed.id, listed.device_name) == (job.id, f"NVIDIA {LONG}"[:SHOWN])
+    assert get_job(database, job.id).software == f"bexp 1.0, own {LONG}, package {LONG}"
+
+
+def test_versions_that_differ_at_the_end_are_not_the_same(database: Database) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    for end in "ab":
+        claim = queue.claim(
+            make_worker("w", fingerprint=make_report().hardware.fingerprint, targets={"bexp": LONG + end})
+        )
+        assert claim is not None
+        queue.pin(claim.lease, make_report())
+        queue.release(claim.lease)
+    assert get_job(database, claim.job.id).software is None
+
+
+def test_components_of_a_long_device_are_found(database: Database) -> None:
+    software = {"bexp": LONG}
+    keep_components(database, "one", make_request(), make_long_report(), software, [make_trial(0)])
+    found = find_earlier_runs(database, make_request(), make_long_report(), software)
+    assert len(found.runs) == 1
+
+
+def test_an_action_from_a_long_host_is_recorded(database: Database) -> None:
+    create_token(database, "t", by=Caller("team", frozenset(USUAL_SCOPES), origin=f"user@{LONG}"))
+    (record,) = read_audit(database, limit=10)
+    assert record.origin == f"user@{LONG}"[:SHOWN]
+
+
+def test_the_migration_takes_a_long_device(database: Database) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    report = make_long_report()
+    claim = queue.claim(make_worker("w", fingerprint=report.hardware.fingerprint))
+    assert claim is not None
+    queue.pin(claim.lease, report)
+    with database.begin() as connection:
+        connection.exec_driver_sql("DROP INDEX ix_bexp_jobs_searched")
+        for name in v0104_list.FOUND:
+            connection.exec_driver_sql(f"ALTER TABLE bexp_jobs DROP COLUMN {name}")
+        with Operations.context(MigrationContext.configure(connection)):
+            v0104_list.upgrade()
+    (listed,), _ = list_jobs(database)
+    assert listed.device_name == report.hardware.device_name[:SHOWN]
