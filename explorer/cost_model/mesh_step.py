@@ -47,10 +47,10 @@ class MeshStep:
     the optimizer and the communication add up to `seconds`. Bubbles and what stages hand over come on top with one.
 
     `compute_share`, `exchange_share` and `bubble_share` are those of all devices' time; the optimizer counts as
-    computation. `makeup` has the share of the step that hangs on each component, and with None on
-    exchanges, bubbles included. `layers` has the number of layers of each stage, `memory` the parts of the fullest
-    rank. `run` is the pipeline as it was simulated, None if there is none or if it was estimated; `exact` says that
-    nothing was estimated. `host_bound` says that a stage waits for its host.
+    computation. `makeup` has the share of the step that hangs on each part, bubbles included. `layers`
+    has the number of layers of each stage, `memory` the parts of the fullest rank. `run` is the pipeline as it was
+    simulated, None if there is none or if it was estimated; `exact` says that nothing was estimated. `host_bound` says
+    that a stage waits for its host.
     """
 
     seconds: float

@@ -92,7 +92,8 @@ def simulate_pipeline(
                 if ready is None:
                     break
                 begin = max(free[rank], ready)
-                end = begin + _seconds(action, stages[action.stage])
+                costs = stages[action.stage]
+                end = begin + (costs.forward if action.kind is Pass.FORWARD else costs.backward)
                 ended[action] = free[rank] = end
                 passes.append(TimedPass(rank, action, begin, end))
                 place[rank] += 1
@@ -137,10 +138,6 @@ def _ready(action: PipelineAction, ended: dict[PipelineAction, float], stages: S
         return own
     received = ended.get(PipelineAction(kind, other, micro_batch))
     return None if received is None else max(own, received + stages[min(stage, other)].hand_over)
-
-
-def _seconds(action: PipelineAction, costs: StageCosts) -> float:
-    return costs.forward if action.kind is Pass.FORWARD else costs.backward
 
 
 def _peak_bytes(order: Sequence[PipelineAction], stages: Sequence[StageCosts]) -> int:

@@ -83,7 +83,7 @@ def count_processes(
     devices that share a sequence in one of them. A whole model takes one group that shares sequences, or all devices if
     the profiler has that many.
     """
-    if request.devices.is_mesh or is_communication_timed(request, hardware):
+    if is_communication_timed(request, hardware):
         return request.num_devices
     if kind is TrialKind.COMPONENTS:
         return max((c.context_parallel_size for c in components if c.communicates), default=1)

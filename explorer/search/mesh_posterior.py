@@ -42,10 +42,7 @@ class Expected:
 
 
 def sample_throughput(
-    steps: Sequence[MeshStep],
-    error: Callable[[Component], float],
-    seed: int,
-    expected: Sequence[Expected] | None = None,
+    steps: Sequence[MeshStep], error: Callable[[Component], float], seed: int, expected: Sequence[Expected]
 ) -> Floats:
     """Return samples of the tokens/s of each step, shape (samples, steps).
 
@@ -61,16 +58,15 @@ def sample_throughput(
     errors_P = np.array([EXCHANGE_ERROR if part is None else error(part) for part in parts])
     factors_NP = np.exp(errors_P * np.stack([_noise(part, seed) for part in parts], axis=1))
     rng = np.random.default_rng(seed)
-    known = [Expected() for _ in steps] if expected is None else expected
     errors_S = np.array(
         [
             math.hypot(one.error, HOST_ERROR) if step.host_bound and not one.is_own else one.error
-            for step, one in zip(steps, known, strict=True)
+            for step, one in zip(steps, expected, strict=True)
         ]
     )
     composed_NS = np.exp(errors_S * rng.standard_normal((NUM_SAMPLES, len(steps))))
-    rates_S = np.array([step.tokens_per_second / one.factor for step, one in zip(steps, known, strict=True)])
-    own_S = np.array([one.is_own for one in known])
+    rates_S = np.array([step.tokens_per_second / one.factor for step, one in zip(steps, expected, strict=True)])
+    own_S = np.array([one.is_own for one in expected])
     parts_NS = np.where(own_S, 1.0, factors_NP @ shares_SP.T)
     return np.asarray(rates_S / (parts_NS * composed_NS))
 

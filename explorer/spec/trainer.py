@@ -64,20 +64,20 @@ class Trainer:
     Kernels have the transformers library's names. What the trainer uses by itself need not be named: attention and
     experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
     `groups_N`. A share of the layers `is_every_nth`, where the first of them are measured: only layers of one kind make
-    both the same. `layouts` are those of context parallelism. `meshes` says that it can be told a mesh of devices, and
-    `capacity` that it can be told a capacity factor of experts, which is part of the model. `lora` says that it can be
-    told adapters, in its file or in its script, `adapted_parameters` that it can be told those of single parameters,
-    such as experts in one tensor, `sharded_adapters` that it can shard a model which has them in a number format of
-    their own, `fractional_alpha` that their alpha need be no whole number, `optimizers` that it can be told those of
-    other libraries, and `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a
-    packed micro-batch into one row for any attention; `largest_packed` has the largest micro-batch that an attention
-    packs as it was measured, where that is limited. `targets` are the targets whose measured code it runs; for others
-    an export promises no tokens/s. The first of `precisions`, and `allocator`, are what it keeps where a request states
-    nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains
-    adapters or shards: precision `upcast`. `halves_adapters` says that it casts what it trains of a quantised model to
-    bfloat16, `halves_experts` that it keeps experts in half precision which stay plain beside quantised weights, and
-    `halves_shell` that it keeps norms, embeddings and output layer so. With `float32_gradients`, those of
-    half-precision weights are summed in float32.
+    both the same. `layouts` are those of context parallelism, and `meshes` says that it can be told meshes of devices.
+    `capacity` says that it can be told a capacity factor of experts, which is part of the model.
+    `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
+    those of single parameters, such as experts in one tensor, `sharded_adapters` that it can shard a model which has
+    them in a number format of their own, `fractional_alpha` that their alpha need be no whole number, `optimizers` that
+    it can be told those of other libraries, and `host_optimizer` that it can be told one that steps in the host's
+    memory. It `flattens` a packed micro-batch into one row for any attention; `largest_packed` has the largest
+    micro-batch that an attention packs as it was measured, where that is limited. `targets` are the targets whose
+    measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
+    what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
+    routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
+    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which stay
+    plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so. With
+    `float32_gradients`, those of half-precision weights are summed in float32.
     """
 
     title: str
