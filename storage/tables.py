@@ -33,7 +33,7 @@ class PlainText(TypeDecorator[str]):
     refuses.
     """
 
-    impl = sa.Text
+    impl: type[sa.String] = sa.Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102 - SQLAlchemy's
@@ -49,8 +49,9 @@ class Shortened(PlainText):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102 - SQLAlchemy's
-        plain = super().process_bind_param(value, dialect)
-        return plain if plain is None else plain[: self.impl_instance.length]
+        plain, column = super().process_bind_param(value, dialect), self.impl_instance
+        assert isinstance(column, sa.String)
+        return None if plain is None else plain[: column.length]
 
 
 metadata = sa.MetaData(

@@ -97,6 +97,7 @@ def test_versions_that_differ_at_the_end_are_not_the_same(database: Database) ->
         assert claim is not None
         queue.pin(claim.lease, make_report())
         queue.release(claim.lease)
+    assert claim is not None
     assert get_job(database, claim.job.id).software is None
 
 

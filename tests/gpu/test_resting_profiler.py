@@ -12,7 +12,7 @@ import pytest
 from bexp.workers.devices.discovery import device_key, open_gpu, visible_devices
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.profiler import Profiler
-from tests.workers.process.profilers import wait_for
+from tests.waits import wait_until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def test_a_profiler_at_rest_holds_nothing_of_the_device_and_its_spare_takes_it_a
         profiler.rest()
         spare = profiler._process._spare
         assert spare is not None
-        wait_for(lambda: is_idle(psutil.Process(spare.pid)), 300.0)  # it has imported what a job may need
+        wait_until(lambda: is_idle(psutil.Process(spare.pid)))  # it has imported what a job may need
         assert (gpu.used_bytes() or 0) - free < TOLERATED_BYTES
         other = DeviceLocks([device_key("cuda:0", os.environ)], directory=tmp_path)
         other.try_acquire()

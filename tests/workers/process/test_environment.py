@@ -4,10 +4,10 @@ from bexp.workers.process.environment import (
     CHILD_DEFAULTS,
     CPU_DEFAULTS,
     GROUP_DEFAULTS,
-    LOCAL_TARGET,
     OFFLINE,
     profiler_environment,
 )
+from bexp.workers.settings import LOCAL_TARGET
 
 DEFAULTS = CHILD_DEFAULTS | OFFLINE
 

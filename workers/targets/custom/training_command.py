@@ -16,8 +16,9 @@ from bexp.tune.environment import on_devices, with_hook
 from bexp.tune.placeholders import fill, stands_in
 from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceLocks, lock_folder
-from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS, LOCAL_TARGET
+from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
+from bexp.workers.settings import LOCAL_TARGET
 
 SUFFIX = ".json:command"
 """What the reference of a command ends with: the file that describes it."""
