@@ -43,8 +43,8 @@ export async function showComparison(given, root, signal, shell) {
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
   shell.connection(true);
   const all = el("input", { type: "checkbox" });
-  const unknown = ids.map((id, index) => el("td", {}, index === 0 ? "–" : "…"));
-  const faster = el("tr", {}, el("th", { scope: "row" }, "faster than the first"), unknown);
+  const later = (name) => el("tr", {}, el("th", { scope: "row" }, name), ids.map(() => el("td", {}, "…")));
+  const speeds = { candidate: later("candidate for the batch"), rate: later("its tokens/s"), faster: later("faster than the first") };
   const isSame = (line) => line.matches(".field:not(.differs)");
   const section = (name, rows) => {
     const head = el("th", { scope: "rowgroup", colspan: ids.length + 1 }, name);
@@ -62,7 +62,8 @@ export async function showComparison(given, root, signal, shell) {
   const body = el(
     "tbody",
     {},
-    section("Found", [...FOUND.map(([name, show]) => row(name, explorations.map(show))), faster]),
+    section("Found", FOUND.map(([name, show]) => row(name, explorations.map(show)))),
+    section("Which is faster", Object.values(speeds)), // of the candidates that exports take
     section("The recommended candidate", names.map((name) => row(name, candidates.map((one) => one[name] ?? null)))),
     section("Measured on", fields("device")),
     section("Asked", fields("request")),
@@ -81,22 +82,36 @@ export async function showComparison(given, root, signal, shell) {
     el("section", { class: "card", "aria-labelledby": "next-title" }, el("h2", { id: "next-title" }, "Next"),
       ids.slice(1).map((id) => copyable(`bexp compare ${ids[0]} ${id}`))),
   );
-  await Promise.all(ids.slice(1).map(async (id, index) => {
-    faster.cells[index + 2].textContent = await chance(ids[0], id, signal);
+  const fill = (index, texts) => Object.entries(texts).forEach(([name, text]) => (speeds[name].cells[index + 1].textContent = text));
+  const known = await Promise.all(ids.slice(1).map(async (id, index) => {
+    const found = await compared(ids[0], id, signal);
+    fill(index + 1, found === null ? { ...NOTHING, faster: "unknown: no recommendation" } : { ...side(found.b), faster: chance(found) });
+    return found;
   })).catch((error) => shell.report(error, signal));
+  const first = known?.find((found) => found !== null)?.a;
+  fill(0, { ...(first ? side(first) : NOTHING), faster: "–" });
 }
 
-/** Return how likely the answer of `id` is faster than that of `first`, in words. */
-async function chance(first, id, signal) {
+const NOTHING = { candidate: "–", rate: "–" };
+
+/** Return how two answers compare; null if one of them has no recommendation. */
+async function compared(first, id, signal) {
   try {
-    const found = await compareExplorations(first, id, signal);
-    const [least, most] = found.speedup_90_percent;
-    return `${format.likely(found.probability_b_faster)} likely; ${found.speedup.toFixed(3)}x its speed, ` +
-      `${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%`;
+    return await compareExplorations(first, id, signal);
   } catch (error) {
-    if (error instanceof Problem && error.status === 409) return "unknown: no recommendation";
+    if (error instanceof Problem && error.status === 409) return null;
     throw error;
   }
+}
+
+/** The candidate of which a comparison speaks, and its speed there. */
+const side = ({ candidate, tokens_per_second }) =>
+  ({ candidate: format.describe(candidate), rate: format.number(tokens_per_second) });
+
+/** How likely the second answer of a comparison is the faster one, in words. */
+function chance({ probability_b_faster, speedup, speedup_90_percent: [least, most] }) {
+  return `${format.likely(probability_b_faster)} likely; ${speedup.toFixed(3)}x its speed, ` +
+    `${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%`;
 }
 
 function row(name, values, isField = false) {

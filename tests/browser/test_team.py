@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.options import Budget
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
@@ -91,7 +94,7 @@ def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Se
 
 
 def test_explorations_are_compared_side_by_side(browser: Chromium, service: Service) -> None:
-    other = finish(service, memory_limit_gib=20, seed=22)
+    other = finish(service, memory_limit_gib=20, seed=22, batch_size=33)
     log_in(browser, service)
     browser.wait_for(f"{ROWS}.length > 1")
     boxes = "[...document.querySelectorAll('.list tbody input')]"
@@ -113,9 +116,20 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     compared = service.client.connection.request("GET", f"/v1/explorations/{service.finished}/comparison?other={other}")
     text = browser.evaluate("document.querySelector('.compared').innerText")
     assert f" likely; {compared['speedup']:.3f}x" in text
+    cells = {
+        name: browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('{name}')).innerText").split("\t")[1:]
+        for name in ("candidate for", "its tokens/s", "faster than")
+    }
+    sides = [compared["a"], compared["b"]]
+    assert cells["candidate for"] == [Candidate(**side["candidate"]).describe() for side in sides]
+    assert cells["its tokens/s"] == [f"{side['tokens_per_second']:,.0f}" for side in sides]
+    shown_ratio = float(cells["faster than"][1].split("; ")[1].partition("x")[0])
+    a, b = (float(text.replace(",", "")) for text in cells["its tokens/s"])
+    assert shown_ratio == pytest.approx(b / a, abs=1e-3), "it is that of the figures above it"
     peaks = browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('peak')).innerText").split("\t")[1:]
     found = [service.client.result(job_id) for job_id in (service.finished, other)]
     bests = [one.recommendation for one in found if one and one.recommendation]
+    assert bests[1].dividing is not None and bests[1].dividing.candidate != bests[1].candidate
     assert peaks == [f"{best.expected_peak_bytes / 2**30:.1f}\xa0GiB" for best in bests]
     browser.evaluate("document.querySelector('main label input').click()")
     assert browser.evaluate(f"{shown}.length") > before

@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import sqlalchemy as sa
+
 from bexp.explorer.records.event import Event, EventCode, EventDraft
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.tables import recommendations
 from bexp.storage.trials import read_trials
 from tests.chaos.searches import MEASURED_SEEDS
 
@@ -77,6 +80,7 @@ def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_can
         "a healthy job failed": has_no_answer or job.state is JobState.SUCCEEDED,
         "the answer is not the recommendation that was told last": has_no_answer
         or (best is not None and job.answer is not None and bool(recommended) and _same(job, recommended[-1], best)),
+        "the last row is not the recommendation that was told": has_no_answer or _is_last_row(database, job),
         "it was given up too early": not given_up or _num_fruitless(events) >= MAX_ATTEMPTS,
         "a trial is missing or doubled": numbers == list(range(len(numbers))),
         "an event of a trial is missing or doubled": told == numbers,
@@ -96,6 +100,16 @@ def _num_fruitless(events: Sequence[Event]) -> int:
             counted = int(event.code is not EventCode.QUEUED)
         counted += event.code in {EventCode.STARTED, EventCode.RESUMED}
     return counted
+
+
+def _is_last_row(database: Database, job: Job) -> bool:
+    """Whether the last row of a job's recommendations has the figures of its answer."""
+    of_job = sa.select(recommendations).where(recommendations.c.job_id == job.id)
+    with database.read() as connection:
+        row = connection.execute(of_job.order_by(recommendations.c.seq.desc()).limit(1)).one_or_none()
+    if row is None or job.recommendation is None:
+        return row is None and job.recommendation is None
+    return all(getattr(row, name) == value for name, value in job.recommendation.figures._asdict().items())
 
 
 def _same(job: Job, told: dict[str, Any], best: dict[str, Any]) -> bool:

@@ -34,7 +34,7 @@ BOUNDED = {
     "bexp_components": {"component", "environment", "source", "subject"},
     "bexp_jobs": {
         *("body_hash", "device_kind", "fingerprint", "id", "idempotency_key", "model_name", "owner", "request_key"),
-        *("reused_from", "state", "target", "worker"),
+        *("own_worker", "reused_from", "state", "target", "worker"),
     },
     "bexp_labels": {"key", "value"},
     "bexp_leaders": {"holder", "role"},
@@ -42,7 +42,7 @@ BOUNDED = {
     "bexp_tokens": {"digest", "name", "owner", "prefix", "scopes"},
     "bexp_trials": {"kind", "outcome"},
     "bexp_turns": {"owner"},
-    "bexp_workers": {"device_kind", "fingerprint", "id"},
+    "bexp_workers": {"device_kind", "fingerprint", "id", "name"},
 }
 """The columns of so many characters whose values are made here, or refused where they are given if they are longer."""
 

@@ -125,6 +125,14 @@ def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callabl
     assert "A as a whole model; its speed follows from measured parts" in said["not_measured"]
     assert not said["a"]["is_recommended"]
     assert "the best that divides the batch" in " ".join(bexp("compare", job_id, job_id).stdout.split())
+    said = json.loads(bexp("compare", job_id, explored(), "--json").stdout)
+    lines = " ".join(bexp("compare", job_id, "latest").stdout.split())
+    assert said["speedup"] == pytest.approx(said["b"]["tokens_per_second"] / said["a"]["tokens_per_second"])
+    assert f": {said['speedup']:.3f}x its speed" in lines
+    for side, of in (("a", UNDIVIDED.dividing), ("b", RECOMMENDATION)):
+        assert of is not None and said[side]["candidate"] == of.candidate.model_dump(mode="json")
+        assert of.candidate.describe() in lines
+        assert f": {said[side]['tokens_per_second']:,.0f} tokens/s, " in lines
 
 
 def test_the_recommended_candidate_has_the_confidence_of_best(bexp: Run, explored: Callable[..., str]) -> None:

@@ -61,7 +61,7 @@ def test_a_worker_that_cannot_leave_the_list_ends(
     monkeypatch.setattr("bexp.workers.jobs.registration.forget_worker", fail)
     with Registration(sqlite_database) as registration:
         registration.tell(WORKER)
-    assert "worker w could not be removed from the list: (builtins.ConnectionError) refused" in caplog.text
+    assert "worker w could not be removed from the list: refused" in caplog.text
 
 
 def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_could_not_say(
@@ -85,5 +85,5 @@ def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_c
         wait(lambda: bool(caplog.messages))
         is_away.clear()
         wait(lambda: [known.info.held_by for known in list_workers(sqlite_database)] == ["cpu is in use"])
-    assert caplog.messages[0] == "worker w could not report to the database: (builtins.ConnectionError) refused"
+    assert caplog.messages[0] == "worker w could not report to the database: refused"
     assert list_workers(sqlite_database) == []

@@ -178,9 +178,7 @@ def test_a_worker_starts_while_the_database_is_locked(
             assert not done.done()
         done.result(timeout=PATIENCE_SECONDS)
     impatient.dispose()
-    assert caplog.messages[0].endswith(
-        "could not report to the database: (sqlite3.OperationalError) database is locked"
-    )
+    assert caplog.messages[0].endswith("could not report to the database: database is locked")
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
@@ -204,7 +202,7 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(
         max_jobs=1
     )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
-    assert "no job could be claimed: (builtins.ConnectionError) refused" in caplog.messages
+    assert "no job could be claimed: refused" in caplog.messages
 
 
 @pytest.mark.parametrize(("is_told", "longest"), [(False, 1.0), (True, 4.0)])

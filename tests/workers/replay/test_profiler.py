@@ -119,7 +119,10 @@ def replay_job(queue: Queue, path: Path, *, stop_after: int | None = None, cance
     hardware = profiler.hardware()
     claim = queue.claim(
         make_worker(
-            device_kind=hardware.device_kind, num_devices=hardware.num_devices, fingerprint=hardware.fingerprint
+            device_kind=hardware.device_kind,
+            num_devices=hardware.num_devices,
+            fingerprint=hardware.fingerprint,
+            memory_bytes=hardware.most_memory_bytes,
         )
     )
     assert claim is not None
