@@ -25,7 +25,8 @@ def test_the_order_of_trials_does_not_matter() -> None:
     assert second.mean_tokens_per_second() == pytest.approx(first.mean_tokens_per_second())
     best, again = first.recommend(), second.recommend()
     assert best is not None and again is not None
-    assert (again.row, again.confidence) == (best.row, pytest.approx(best.confidence))
+    assert again.row == best.row
+    assert again.confidence == pytest.approx(best.confidence)
 
 
 def test_the_fastest_known_candidate_is_recommended_with_its_confidence() -> None:
