@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -48,11 +48,17 @@ class Served:
 
 def in_process(settings: ServiceSettings, *, raise_server_exceptions: bool = True) -> TestClient:
     """A client of an application in this process. It is of the user who runs that."""
-    app = create_app(settings)
+    app = create_app(_patient(settings))
     client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=raise_server_exceptions)
     client.app_state["peer"] = Peer("127.0.0.1", os.geteuid())
     client.event_hooks = {"response": [check_declared]}
     return client
+
+
+def _patient(settings: ServiceSettings) -> ServiceSettings:
+    """The settings, which give a busy host time to answer if a test has no limit of its own."""
+    has_own = settings.answer_seconds != ServiceSettings("").answer_seconds
+    return settings if has_own else replace(settings, answer_seconds=PATIENCE_SECONDS)
 
 
 def check_declared(response: Any) -> None:
@@ -82,7 +88,7 @@ def start(settings: ServiceSettings) -> Served:
     ready = threading.Event()
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app = create_app(settings)
+    app = create_app(_patient(settings))
     protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
     config = uvicorn.Config(
         app,
