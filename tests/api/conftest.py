@@ -16,6 +16,7 @@ from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from tests.api.serving import Served, in_process, start
 from tests.contracts.samples import make_report, make_request, make_worker
+from tests.waits import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -25,9 +26,8 @@ def settings(sqlite_url: str) -> ServiceSettings:
         poll_seconds=0.02,
         waiting_check_seconds=60.0,
         token_check_seconds=0.02,
-        header_seconds=60.0,  # the host may be busy with other programs
-        body_seconds=60.0,
-        answer_seconds=60.0,
+        header_seconds=PATIENCE_SECONDS,  # the host may be busy with other programs
+        body_seconds=PATIENCE_SECONDS,
     )
 
 

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -49,11 +49,17 @@ class Served:
 
 def in_process(settings: ServiceSettings, *, raise_server_exceptions: bool = True) -> TestClient:
     """A client of an application in this process. It is of the user who runs that."""
-    app = create_app(settings)
+    app = create_app(_patient(settings))
     client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=raise_server_exceptions)
     client.app_state["peer"] = Peer("127.0.0.1", os.geteuid())
     client.event_hooks = {"response": [check_declared]}
     return client
+
+
+def _patient(settings: ServiceSettings) -> ServiceSettings:
+    """The settings, which give a busy host time to answer if a test has no limit of its own."""
+    has_own = settings.answer_seconds != ServiceSettings("").answer_seconds
+    return settings if has_own else replace(settings, answer_seconds=PATIENCE_SECONDS)
 
 
 def check_declared(response: Any) -> None:
@@ -80,6 +86,7 @@ def _declared() -> list[tuple[str, set[int]]]:
 
 def start(settings: ServiceSettings) -> Served:
     """Serve the API until `stop` is called."""
+    settings = _patient(settings)
     return start_app(create_app(settings), settings, end_streams)
 
 

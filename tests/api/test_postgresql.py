@@ -99,7 +99,7 @@ def test_the_api_opens_no_more_connections_than_its_budget(
     monkeypatch.setattr(
         "bexp.api.service.open_database", lambda url, limits: open_database(url, replace(limits, pool=patient))
     )
-    with in_process(ServiceSettings(postgresql_url, answer_seconds=60.0)) as client, ThreadPoolExecutor(40) as pool:
+    with in_process(ServiceSettings(postgresql_url)) as client, ThreadPoolExecutor(40) as pool:
         statuses = set(pool.map(lambda _: client.get("/v1/explorations").status_code, range(80)))
     assert statuses == {200}
     assert max(counts) == most == 10

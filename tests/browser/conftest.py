@@ -74,6 +74,7 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
     settings = ServiceSettings(
         f"sqlite:///{folder / 'bexp.db'}",
         poll_seconds=0.02,
+        answer_seconds=PATIENCE_SECONDS,
         require_token=True,
         token_check_seconds=TOKEN_CHECK_SECONDS,
     )

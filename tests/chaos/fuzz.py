@@ -26,8 +26,8 @@ from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.request import urlopen
 
+import httpx
 import psutil
 
 from bexp.explorer.records.event import Progress
@@ -52,7 +52,7 @@ from tests.chaos.processes import ROOT
 from tests.chaos.result import read_commit, write_document
 from tests.chaos.rounds import add_rounds
 from tests.contracts.samples import make_progress, make_recommendation, make_report, make_worker
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 NUM_CONNECTIONS = 8
 PIPELINED = (1, 1, 2, 4, 8)
@@ -277,8 +277,9 @@ def fuzz(num: int, seed: int, seconds: float, *, postgres: bool = False) -> dict
         for owner, quota in QUOTAS.items():
             set_quota(database, owner, quota)
         with served(there.url, Path(folder)) as (port, process, log):
-            with urlopen(f"http://127.0.0.1:{port}/openapi.json") as answer:
-                document = json.load(answer)
+            described = f"http://127.0.0.1:{port}/openapi.json"
+            wait_until(lambda: httpx.get(described, timeout=PATIENCE_SECONDS).is_success)  # on a busy host, later
+            document = httpx.get(described, timeout=PATIENCE_SECONDS).json()
             one = Fuzz(port, document, database, seed)
 
             def note() -> None:

@@ -312,7 +312,7 @@ def served(folder: Path) -> Iterator[None]:
     database = open_database(url)
     upgrade(database)
     settings_of_service = ServiceSettings(
-        url, require_token=True, token_rate=0, address_rate=0, waiting_check_seconds=3600, answer_seconds=60
+        url, require_token=True, token_rate=0, address_rate=0, waiting_check_seconds=3600
     )
     with in_process(settings_of_service) as client:
         Explorations.client, Explorations.database = client, database
