@@ -222,8 +222,8 @@ class Recommendation(Frozen):
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
     untiled: Alternative | None = Field(
         None,
-        description="The best without batch tiling, for a request that allows nothing but tiles (bta.enable true); "
-        "null if none fits, and until the answer is final.",
+        description="The best without batch tiling, for a request that names tiles (bta.enable, bta.tiles); null if "
+        "none fits or the answer itself is untiled, and until it is final.",
         exclude_if=is_null,
     )
     undivided: Alternative | None = Field(

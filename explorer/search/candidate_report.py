@@ -172,11 +172,11 @@ def best_stock(posterior: Posterior, report: DeviceReport, among: Collection[int
 
 
 def best_untiled(posterior: Posterior) -> int | None:
-    """Return the row of the fastest untiled candidate that fits, of a request that excludes them; None if none does.
+    """Return the row of the fastest untiled candidate that fits, of a request that names tiles; None if none does.
 
     It may have to be measured, unless a measured one is expected to be within the tolerance of it.
     """
-    if not posterior.request.bta.enable:
+    if not posterior.request.bta.is_named:
         return None
     untiled = [i for i, c in enumerate(posterior.table.candidates) if c.bta_tile is None]
     rows = [i for i in untiled if posterior.is_open(i) and posterior.fits(i)]

@@ -302,7 +302,7 @@ class CandidateSpace(SearchSpace):
             largest=largest_untiled(self._posterior, among=rows),
             largest_without_recompute=largest_without_recompute(self._posterior, among=rows),
             stock=best_stock(self._posterior, self._context.report, among=rows),
-            untiled=best_untiled(self._posterior) if final else None,
+            untiled=best_untiled(self._posterior) if final and recommended.bta_tile is not None else None,
             undivided=best_undivided(self._posterior) if final else None,
         )
         checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)

@@ -231,7 +231,7 @@ def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: f
     promising = promising_row(posterior)
     if promising is not None and (wanted := posterior.wanted(promising)):
         return Suggestion(promising, wanted)
-    untiled = best_untiled(posterior)
+    untiled = best_untiled(posterior) if posterior.request.bta.enable else None
     if untiled is not None and spent_seconds and (wanted := posterior.wanted(untiled)):
         return Suggestion(untiled, wanted)
     rows = posterior.open_rows()

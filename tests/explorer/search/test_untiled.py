@@ -69,6 +69,16 @@ def test_a_request_that_may_recommend_untiled_attention_names_none_apart() -> No
         assert "untiled" not in found.model_dump(mode="json")
 
 
+def test_a_request_that_names_tiles_beside_untiled_attention_is_told_what_they_gain() -> None:
+    named: dict[str, Any] = {"bta": {"tiles": [1]}, "micro_batch_size": [4]}
+    state = small_state(**named)
+    know(state, *state.table.candidates)
+    row = best_untiled(state)
+    assert row is not None and state.table.candidates[row].bta_tile is None
+    found, _ = search(small_request(**named))
+    assert (found.candidate.bta_tile, found.untiled) == (None, None), "the answer itself is untiled"
+
+
 def test_if_nothing_untiled_fits_the_answer_says_so() -> None:
     request = small_request(**TILES)
     found, _ = search(request, WithoutUntiled(request, noise=0.0))
