@@ -47,11 +47,12 @@ class _Kind:
 
 
 _REAL = 1e38
-_TABLE = _Kind("rows", 1 << 24, _REAL)
+_TABLE = _Kind("rows", 1 << 25, _REAL)
 _VALUE = _Kind("value", 1 << 53, _REAL)
 _FACTOR = _Kind("factor", 1 << 16, 1 << 16)
 _LAYERS = _Kind("layers", MAX_CONFIG_LAYERS, MAX_CONFIG_LAYERS)
 _EXPERTS = _Kind("experts", 1 << 14, 1 << 14)
+_TIMES = _Kind("times", 1 << 12, 1 << 12)
 _HEADS = _Kind("heads", 1 << 12, 1 << 12)
 _COUNT = _Kind("count", 1 << 16, 1 << 16)
 _HEAD_WIDTH = _Kind("head width", 1 << 16, _REAL)
@@ -60,12 +61,13 @@ _WIDTH = _Kind("width", 1 << 20, _REAL)
 _KINDS: tuple[tuple[re.Pattern[str], _Kind], ...] = tuple(
     (re.compile(pattern), kind)
     for pattern, kind in (
-        (r".*(theta|_base|frequency|temperature|timescale|seed|clip|floor|_value|(^|_)value_).*", _VALUE),
         (r".*(ratio|multiplier|expan|factor).*", _FACTOR),
         (r".*(head_?dim|head_size|kv_channels|d_head|dim_head|d_kv|head_v_dim|head_k_dim).*", _HEAD_WIDTH),
         (r".*(vocab|codebook_size|position|length|context|window|chunk|label|rate).*", _TABLE),
+        (r".*(theta|_base|base_freq(uency)?|temperature|timescale|seed|clip|clipping|floor|_value)", _VALUE),
         (r"(.*_)?(len|n_ctx|tokens?|ids?|idx|idxs|index|indices)(_.*)?", _TABLE),
-        (r".*(sizes?|dims?|channels?|width|rank|kernel|hidden_units).*", _WIDTH),
+        (r".*(sizes?|dims?|channels?|width|rank|kernel|units|embe?d|inner).*", _WIDTH),
+        (r"(.*_)?(iters?|iterations|cycles|steps?|loops|passes|hash(es)?|functions|parts)", _TIMES),
         (r"(.*_)?(layers?|blocks|depths?|stages|repeats)(_.*)?", _LAYERS),
         (r"(.*_)?experts?(_.*)?", _EXPERTS),
         (r"(.*_)?heads?(_.*)?", _HEADS),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bexp.explorer.spec.candidate import Recompute
 
 MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
+MAX_HEAD_DIM = 1024
 
 Dimension = Annotated[int, Field(ge=1, le=1 << 20)]
 CapacityFactor = Annotated[float, Field(gt=0, le=MAX_EXPERTS)]
@@ -108,7 +109,9 @@ class ModelSpec(Frozen):
     ffn_hidden_size: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     num_attention_heads: Annotated[int, Field(ge=1, le=1024)]
     num_query_groups: Annotated[int, Field(ge=1, le=1024)] | None = None
-    head_dim: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Default: hidden_size / heads.")
+    head_dim: Annotated[int, Field(ge=1, le=MAX_HEAD_DIM)] | None = Field(
+        None, description="Default: hidden_size / heads."
+    )
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
     seq_length: Annotated[int, Field(ge=1, le=1 << 24)] = Field(description="Tokens a sequence in training.")
     dtype: DType = Field(DType.BFLOAT16, description="The format of the parameters and of the computation.")
@@ -145,6 +148,9 @@ class ModelSpec(Frozen):
                 "num_attention_heads",
                 "head_dim",
             )
+        if self.head_size > MAX_HEAD_DIM:
+            message = f"hidden_size / num_attention_heads ({self.head_size:,}) must not exceed {MAX_HEAD_DIM:,}"
+            raise RuleError(message, "hidden_size", "num_attention_heads")
         return self
 
     @model_validator(mode="after")

@@ -138,12 +138,13 @@ def build_model(
     chosen = {"attn_implementation": settings.attention, "experts_implementation": settings.experts}
     arguments = {name: value for name, value in chosen.items() if value is not None}
     recording = nullcontext() if construction is None else construction.recording()
+    config = copy.deepcopy(resolved.config)
     devices = [device] if device.type == "cuda" else []
     with quiet_library(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(settings.seed)
         try:
             with device, recording:
-                model = from_config(copy.deepcopy(resolved.config), dtype=settings.parameter_dtype, **arguments)
+                model = from_config(config, dtype=settings.parameter_dtype, trust_remote_code=False, **arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the code of a model raises errors of its own
