@@ -188,7 +188,7 @@ def test_a_worker_that_cannot_leave_the_list_ends(
     monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
     with Registration(sqlite_database, a_worker("w")):
         pass
-    assert "worker w could not be removed from the list: (builtins.ConnectionError) refused" in caplog.text
+    assert "worker w could not be removed from the list: refused" in caplog.text
 
 
 def test_a_worker_starts_while_the_database_is_locked(
@@ -205,7 +205,7 @@ def test_a_worker_starts_while_the_database_is_locked(
             assert not done.done()
         done.result(timeout=60)
     impatient.dispose()
-    assert caplog.messages[0].endswith("is not in the list yet: (sqlite3.OperationalError) database is locked")
+    assert caplog.messages[0].endswith("is not in the list yet: database is locked")
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
@@ -229,7 +229,7 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(
         max_jobs=1
     )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
-    assert "no job could be claimed: (builtins.ConnectionError) refused" in caplog.messages
+    assert "no job could be claimed: refused" in caplog.messages
 
 
 def test_a_worker_that_was_taken_off_the_list_is_on_it_again(
@@ -255,7 +255,7 @@ def test_a_worker_that_was_taken_off_the_list_is_on_it_again(
         wait(lambda: [known.info.id for known in list_workers(sqlite_database)] == ["w"])
         away.set()
         wait(lambda: bool(caplog.messages))
-    assert caplog.messages[0] == "worker w could not report to the database: (builtins.ConnectionError) refused"
+    assert caplog.messages[0] == "worker w could not report to the database: refused"
     assert list_workers(sqlite_database) == []
 
 

@@ -117,11 +117,8 @@ def replay_job(queue: Queue, path: Path, *, stop_after: int | None = None, cance
     """One lease of the next job, put back or cancelled after `stop_after` trials."""
     profiler = ReplayProfiler(path)
     hardware = profiler.hardware()
-    claim = queue.claim(
-        make_worker(
-            device_kind=hardware.device_kind, num_devices=hardware.num_devices, fingerprint=hardware.fingerprint
-        )
-    )
+    told = {"fingerprint": hardware.fingerprint, "memory_bytes": hardware.most_memory_bytes}
+    claim = queue.claim(make_worker("a", hardware.device_kind, hardware.num_devices, **told))
     assert claim is not None
     stopping = threading.Event()
 
