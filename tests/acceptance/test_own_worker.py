@@ -20,9 +20,10 @@ from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from bexp.storage.workers import list_workers
 from bexp.workers.jobs.worker import JobWorker
-from tests.acceptance.conftest import Machine, wait_for
+from tests.acceptance.conftest import Machine
 from tests.acceptance.test_explore import TABLES
 from tests.contracts.jobs import store
+from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 pytestmark = pytest.mark.slow
@@ -45,10 +46,10 @@ def idle(queue: Queue) -> Iterator[FakeProfiler]:
     worker = JobWorker(queue, profiler, "cpu", explore=fake_explore, targets={"bexp": "0.1.0"}, max_poll_seconds=0.05)
     thread = threading.Thread(target=worker.run)
     thread.start()
-    wait_for(lambda: len(list_workers(queue.database)) == 1, 60, "the worker's start")
+    wait_until(lambda: len(list_workers(queue.database)) == 1, "the worker's start")
     yield profiler
     worker.stop()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
 
 
 def test_a_device_that_a_command_names_is_the_one_that_measures(

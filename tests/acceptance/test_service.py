@@ -53,7 +53,10 @@ def test_submit_watch_resume_the_stream_and_explore_beside_the_idle_worker(
     assert best["candidate"]["micro_batch_size"] in {1, 2, 4}
 
     lines = machine.run("explore", machine.configure(budget={"max_trials": 1}), "--device", "cpu").splitlines()
-    assert not any(line.startswith("BEXP105") for line in lines)
+    (began,) = (line for line in lines if line.startswith("BEXP102"))
+    assert f"-{worker.pid}-" not in began, (
+        "the command's own worker measures, on the device that the idle one gave back"
+    )
     profilers = profilers_of(psutil.Process(worker.pid))
     worker.send_signal(signal.SIGINT)
     assert worker.wait(PATIENCE_SECONDS) == 0

@@ -333,6 +333,7 @@ def test_an_unknown_id_is_exit_2(bexp: Run, command: str, job_id: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("bexp", ["service"], indirect=True)
 def test_resume_goes_on_with_a_cancelled_exploration_where_a_service_answers(
     bexp: Run, config: Path, worker: Worker
 ) -> None:
