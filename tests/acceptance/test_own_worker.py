@@ -72,7 +72,7 @@ def test_a_job_of_a_killed_command_waits_until_it_is_resumed(
     machine: Machine, queue: Queue, idle: FakeProfiler
 ) -> None:
     command = machine.start("explore", CONFIGURATION, "--device", RECORDED)
-    wait_for(lambda: len(list_jobs(queue.database)[0]) == 1, 300, "the submission")
+    wait_until(lambda: len(list_jobs(queue.database)[0]) == 1, "it is not submitted")
     command.send_signal(signal.SIGSTOP)  # or it would see that its worker has died
     for process in psutil.Process(command.pid).children(recursive=True):
         process.kill()

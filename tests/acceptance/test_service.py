@@ -54,9 +54,7 @@ def test_submit_watch_resume_the_stream_and_explore_beside_the_idle_worker(
 
     lines = machine.run("explore", machine.configure(budget={"max_trials": 1}), "--device", "cpu").splitlines()
     (began,) = (line for line in lines if line.startswith("BEXP102"))
-    assert f"-{worker.pid}-" not in began, (
-        "the command's own worker measures, on the device that the idle one gave back"
-    )
+    assert f"-{worker.pid}-" not in began, "the command's own worker measures"
     profilers = profilers_of(psutil.Process(worker.pid))
     worker.send_signal(signal.SIGINT)
     assert worker.wait(PATIENCE_SECONDS) == 0
