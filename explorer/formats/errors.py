@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -30,6 +31,9 @@ _NAMES = ", ".join(f"'{level}'" for level in Sharding)
 SHARDING_RULE = f"must be one of {_NAMES}, a list of them, or 'explore'"
 LEVELS_RULE = f"must be a list of {_NAMES}, or 'explore'"
 
+_KIND = re.compile(r"(?:literal|tuple|str-enum)\[.*\]|constrained-\w+")
+"""What pydantic calls a member of a union, as it stands in the location of an error."""
+
 
 def explain(
     error: ValidationError, sources: Mapping[Location, Location], limit: int, *, is_hugging_face: bool = False
@@ -39,6 +43,7 @@ def explain(
     `is_hugging_face` says that the model is a config.json, beside which the length of sequences stands.
     """
     problems: dict[Problem, None] = {}
+    any_of: dict[Location, dict[str, None]] = {}
     for index, detail in enumerate(error.errors(include_url=False, include_input=False)):
         native, message = _simplify(detail)
         if detail["type"] == "extra_forbidden" and message == detail["msg"]:
@@ -47,11 +52,27 @@ def explain(
         if message == MAPPING_RULE and (named := _fields_beside((*native, ""))):
             message = f"must be a mapping of its fields: {', '.join(named)}"
         fields = _related_fields(detail, native)
-        problems[relocate(fields[0], sources), message + _other_names(fields, sources)] = None
+        location, message = relocate(fields[0], sources), message + _other_names(fields, sources)
+        problems[location, message] = None
+        if native != detail["loc"] or detail["type"] == "too_short":
+            any_of.setdefault(location, {})[message] = None
         if len(problems) == limit:
             break
     within = {location[:length] for location, _ in problems for length in range(len(location))}
-    return [problem for problem in problems if problem[1] != MICRO_BATCH_RULE or problem[0] not in within]
+    kept: dict[Problem, None] = {}
+    for location, message in problems:
+        members = any_of.get(location, {})
+        if message not in members:
+            kept[location, message] = None
+        elif location not in within:  # else what is in the list is at fault, and not that it is none of the others
+            kept[location, _alternatives(members)] = None
+    return list(kept)
+
+
+def _alternatives(messages: Iterable[str]) -> str:
+    """Return one message for those about a value that may be one of several kinds."""
+    first, *others = messages
+    return ", or ".join([first, *(other.removeprefix("must be ") for other in others)])
 
 
 def _suggest(native: Location, *, is_hugging_face: bool) -> str:
@@ -84,7 +105,7 @@ def _simplify(detail: ErrorDetails) -> tuple[Location, str]:
     if location[:1] == LEVELS:
         return LEVELS, LEVELS_RULE
     if location[:1] != ("micro_batch_size",):
-        return location, message
+        return tuple(part for part in location if not _KIND.fullmatch(str(part))), message
     if location[1:3] == ("ExploreRange", "explore") and detail["type"] != "missing":
         return ("micro_batch_size", *location[2:]), message
     return ("micro_batch_size",), MICRO_BATCH_RULE

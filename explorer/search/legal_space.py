@@ -17,7 +17,6 @@ from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.options import is_flash
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import did_you_mean
 
 Point = TypeVar("Point")
 
@@ -340,7 +339,7 @@ def usable_backends(
         for name in allowed:
             if name not in known:
                 there = ", ".join(sorted(known)) or "none"
-                raise EmptySpaceError(f"unknown {what} '{name}'{did_you_mean(name, known)}; {where} there is {there}")
+                raise EmptySpaceError(f"unknown {what} '{name}'; {where} there is {there}")
         names = [name for name in usable if name in allowed]
     if not names:
         asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]

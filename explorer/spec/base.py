@@ -1,5 +1,6 @@
 """The base of every value that crosses a process or a network boundary, and the rules that values break."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,10 +49,15 @@ _WORDS = (
     ("Value error, ", ""),
     ("Input should be ", "must be "),
     ("a valid tuple", "a list, such as [a, b]"),
+    ("Tuple should have", "must have"),
+    (" after validation", ""),
     (", unable to parse string as an integer", ""),
     (", unable to parse string as a number", ""),
 )
 """What pydantic writes, and what stands for it: a prefix of our own rules, and words that a person reads at once."""
+
+_MEMBER = re.compile(r"<\w+\.\w+: ('\w+')>")
+"""How pydantic writes the one member of an enumeration that it admits."""
 
 MAPPING_RULE = "must be a mapping of field names to values"
 _MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
@@ -67,4 +73,4 @@ def rule_of(detail: Mapping[str, Any]) -> str:
         return MAPPING_RULE
     for written, plain in _WORDS:
         message = message.replace(written, plain, 1)
-    return message
+    return _MEMBER.sub(r"\1", message)

@@ -16,7 +16,7 @@ WEIGHING_BATCH_SIZE = 512
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
-BackendName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}(:[a-z]{1,16})?$")]
+BackendName = Annotated[str, Field(min_length=1, max_length=64)]
 Size = Annotated[int, Field(ge=1, le=4096)]
 Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
 """A dimension of a mesh."""

@@ -31,7 +31,9 @@ from bexp.explorer.spec.space_rules import (
     check_micro_batch_sizes,
     check_tiles,
 )
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.target import BEXP, OWN_ATTENTION, TRANSFORMERS
+from bexp.explorer.spec.trainer import ATTENTION_OF, EXPERTS_OF
 from bexp.explorer.spec.trainer_rules import check_trainer
 from bexp.explorer.spec.training import Sharding
 
@@ -187,6 +189,20 @@ def check_capacity(request: ExplorationRequest) -> None:
         )
 
 
+def check_back_ends(request: ExplorationRequest) -> None:
+    """The back ends that are named are known of the target; which of them a device can use is the worker's to say."""
+    target = request.target_name
+    for field, what, names, known in (
+        ("attention_backends", "attention", request.attention_backends, ATTENTION_OF.get(target, {OWN_ATTENTION})),
+        ("expert_backends", "expert", request.expert_backends, EXPERTS_OF.get(target, frozenset())),
+    ):
+        for name in names or ():
+            if name not in known:
+                there = f"there are {', '.join(sorted(known))}" if known else "its code chooses by itself"
+                meant = did_you_mean(name, known)
+                raise RuleError(f"target '{target}' has no {what} back end '{name}'{meant}; {there}", field, "target")
+
+
 def check_attention_backends(request: ExplorationRequest) -> None:
     """The list of attention back ends is not undone by `flash_attention`."""
     named = request.attention_backends
@@ -219,6 +235,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_lengths,
     check_training_of_target,
     check_experts,
+    check_back_ends,
     check_capacity,
     check_sharding,
     check_attention_backends,
@@ -244,6 +261,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_sharing,
     check_largest_tile,
     check_experts,
+    check_back_ends,
     check_capacity,
     check_sharding,
     check_attention_backends,

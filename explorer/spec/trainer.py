@@ -11,7 +11,7 @@ from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.lengths import PACKED, Batching
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.optimizers import LibraryOptimizer
-from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from bexp.explorer.spec.training import LoRASpec, Precision, Sharding
 
 TORCH_CHOICE = "sdpa"
@@ -32,6 +32,15 @@ DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
 """Expert back ends of which one is the default of a device."""
 _LIBRARY_NAMES = {"loop": "eager", "bmm": "batched_mm"}
 """The transformers library's names of our reference layers' expert back ends, where they differ."""
+ATTENTION_OF: Mapping[str, frozenset[str]] = {
+    BEXP: TORCH_KERNELS,
+    TRANSFORMERS: LIBRARY_ATTENTION | {f"{TORCH_CHOICE}:{kernel}" for kernel in TORCH_KERNELS},
+}
+EXPERTS_OF: Mapping[str, frozenset[str]] = {
+    BEXP: DEFAULT_EXPERTS | _LIBRARY_NAMES.keys() | OUR_EXPERTS,
+    TRANSFORMERS: LIBRARY_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
+}
+"""The back ends of a target. One that somebody has written calls what it calls, and names none."""
 SHARES = frozenset({Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75})
 
 

@@ -20,6 +20,7 @@ def test_odd_values_are_refused_at_submission_or_by_the_worker_or_work(tmp_path:
         process = fork_server().start("tests.chaos.fuzz_configurations", *arguments, output=printed.fileno())
         code = process.wait(550.0)
         printed.seek(0)
-        found = json.loads(printed.read())
+        said = printed.read()
+    found = json.loads(said[said.index("{") :])  # Python 3.12 warns before it of a fork beside threads
     assert (found["violations"], code) == ([], 0)
     assert found["ends"].keys() >= {"refused at submission", "works"}

@@ -89,7 +89,8 @@ def test_the_metadata_is_whole_and_claims_no_licence(metadata: Message) -> None:
 
 def test_what_needs_the_service_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """import-linter checks that nothing else needs it."""
-    monkeypatch.delitem(sys.modules, "bexp.api.serve", raising=False)
+    for module in ("bexp.api.serve", "bexp.api.listener"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     ended = CliRunner().invoke(app, ["serve"])
     said = "bexp: this command needs uvicorn, which is missing: pip install 'bexp[service]'\n"

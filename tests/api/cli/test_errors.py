@@ -48,6 +48,8 @@ def test_a_configuration_that_breaks_rules_names_field_and_rule(bexp: Run, tmp_p
     assert_usage(bexp(command, path), "model", "hidden_size (64) must be a multiple of num_attention_heads (5)")
     path = changed(tmp_path, micro_batch_sizes=4)
     assert_usage(bexp(command, path), "micro_batch_sizes")
+    path = changed(tmp_path, attention_backends=["flsh"])
+    assert_usage(bexp(command, path), "attention_backends", "'flsh' (did you mean 'flash'?); there are cudnn,")
 
 
 @pytest.mark.parametrize(

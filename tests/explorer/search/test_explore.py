@@ -142,10 +142,11 @@ def test_a_small_effective_batch_lets_the_optimizer_decide() -> None:
 
 
 def test_restrictions_leave_an_explanation() -> None:
-    req = request(attention_backends=["nosuch"])
-    answer = answer_of(run(req, SimulatedDevice(req)))
+    req = request(attention_backends=["flash"])
+    without = report(memory_gib=40).model_copy(update={"attention_backends": ()})
+    answer = answer_of(run(req, SimulatedDevice(req), rep=without))
     assert answer.recommendation is None
-    assert "unknown attention back end 'nosuch'" in str(answer.variants[0].reason)
+    assert "unknown attention back end 'flash'" in str(answer.variants[0].reason)
 
 
 def test_every_component_of_a_plan_belongs_to_its_candidate() -> None:

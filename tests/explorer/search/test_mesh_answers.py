@@ -183,9 +183,11 @@ def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:
 
 
 def test_an_unknown_back_end_ends_a_search_of_meshes_with_the_reason() -> None:
-    answer = run(request(attention_backends=["flush"]))[-1].answer
+    asked = request(attention_backends=["flash"])
+    without = report(memory_gib=24.0, experts=False).model_copy(update={"attention_backends": ()})
+    answer = [*explore(asked, without, SimulatedDevice(asked))][-1].answer
     assert answer is not None
-    assert "unknown attention back end 'flush'" in (answer.variants[0].reason or "")
+    assert "unknown attention back end 'flash'" in (answer.variants[0].reason or "")
 
 
 def test_the_budget_ends_a_search_of_meshes() -> None:

@@ -83,8 +83,10 @@ def test_the_exchange_is_in_the_steps_where_the_worker_has_all_devices() -> None
 
 
 def test_a_request_that_admits_no_candidate_says_so() -> None:
+    req = small_request()
+    assert req.model is not None
     with pytest.raises(EmptySpaceError, match="unknown attention back end"):
-        prune(small_request(attention_backends=["spiral"]))
+        prune_space(req.model, req, REPORT.model_copy(update={"attention_backends": ()}))
 
 
 def dominating(limit_gib: float | None = None, **fields: object) -> PrunedSpace:

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP
+from bexp.explorer.spec.trainer import ATTENTION_OF, EXPERTS_OF
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 
@@ -99,12 +101,55 @@ def test_the_models_own_kernels_alone_are_no_choice() -> None:
     assert build(kernels=["liger", "library"]).space.kernel_choices == (Kernels.LIBRARY, Kernels.LIGER)
 
 
+def test_a_choice_of_flash_alone_is_undone_by_its_exclusion() -> None:
+    with pytest.raises(ValidationError, match="allows only flash"):
+        build(attention_backends=["sdpa:flash", "flash_attention_2"], flash_attention=False)
+
+
 @pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "flash_attention_2"])
 def test_an_attention_back_end_may_name_one_of_torchs_kernels(name: str) -> None:
     assert build(attention_backends=[name]).attention_backends == (name,)
 
 
-@pytest.mark.parametrize("name", ["sdpa:", ":flash", "sdpa:flash:math", "sdpa flash", "sdpa:Flash"])
-def test_an_attention_back_end_is_a_name_with_at_most_one_kernel(name: str) -> None:
-    with pytest.raises(ValidationError, match="attention_backends"):
-        build(attention_backends=[name])
+EXPERTS = {"model": REFERENCE["model"] | {"moe": {"num_experts": 2, "top_k": 1, "expert_ffn_hidden_size": 8}}}
+OF_BEXP = "there are auto, bmm, fused, grouped_mm, hopper_grouped, loop, triton_grouped"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention_backends": ["sdpa", "flsh"]}, "target 'transformers' has no attention back end 'flsh'"),
+        ({"attention_backends": ["sdpa:flahs"]}, "(did you mean 'sdpa:flash'?); there are eager, flash_attention_2,"),
+        ({"attention_backends": ["Sdpa"]}, "(did you mean 'sdpa'?)"),
+        ({"attention_backends": ["flash"]}, "target 'transformers' has no attention back end 'flash'"),
+        ({"expert_backends": ["fused"]}, "no expert back end 'fused'; there are batched_mm, bexp_auto, bexp_fused,"),
+        ({**REFERENCE, "attention_backends": ["bcsr"]}, "'bcsr'; there are cudnn, efficient, flash, math"),
+        ({**REFERENCE, "attention_backends": ["sdpa"]}, "target 'bexp' has no attention back end 'sdpa'"),
+        ({**REFERENCE, **EXPERTS, "expert_backends": ["grouped_m"]}, f"(did you mean 'grouped_mm'?); {OF_BEXP}"),
+        ({**REFERENCE, **EXPERTS, "expert_backends": ["grouped mm"]}, "'grouped mm' (did you mean 'grouped_mm'?)"),
+        (
+            {"target": "mine", "attention_backends": ["sdpa"]},
+            "'mine' has no attention back end 'sdpa'; there are own",
+        ),
+        ({"target": "mine", "expert_backends": ["fused"]}, "no expert back end 'fused'; its code chooses by itself"),
+    ],
+)
+def test_an_unknown_back_end_is_refused_with_those_of_the_target(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        build(**fields)
+    (detail,) = caught.value.errors()
+    assert said in detail["msg"]
+    field = next(name for name in fields if name.endswith("_backends"))
+    assert detail["ctx"]["error"].fields == ((field,), ("target",))
+
+
+def test_each_back_end_of_a_target_may_be_named() -> None:
+    for target, names in ATTENTION_OF.items():
+        own = REFERENCE if target == BEXP else {}
+        for name in names:
+            assert build(**own, attention_backends=[name]).attention_backends == (name,)
+    for target, names in EXPERTS_OF.items():
+        own = {**REFERENCE, **EXPERTS} if target == BEXP else {}
+        for name in names:
+            assert build(**own, expert_backends=[name]).expert_backends == (name,)
+    assert build(target="mine", attention_backends=["own"]).attention_backends == ("own",)

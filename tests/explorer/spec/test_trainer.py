@@ -11,7 +11,7 @@ from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from tests.explorer.exports.samples import CONFIG
-from tests.explorer.spec.test_request import MODEL
+from tests.explorer.spec.test_request import MODEL, MOE
 
 LIBRARY: dict[str, Any] = {"hf_config": CONFIG, "hf_seq_length": 64}
 SHAPES: dict[str, Any] = {"model": MODEL}
@@ -176,9 +176,10 @@ def test_states_in_a_format_that_no_trainer_keeps_are_refused() -> None:
 
 def test_what_a_device_may_do_by_itself_need_not_be_told() -> None:
     """A device without grouped kernels loops over the experts, and torch's kernels are chosen for it."""
-    asked = build(LIBRARY, "llamafactory", expert_backends=["loop"], attention_backends=["cudnn"])
+    experts = {"model": MOE}
+    asked = build(experts, "llamafactory", expert_backends=["loop"], attention_backends=["cudnn"])
     assert asked.expert_backends == ("loop",)
-    assert refusal(LIBRARY, "llamafactory", expert_backends=["bmm"]).fields[0] == ("expert_backends",)
+    assert refusal(experts, "llamafactory", expert_backends=["bmm"]).fields == (("expert_backends",), ("trainer",))
 
 
 def test_an_unknown_trainer_is_refused_by_name() -> None:

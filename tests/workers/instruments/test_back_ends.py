@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import torch
 
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.spec.trainer import ATTENTION_OF, EXPERTS_OF, LIBRARY_ATTENTION, TORCH_KERNELS
+from bexp.kernels.experts.registry import expert_backends
 from bexp.workers.instruments.back_ends import report_device
+from bexp.workers.targets.transformers import probe, resolved
 from tests.contracts.samples import make_report
 from tests.workers.profiler.samples import MODEL
 
@@ -19,3 +23,13 @@ def test_a_report_says_which_attention_serves_sequences_that_devices_share() -> 
     assert "no attention back end 'efficient'" in str(found["efficient"].context_parallel_reason) or (
         not found["efficient"].usable
     )
+
+
+def test_a_request_may_name_what_workers_have() -> None:
+    """No worker has back ends of its own: a new one is a module here."""
+    report = report_device(MODEL, make_report().hardware, torch.device("cpu"))
+    assert {backend.name for backend in report.attention_backends} == ATTENTION_OF[BEXP]
+    assert {backend.name for backend in expert_backends()} == EXPERTS_OF[BEXP]
+    assert {*probe.STOCK_EXPERTS, *probe.OUR_EXPERTS} == EXPERTS_OF[TRANSFORMERS]
+    assert set(resolved._ATTENTION) == LIBRARY_ATTENTION
+    assert {kernel for kernels in probe.PINNED.values() for kernel in kernels} == TORCH_KERNELS
