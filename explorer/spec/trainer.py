@@ -37,7 +37,7 @@ ATTENTION_OF: Mapping[str, frozenset[str]] = {
     TRANSFORMERS: LIBRARY_ATTENTION | {f"{TORCH_CHOICE}:{kernel}" for kernel in TORCH_KERNELS},
 }
 EXPERTS_OF: Mapping[str, frozenset[str]] = {
-    BEXP: DEFAULT_EXPERTS | _LIBRARY_NAMES.keys() | OUR_EXPERTS,
+    BEXP: DEFAULT_EXPERTS | _LIBRARY_NAMES.keys() | set(OUR_EXPERTS),
     TRANSFORMERS: LIBRARY_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
 }
 """The back ends of a target. One that somebody has written calls what it calls, and names none."""

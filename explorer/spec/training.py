@@ -84,7 +84,8 @@ class LossSpec(Frozen):
     chunk_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 4096
 
 
-Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(min_length=1, max_length=64)]
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.-]+$")]
+Names = Annotated[tuple[Name, ...], Field(min_length=1, max_length=64)]
 
 
 class LoRASpec(Frozen):
