@@ -5,6 +5,7 @@ import torch
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from bexp.explorer.spec.trainer import ATTENTION_OF, EXPERTS_OF, LIBRARY_ATTENTION, TORCH_KERNELS
 from bexp.kernels.experts.registry import expert_backends
+from bexp.transformers.experts import OURS
 from bexp.workers.instruments.back_ends import report_device
 from bexp.workers.targets.transformers import probe, resolved
 from tests.contracts.samples import make_report
@@ -30,6 +31,6 @@ def test_a_request_may_name_what_workers_have() -> None:
     report = report_device(MODEL, make_report().hardware, torch.device("cpu"))
     assert {backend.name for backend in report.attention_backends} == ATTENTION_OF[BEXP]
     assert {backend.name for backend in expert_backends()} == EXPERTS_OF[BEXP]
-    assert {*probe.STOCK_EXPERTS, *probe.OUR_EXPERTS} == EXPERTS_OF[TRANSFORMERS]
+    assert {*probe.STOCK_EXPERTS, *OURS} == EXPERTS_OF[TRANSFORMERS]
     assert set(resolved._ATTENTION) == LIBRARY_ATTENTION
     assert {kernel for kernels in probe.PINNED.values() for kernel in kernels} == TORCH_KERNELS
