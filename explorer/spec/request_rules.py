@@ -33,7 +33,7 @@ from bexp.explorer.spec.space_rules import (
 )
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import BEXP, OWN_ATTENTION, TRANSFORMERS
-from bexp.explorer.spec.trainer import ATTENTION_OF, EXPERTS_OF
+from bexp.explorer.spec.trainer import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
 from bexp.explorer.spec.trainer_rules import check_trainer
 from bexp.explorer.spec.training import Sharding
 
@@ -197,7 +197,7 @@ def check_back_ends(request: ExplorationRequest) -> None:
         ("expert_backends", "expert", request.expert_backends, EXPERTS_OF.get(target, frozenset())),
     ):
         for name in names or ():
-            if name not in known:
+            if name not in known | RECORDED_EXPERTS:
                 there = f"there are {', '.join(sorted(known))}" if known else "its code chooses by itself"
                 meant = did_you_mean(name, known)
                 raise RuleError(f"target '{target}' has no {what} back end '{name}'{meant}; {there}", field, "target")

@@ -41,6 +41,8 @@ EXPERTS_OF: Mapping[str, frozenset[str]] = {
     TRANSFORMERS: LIBRARY_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
 }
 """The back ends of a target. One that somebody has written calls what it calls, and names none."""
+RECORDED_EXPERTS = frozenset({"triton_grouped"})
+"""Expert back ends that recorded tables have and this version has not: a worker that has no such table says so."""
 SHARES = frozenset({Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75})
 
 
