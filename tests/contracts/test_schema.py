@@ -50,7 +50,7 @@ def upgrade():
         batch.add_column(sa.Column("note", sa.String(8), nullable=False, server_default="none"))
 """
 
-READ_BY_WORKERS = ("0102", "a79504104584ed67")
+READ_BY_WORKERS = ("0102", "13cb2d54e464513f")
 """The revision since which workers read requests and trials in their present form, and the digest of that form."""
 
 

@@ -83,7 +83,7 @@ def test_a_misspelt_name_is_refused_with_those_that_there_are(field: str) -> Non
         ),
         (
             {"parallelism": {"schedule": ["1f1b", "x"]}},
-            [(("parallelism", "schedule", 1), "must be '1f1b', 'interleaved' or 'zb_h1'")],
+            [(("parallelism", "schedule", 1), "must be '1f1b' or 'interleaved'")],
         ),
         (
             {"training": {"optimizer": {"master_dtype": "x"}}},
