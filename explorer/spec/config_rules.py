@@ -55,8 +55,8 @@ _EXPERTS = _Kind("experts", 1 << 14, 1 << 14)
 _TIMES = _Kind("times", 1 << 12, 1 << 12)
 _HEADS = _Kind("heads", 1 << 12, 1 << 12)
 _COUNT = _Kind("count", 1 << 16, 1 << 16)
-_HEAD_WIDTH = _Kind("head width", 1 << 16, _REAL)
-_WIDTH = _Kind("width", 1 << 20, _REAL)
+_HEAD_WIDTH = _Kind("head width", 1 << 12, _REAL)
+_WIDTH = _Kind("width", 1 << 17, _REAL)
 
 _KINDS: tuple[tuple[re.Pattern[str], _Kind], ...] = tuple(
     (re.compile(pattern), kind)
