@@ -47,6 +47,7 @@ class _Kind:
 
 
 _REAL = 1e38
+_VOCABULARY = _Kind("vocabulary", 1 << 22, _REAL)
 _TABLE = _Kind("rows", 1 << 25, _REAL)
 _VALUE = _Kind("value", 1 << 53, _REAL)
 _FACTOR = _Kind("factor", 1 << 16, 1 << 16)
@@ -63,6 +64,7 @@ _KINDS: tuple[tuple[re.Pattern[str], _Kind], ...] = tuple(
     for pattern, kind in (
         (r".*(ratio|multiplier|expan|factor).*", _FACTOR),
         (r".*(head_?dim|head_size|kv_channels|d_head|dim_head|d_kv|head_v_dim|head_k_dim).*", _HEAD_WIDTH),
+        (r"(.*_)?vocab_size", _VOCABULARY),
         (r".*(vocab|codebook_size|position|length|context|window|chunk|label|rate).*", _TABLE),
         (r".*(theta|_base|base_freq(uency)?|temperature|timescale|seed|clip|clipping|floor|_value)", _VALUE),
         (r"(.*_)?(len|n_ctx|tokens?|ids?|idx|idxs|index|indices)(_.*)?", _TABLE),

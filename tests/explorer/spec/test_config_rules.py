@@ -34,7 +34,7 @@ def refusal(config: dict[str, Any]) -> tuple[str, str]:
         ({"depths": [2, 2, 10**6]}, "depths.2", "from -512 to 512"),
         ({"num_local_experts": 10**6}, "num_local_experts", "to 16,384"),
         ({"num_attention_heads": 10**6}, "num_attention_heads", "to 4,096"),
-        ({"vocab_size": 2**31}, "vocab_size", "to 33,554,432"),
+        ({"vocab_size": 2**31}, "vocab_size", "to 4,194,304"),
         ({"max_position_embeddings": -(2**31)}, "max_position_embeddings", "from -33,554,432"),
         ({"hidden_size": 2**31 - 1}, "hidden_size", "to 131,072"),
         ({"nobody_knows": 2**31}, "nobody_knows", "to 131,072"),
