@@ -47,6 +47,7 @@ class _Kind:
 
 
 _REAL = 1e38
+_VOCABULARY = _Kind("vocabulary", 1 << 22, _REAL)
 _TABLE = _Kind("rows", 1 << 25, _REAL)
 _VALUE = _Kind("value", 1 << 53, _REAL)
 _FACTOR = _Kind("factor", 1 << 16, 1 << 16)
@@ -55,14 +56,15 @@ _EXPERTS = _Kind("experts", 1 << 14, 1 << 14)
 _TIMES = _Kind("times", 1 << 12, 1 << 12)
 _HEADS = _Kind("heads", 1 << 12, 1 << 12)
 _COUNT = _Kind("count", 1 << 16, 1 << 16)
-_HEAD_WIDTH = _Kind("head width", 1 << 16, _REAL)
-_WIDTH = _Kind("width", 1 << 20, _REAL)
+_HEAD_WIDTH = _Kind("head width", 1 << 12, _REAL)
+_WIDTH = _Kind("width", 1 << 17, _REAL)
 
 _KINDS: tuple[tuple[re.Pattern[str], _Kind], ...] = tuple(
     (re.compile(pattern), kind)
     for pattern, kind in (
         (r".*(ratio|multiplier|expan|factor).*", _FACTOR),
         (r".*(head_?dim|head_size|kv_channels|d_head|dim_head|d_kv|head_v_dim|head_k_dim).*", _HEAD_WIDTH),
+        (r"(.*_)?vocab_size", _VOCABULARY),
         (r".*(vocab|codebook_size|position|length|context|window|chunk|label|rate).*", _TABLE),
         (r".*(theta|_base|base_freq(uency)?|temperature|timescale|seed|clip|clipping|floor|_value)", _VALUE),
         (r"(.*_)?(len|n_ctx|tokens?|ids?|idx|idxs|index|indices)(_.*)?", _TABLE),

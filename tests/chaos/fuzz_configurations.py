@@ -39,22 +39,10 @@ TYPES = (
     *("mamba2", "jamba", "zamba2", "bamba", "nemotron_h", "recurrent_gemma", "granitemoehybrid", "lfm2", "mpt", "dbrx"),
 )
 SEQ_LENGTH = 16
-INTEGERS = (0, -1, 1, 3, 511, 4096, 2**16, 2**20, 2**24, 10**9, 2**31 - 1, 2**31, 2**63, -(2**31), -(2**63))
-OTHERS: tuple[Any, ...] = (
-    None,
-    True,
-    1.5,
-    -1e12,
-    1e308,
-    "",
-    "9" * 18,
-    "x" * 100_000,
-    "owner/name@main",
-    [],
-    [1] * 5000,
-    {"a": 1},
-)
-TEXTS = ("", "load", "x" * 100_000, "owner/name@main", "../../etc/passwd", "__class__", None, 1, ["full_attention"])
+INTEGERS = (0, -1, 1, 3, 512, 4096, 2**14, 2**16, 2**17, 2**25, 10**9, 2**31 - 1, 2**31, 2**63, -(2**31), -(2**63))
+LONG, NAME = "x" * 100_000, "owner/name@main"
+OTHERS: tuple[Any, ...] = (None, True, 1.5, -1e12, 1e308, "", "9" * 18, LONG, NAME, [], [1] * 5000, {"a": 1})
+TEXTS: tuple[Any, ...] = ("", "load", LONG, NAME, "../../etc/passwd", "__class__", None, 1, ["full_attention"])
 CPU_SECONDS, WALL_SECONDS = 30, 300.0
 MEMORY_BYTES = 8 << 30
 

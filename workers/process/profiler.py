@@ -253,11 +253,13 @@ class Profiler:
         try:
             process = self._with_process(lambda process: process)
         except CommandFailedError as error:  # a new process was ready, and did not get through the job's beginning
-            phases = PhaseSeconds(process_start=self._process.take_start_seconds())
-            reason = f"before the trial: {error}"
-            return Measurement(
-                candidate=task.candidate, outcome=error.outcome, reason=reason, phases=phases
-            ), error.was_killed
+            failed = Measurement(
+                candidate=task.candidate,
+                outcome=error.outcome,
+                reason=f"before the trial: {error}",
+                phases=PhaseSeconds(process_start=self._process.take_start_seconds()),
+            )
+            return failed, error.was_killed
         start_seconds = self._process.take_start_seconds()
         started = time.perf_counter()
         command = CommandRun(

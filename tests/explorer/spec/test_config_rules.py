@@ -34,10 +34,10 @@ def refusal(config: dict[str, Any]) -> tuple[str, str]:
         ({"depths": [2, 2, 10**6]}, "depths.2", "from -512 to 512"),
         ({"num_local_experts": 10**6}, "num_local_experts", "to 16,384"),
         ({"num_attention_heads": 10**6}, "num_attention_heads", "to 4,096"),
-        ({"vocab_size": 2**31}, "vocab_size", "to 33,554,432"),
+        ({"vocab_size": 2**31}, "vocab_size", "to 4,194,304"),
         ({"max_position_embeddings": -(2**31)}, "max_position_embeddings", "from -33,554,432"),
-        ({"hidden_size": 2**31 - 1}, "hidden_size", "to 1,048,576"),
-        ({"nobody_knows": 2**31}, "nobody_knows", "to 1,048,576"),
+        ({"hidden_size": 2**31 - 1}, "hidden_size", "to 131,072"),
+        ({"nobody_knows": 2**31}, "nobody_knows", "to 131,072"),
         ({"num_somethings": [[[10**9]]]}, "num_somethings.0.0.0", "to 65,536"),
         ({"mlp_ratio": 1e9}, "mlp_ratio", "to 65,536"),
         ({"rope_theta": 1e308}, "rope_theta", "to 1e+38"),
@@ -59,17 +59,16 @@ def test_a_value_out_of_bounds_is_refused_where_it_stands(config: dict[str, Any]
     assert reason in why
 
 
+WIDE = {"hidden_size": 2**17, "ffn_dim": 2**17}
+
+
 @pytest.mark.parametrize(
     ("config", "places", "reason"),
     [
-        (
-            {"num_hidden_layers": 512, "n_routed_experts": 16384},
-            {"num_hidden_layers", "n_routed_experts"},
-            "512 layers",
-        ),
-        ({"hidden_size": 2**20, "intermediate_size": 2**20, "n_experts": 1024}, {"hidden_size", "n_experts"}, "could"),
-        ({"hidden_size": 2**20, "n_head": 4096, "head_dim": 2**16, "n_layer": 8}, {"head_dim"}, "parameters"),
-        ({"a": {"num_hidden_layers": 512}, "b": {"experts": 2049}}, {"a.num_hidden_layers", "b.experts"}, "2,049 exp"),
+        ({"n_layer": 512, "n_routed_experts": 16384}, {"n_layer", "n_routed_experts"}, "512 layers"),
+        (WIDE | {"n_layer": 64, "n_experts": 16384}, {"hidden_size", "n_experts"}, "64 layers, 16,384 experts"),
+        (WIDE | {"n_head": 4096, "head_dim": 4096, "n_layer": 512, "experts": 3}, {"head_dim"}, "could have"),
+        ({"a": {"n_layers": 512}, "b": {"experts": 2049}}, {"a.n_layers", "b.experts"}, "512 layers of 2,049 experts"),
     ],
 )
 def test_a_product_of_values_within_their_bounds_is_bounded_too(
