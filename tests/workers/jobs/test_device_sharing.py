@@ -188,6 +188,14 @@ def test_who_waits_for_the_device_comes_before_the_next_job(sqlite_database: Dat
     assert between == ["finish_job", "start"], "the device is not made ready for a job that does not come next"
 
 
+def test_a_worker_that_has_measured_its_device_takes_a_job_before_others_have_it(sqlite_database: Database) -> None:
+    Queue(sqlite_database).enqueue(make_request())
+    profiler = HeldProfiler()
+    profiler.is_wanted = True
+    make_worker(sqlite_database, profiler).run(max_jobs=1)
+    assert (profiler.calls.count("begin"), profiler.num_rests) == (1, 0)
+
+
 def test_a_job_that_was_taken_meanwhile_leaves_the_device_free(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
