@@ -158,7 +158,10 @@ def test_an_idle_worker_gives_its_device_back_and_takes_it_for_a_job_alone(
         wait_for(lambda: profiler.num_rests > rested)
 
 
-def test_an_idle_worker_keeps_its_device_for_some_seconds_unless_somebody_waits(sqlite_database: Database) -> None:
+def test_an_idle_worker_keeps_its_device_for_some_seconds_unless_somebody_waits(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "REST_SECONDS", 600.0)
     profiler = HeldProfiler()
     with running(make_worker(sqlite_database, profiler)):
         job, _ = Queue(sqlite_database).enqueue(make_request())
