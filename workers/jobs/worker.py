@@ -195,11 +195,12 @@ class JobWorker:
         return self._profiler.hardware()
 
     def _make_ready(self) -> None:
-        """Start the profiler for the next job, unless others are to have the device first."""
-        if self._profiler.is_awaited or not self._profiler.take():
-            return
-        self._profiler.start()
-        self.hardware = self._profiler.hardware()
+        """Start the profiler for the next job. Who waits for the device has it before that."""
+        if self._profiler.is_awaited:
+            self._profiler.rest()
+        elif self._profiler.take():
+            self._profiler.start()
+            self.hardware = self._profiler.hardware()
 
     def _patiently(self, use: Callable[[], T]) -> T:
         """Return what `use` returns. A device that was usable before is tried again for some minutes.
@@ -244,10 +245,8 @@ class JobWorker:
             idle_since = time.monotonic()
 
     def _claim(self) -> Claim | None:
-        """Return a job to run on the device, which the worker then has. Who waits for the device comes first."""
+        """Return a job to run on the device, which the worker then has."""
         self._has_work = False
-        if self._profiler.is_awaited:
-            return None
         assert self.hardware is not None, "it was measured before"
         try:
             among = None if self._job_ids is None else tuple(self._job_ids)  # which may ask the database

@@ -151,9 +151,11 @@ def test_a_process_with_the_id_of_one_that_has_ended_is_not_mistaken_for_it(
             said = f"1: FLOCK  ADVISORY  WRITE {innocent.pid} {file} 0 EOF\n"
             return said if str(path) == "/proc/locks" else read(path, *options)
 
-        monkeypatch.setattr(Path, "read_text", read_text)
-        told = why_busy(tmp_path)
-        innocent.kill()
+        try:
+            monkeypatch.setattr(Path, "read_text", read_text)
+            told = why_busy(tmp_path)
+        finally:
+            innocent.kill()
     assert told.startswith(f"GPU-1 is in use by process {os.getpid()} of user ")
     assert told.endswith(f"; it was given the lock by process {innocent.pid}")
     mine.release()

@@ -158,7 +158,10 @@ def test_an_idle_worker_gives_its_device_back_and_takes_it_for_a_job_alone(
         wait_until(lambda: profiler.num_rests > rested)
 
 
-def test_an_idle_worker_keeps_its_device_for_some_seconds_unless_somebody_waits(sqlite_database: Database) -> None:
+def test_an_idle_worker_keeps_its_device_for_some_seconds_unless_somebody_waits(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "REST_SECONDS", 600.0)
     profiler = HeldProfiler()
     with running(make_worker(sqlite_database, profiler)):
         job, _ = Queue(sqlite_database).enqueue(make_request())
@@ -186,6 +189,14 @@ def test_who_waits_for_the_device_comes_before_the_next_job(sqlite_database: Dat
     begins = [number for number, call in enumerate(profiler.calls) if call == "begin"]
     between = profiler.calls[begins[0] + 1 : begins[1]]
     assert between == ["finish_job", "start"], "the device is not made ready for a job that does not come next"
+
+
+def test_a_worker_that_has_measured_its_device_takes_a_job_before_others_have_it(sqlite_database: Database) -> None:
+    Queue(sqlite_database).enqueue(make_request())
+    profiler = HeldProfiler()
+    profiler.is_wanted = True
+    make_worker(sqlite_database, profiler).run(max_jobs=1)
+    assert (profiler.calls.count("begin"), profiler.num_rests) == (1, 0)
 
 
 def test_a_job_that_was_taken_meanwhile_leaves_the_device_free(

@@ -241,6 +241,17 @@ def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_
     assert len([event for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]) == 1
 
 
+def test_a_worker_that_lost_its_device_before_the_job_came_does_not_refuse_it(queue: Queue, ending: Ending) -> None:
+    worker = JobWorker(queue, FakeProfiler(), "cpu")
+    worker.hardware = make_report().hardware
+    worker._profiler.held_by = "cpu is in use by process 7 of user ann"
+    queue.enqueue(make_request(), job_id="own")
+    own = OwnJob(worker, "own")
+    ending.actions[30.0] = ending.set
+    own.watch(ending)
+    assert (own.is_refused, own._is_told) == (False, True)
+
+
 def test_a_job_that_does_not_end_is_left_after_six_seconds(
     queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:

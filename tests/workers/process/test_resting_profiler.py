@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -70,6 +71,10 @@ def test_a_spare_does_not_hold_the_device_and_a_process_that_opened_it_does(
 ) -> None:
     process = profiler._process.current
     assert process is not None
+    opened = [entry.read_text() for entry in Path(f"/proc/{process.pid}/fdinfo").iterdir()]
+    (locked,) = (text for text in opened if "FLOCK" in text)
+    (flags,) = re.findall(r"^flags:\s+(\d+)$", locked, re.MULTILINE)
+    assert int(flags, 8) & os.O_CLOEXEC, "no compiler of its own keeps the device"
     profiler._process.locks.release()  # as if this process had ended alone
     with pytest.raises(DeviceBusyError):
         other.acquire(timeout_seconds=0.0)
