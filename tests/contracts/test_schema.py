@@ -50,7 +50,7 @@ def upgrade():
         batch.add_column(sa.Column("note", sa.String(8), nullable=False, server_default="none"))
 """
 
-READ_BY_WORKERS = ("0102", "64aa294e4c48bc59")
+READ_BY_WORKERS = ("0102", "e14122710f233d44")
 """The revision since which workers read requests and trials in their present form, and the digest of that form."""
 
 
