@@ -33,25 +33,29 @@ class PlainText(TypeDecorator[str]):
     refuses.
     """
 
-    impl: type[sa.String] = sa.Text
+    impl = sa.Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102 - SQLAlchemy's
-        if value is None:
-            return None
-        return value.replace("\0", "").encode("utf-8", "replace").decode()
+        return None if value is None else _plain(value)
 
 
-class Shortened(PlainText):
-    """The beginning of a text of any origin, for a column of an index or one that people read."""
+class Shortened(TypeDecorator[str]):
+    """The beginning of such a text, for a column of an index or one that people read."""
 
     impl = sa.String
     cache_ok = True
 
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
+
     def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: D102 - SQLAlchemy's
-        plain, column = super().process_bind_param(value, dialect), self.impl_instance
-        assert isinstance(column, sa.String)
-        return None if plain is None else plain[: column.length]
+        return None if value is None else _plain(value)[: self.length]
+
+
+def _plain(text: str) -> str:
+    return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
 metadata = sa.MetaData(

@@ -208,8 +208,9 @@ class Guard:
             detail = "; ".join(error.lines())
             if error.status == HTTPStatus.UNAUTHORIZED:
                 raise _unauthorized(detail) from None
-            status = HTTPStatus.TOO_MANY_REQUESTS if error.status == 429 else HTTPStatus.FORBIDDEN
-            raise ProblemException(status, detail) from None
+            if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                raise ProblemException(HTTPStatus.TOO_MANY_REQUESTS, detail, headers={"Retry-After": "1"}) from None
+            raise ProblemException(HTTPStatus.FORBIDDEN, detail) from None
         except ServiceError as error:
             raise ProblemException(HTTPStatus.BAD_GATEWAY, str(error)) from None
 
