@@ -78,6 +78,7 @@ class Chromium:
         self.problems, self.requests, self.received_bytes = [], [], 0
         for domain in ("Page", "Runtime", "Network", "Log"):
             self._call(f"{domain}.enable")
+        self._call("Performance.enable", timeDomain="threadTicks")
         self.resize(width, height)
         self.use_dark(dark)
         self._call("Page.navigate", url=url)
@@ -114,6 +115,11 @@ class Chromium:
                 text = self.evaluate("document.body.innerText.slice(0, 600)")
                 raise TimeoutError(f"it does not come true: {expression}; {self.problems}; the page shows: {text}")
             time.sleep(0.03)
+
+    def processor_seconds(self) -> float:
+        """Return what the thread that runs the page has taken of the processor since it was opened."""
+        metrics = {metric["name"]: metric["value"] for metric in self._call("Performance.getMetrics")["metrics"]}
+        return float(metrics["TaskDuration"])
 
     def press(self, key: str, code: int, text: str = "") -> None:
         """Press a key."""

@@ -19,13 +19,14 @@ from bexp.client.client import Client
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
 from bexp.storage.database import Database, open_database
+from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.replay.profiler import ReplayProfiler
 from tests.browser.chromium import Chromium, find_chromium
 from tests.simulated_tables import write
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers.replay.samples import recording, request
 
 TOKEN_CHECK_SECONDS = 0.1
@@ -56,6 +57,11 @@ class Service:
     profiler: GatedProfiler
     client: Client
     finished: str
+
+    def hold(self) -> None:
+        """Have trials wait, once the only worker has ended what other tests have left to it."""
+        wait_until(lambda: all(job.state.is_final for job in list_jobs(self.database)[0]))
+        self.profiler.gate.clear()
 
 
 @pytest.fixture(scope="session")

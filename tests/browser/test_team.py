@@ -183,7 +183,7 @@ def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, 
 
 
 def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Service) -> None:
-    service.profiler.gate.clear()
+    service.hold()
     job_id = service.queue.enqueue(request(seed=24, fresh=True))[0].id
     try:
         log_in(browser, service, at=f"#/explorations/{job_id}")

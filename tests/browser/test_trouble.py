@@ -31,7 +31,7 @@ def choose(browser: Chromium, control: str, value: str) -> None:
 
 def hold(service: Service, **changes: Any) -> str:
     """Return an exploration whose trials wait for the gate of the profiler."""
-    service.profiler.gate.clear()
+    service.hold()
     return service.queue.enqueue(request(**changes))[0].id
 
 
