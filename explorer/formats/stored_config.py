@@ -13,6 +13,7 @@ from typing import Any
 from bexp.explorer.formats.translation import Translation
 from bexp.explorer.spec.optimizers import BITSANDBYTES
 from bexp.explorer.spec.quantization import own_method
+from bexp.explorer.spec.spelling import shortened
 
 UNREAD = frozenset({"id2label", "label2id", "task_specific_params", "custom_pipelines", "finetuning_task"})
 """Keys that no causal language model reads, and that are long in published files."""
@@ -47,8 +48,8 @@ def keep_what_is_read(config: Mapping[str, Any], translation: Translation) -> No
         largest = max(sizes, key=sizes.__getitem__)
         translation.refuse(
             translation.sources.get(("hf_config",), ("hf_config",)),
-            f"config.json is larger than {LARGEST_BYTES // 1024} KiB, without labels and long texts; {largest:.60} "
-            f"alone has {sizes[largest] / 1024:.0f} KiB: leave out what the model's class does not read",
+            f"config.json is larger than {LARGEST_BYTES // 1024} KiB, without labels and long texts; "
+            f"{shortened(largest)} alone has {sizes[largest] / 1024:.0f} KiB: leave out what its class does not read",
         )
     translation.put(("hf_config",), kept)
 
@@ -69,5 +70,5 @@ def _is_long(value: Any, path: str, dropped: list[str]) -> bool:
     """Return whether a text is too long; its place, shortened, is then added to `dropped`."""
     if not isinstance(value, str) or len(value) <= LONGEST_TEXT:
         return False
-    dropped.append(f"{path:.60}")
+    dropped.append(shortened(path))
     return True

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from bexp.explorer.spec.spelling import shortened
+
 POLL_SECONDS = 0.1
 MOST_SHOWN = 120
 """Characters of a command line."""
@@ -196,7 +198,7 @@ def _holder(descriptor: int) -> Holder | None:
     pid = int(told["pid"])
     owner = f"process {told['pid']} of user {told['user']} since {since}"
     try:
-        command = " ".join(psutil.Process(pid).cmdline())[:MOST_SHOWN]
+        command = shortened(" ".join(psutil.Process(pid).cmdline()), MOST_SHOWN)
         return Holder(pid, f"{owner}: {''.join(filter(str.isprintable, command))}")  # another user chose it
     except (psutil.Error, OSError):  # it has just ended, or may not be looked at
         return Holder(pid, owner)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.spelling import did_you_mean, shortened
 from bexp.explorer.spec.target import OWN_TARGET
 from bexp.transformers.layers import config_depth
 
@@ -126,7 +126,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 def one_line(error: BaseException) -> str:
     """The type and the message of `error` on one line of at most 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
 def _checked_version() -> str:
