@@ -10,11 +10,12 @@ import pytest
 
 from bexp.explorer.exports.choice import Choice, choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
-from bexp.explorer.exports.registry import FORMATS, export, formats_for
+from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.legal_space import expressible
+from bexp.explorer.search.trainer_formats import formats_for
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from bexp.explorer.spec.training import Sharding
@@ -265,7 +266,7 @@ def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
         plan(exploration(mode="eval"))
     with pytest.raises(ExportError, match="cannot read it"):
         plan(ExportSource("job1", None, None, answer.recommendation))
-    with pytest.raises(UnknownFormatError, match="the formats are transformers, trl, python, accelerate"):
+    with pytest.raises(UnknownFormatError, match="the formats are python, transformers, trl, accelerate"):
         export("toml", answer)
 
 
