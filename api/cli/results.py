@@ -84,7 +84,8 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
     if request is not None and is_provisional(best.confidence, request):
         surer = [row("to be surer", surer_text(best, request, answer.serves_up_to))]
     names = own_formats(best, request)
-    named = f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(names)}"
+    named = f"bexp best {job_id} --format {names[0] if len(names) == 1 else 'NAME'}"
+    named += f", where NAME is one of {', '.join(names)}" if len(names) > 1 else ""
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
     is_own_code = request is not None and request.target_name not in (BEXP, TRANSFORMERS)
     return [
