@@ -54,7 +54,7 @@ def check(bexp: Run, queue: Queue, job_id: str) -> None:
     of_candidate = best.candidate.model_dump(mode="json", exclude_none=True)
     assert row.candidate == of_candidate
     (listed,) = json.loads(bexp("list", "--json").stdout)
-    assert all(listed[name] == value for name, value in told._asdict().items() if name in listed)
+    assert all(listed[name] == value for name, value in best.figures._asdict().items() if name in listed)
 
     events = StoredExplorations(queue.database).stored_events(job_id)
     assert events[-1].data["answer"]["variants"][0]["recommendation"] == answered

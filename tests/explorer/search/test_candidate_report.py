@@ -107,7 +107,10 @@ def test_nothing_that_was_not_run_whole_is_faster_than_the_recommended_candidate
     state = known_state(prefer="memory", tolerance=0.2)  # it keeps slower ones among the contenders
     one, two, four = (state.table.row[candidate(size)] for size in (1, 2, 4))
     names = ("largest", "largest_without_recompute", "stock", "untiled", "undivided")
-    of = {"references": References(base=one, **dict.fromkeys(names, four)), "best": BestCandidate(two, 0.9)}
+    of: dict[str, Any] = {
+        "references": References(base=one, **dict.fromkeys(names, four)),
+        "best": BestCandidate(two, 0.9),
+    }
 
     def alternatives(found: Recommendation) -> list[Alternative]:
         fields = ("largest_micro_batch", *names[1:])
