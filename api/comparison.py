@@ -18,6 +18,7 @@ from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, w
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.spec.amounts import rate_text, seconds_text
 from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.spelling import shortened
 
 NOT_COMPARED = {
     *("budget", "fresh", "labels", "notices", "sampler", "seed", "verify", "tolerance", "base_micro_batch_size"),
@@ -207,14 +208,9 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], of: tuple[str, str]
         yield f"model: {len(models)} fields, such as {', '.join(models[:MOST_LISTED])}"
         names = [name for name in names if name not in models]
     for name in names:
-        yield f"{name}: {_short(a.get(name))} in {of[0]}, {_short(b.get(name))} in {of[1]}"
+        yield f"{name}: {shortened(a.get(name))} in {of[0]}, {shortened(b.get(name))} in {of[1]}"
 
 
 def _loads(a: float | None, b: float | None) -> Iterator[str]:
     if a is not None and b is not None and abs(a - b) >= LEAST_LOAD:
         yield f"load of the host by other programs: {a:.0%} of its processors in A, {b:.0%} in B"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -10,7 +10,6 @@ from bexp.api.problem_responses import MEDIA_TYPE
 from bexp.api.refusals import Problem
 from bexp.api.resources import Links
 from bexp.explorer.cost_model.step import MemoryParts
-from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.records.event import Event as LogEvent
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
@@ -18,6 +17,7 @@ from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.trainer_formats import formats_for
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -109,6 +109,7 @@ EXPLORATION: dict[str, Any] = {
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
     "answer": None,
     "export_formats": formats_for(_RECOMMENDATION),
+    "own_formats": formats_for(_RECOMMENDATION),
 }
 QUEUED: dict[str, Any] = {
     **EXPLORATION,
@@ -123,6 +124,7 @@ QUEUED: dict[str, Any] = {
     "last_seq": 1,
     "recommendation": None,
     "export_formats": [],
+    "own_formats": [],
 }
 CANCELLED: dict[str, Any] = {**EXPLORATION, "cancel_requested": True}
 ANSWERED: dict[str, Any] = {

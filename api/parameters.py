@@ -9,7 +9,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from bexp.api.refusals import invalid_parameter
-from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.spelling import did_you_mean, shortened
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
@@ -21,7 +21,7 @@ async def refuse_unknown_parameters(request: Request) -> None:
     known = set(_parameters(route.dependant))
     for name in request.query_params:
         if name not in known:
-            raise invalid_parameter(f"{name:.60}", f"is no parameter of this route{did_you_mean(name, known)}")
+            raise invalid_parameter(shortened(name), f"is no parameter of this route{did_you_mean(name, known)}")
 
 
 def _parameters(dependant: Dependant) -> Iterator[str]:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field
 
-from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.trainer_formats import formats_for, own_formats
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import Job, JobState, JobSummary
@@ -145,6 +145,9 @@ class Exploration(ExplorationSummary):
     export_formats: Annotated[
         list[str], Field(description="The formats of training frameworks that can hold the answer so far.")
     ]
+    own_formats: Annotated[
+        list[str], Field(description="Those of them that the request's trainer reads; all if it names none.")
+    ]
 
     @classmethod
     def of_job(cls, job: Job, *, with_results: bool = True) -> Exploration:
@@ -155,9 +158,10 @@ class Exploration(ExplorationSummary):
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
         shown = _summary_fields(job) | {name: getattr(job, name) for name in names}
         shown["error"] = job.error or job.unreadable
-        formats = formats_for(job.recommendation, job.request) if job.recommendation and with_results else []
-        shown |= {"export_formats": formats} | ({} if with_results else dict.fromkeys(_RESULTS))
-        return cls.model_construct(**shown)
+        best = job.recommendation if with_results else None
+        shown["export_formats"] = [] if best is None else formats_for(best, job.request)
+        shown["own_formats"] = [] if best is None else own_formats(best, job.request)
+        return cls.model_construct(**shown | ({} if with_results else dict.fromkeys(_RESULTS)))
 
 
 class RecommendationResource(BaseModel):

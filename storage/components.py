@@ -23,6 +23,7 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.component_subjects import component_subjects, subject_of
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.spelling import shortened
 from bexp.storage.database import Database
 from bexp.storage.tables import components
 
@@ -54,7 +55,7 @@ def keep_components(
         "source": source,
         "environment": environment,
         "device": report.hardware.device_name,
-        "versions": _describe(report.hardware, software),
+        "versions": shortened(_describe(report.hardware, software), 250),
     }
     subjects = component_subjects(request, report)
     rows: dict[tuple[str, str], dict[str, Any]] = {}

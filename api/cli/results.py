@@ -20,9 +20,9 @@ from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.answers.answer import is_provisional, render_answer, render_recommendation
 from bexp.explorer.answers.summary import render_summary, surer_text
 from bexp.explorer.answers.text import WIDTH, row, wrap
-from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.search.trainer_formats import own_formats
 from bexp.explorer.spec.amounts import rate_text
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
@@ -83,8 +83,9 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
     job_id, request, surer = job.id, job.request, []
     if request is not None and is_provisional(best.confidence, request):
         surer = [row("to be surer", surer_text(best, request, answer.serves_up_to))]
-    names = formats_for(best, request)
-    named = f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(names)}"
+    names = own_formats(best, request)
+    named = f"bexp best {job_id} --format {names[0] if len(names) == 1 else 'NAME'}"
+    named += f", where NAME is one of {', '.join(names)}" if len(names) > 1 else ""
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
     is_own_code = request is not None and request.target_name not in (BEXP, TRANSFORMERS)
     return [

@@ -28,13 +28,12 @@ async function copied(text, shown) {
 }
 
 /** The commands that follow on an exploration, as pairs of what they do and how they are written. */
-export function nextCommands({ id, state, recommendation, request, export_formats: formats = [] }) {
-  const trainer = formats.includes(request?.trainer) ? request.trainer : formats[0];
+export function nextCommands({ id, state, recommendation, own_formats: [format] = [] }) {
   const isOver = !["queued", "running"].includes(state);
   return [
     !isOver && ["Follow it in a terminal", `bexp watch ${id}`],
     recommendation && ["The answer as text", `bexp best ${id}`],
-    recommendation && trainer && ["A file for a trainer", `bexp best ${id} --format ${trainer}`],
+    recommendation && format && ["A file for a trainer", `bexp best ${id} --format ${format}`],
     recommendation && ["A page to send", `bexp report ${id} --out report.html`],
     ["failed", "cancelled"].includes(state) && ["Go on with it", `bexp resume ${id}`],
     !isOver && ["End it", `bexp cancel ${id}`],

@@ -15,6 +15,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from bexp.explorer.spec.spelling import shortened
+
 Work = Callable[[], None]
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
@@ -163,7 +165,7 @@ class CudaRecorder:
 
 def describe_error(error: Exception) -> str:
     """Return an error in one line, with the place in the model's code where it happened."""
-    text = (" ".join(str(error).split()) or type(error).__name__)[:200]
+    text = shortened(" ".join(str(error).split()) or type(error).__name__, 200)
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_outside(frame.filename)]
     return f"{text} ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else text
 

@@ -20,6 +20,7 @@ from bexp.client.progress import is_watched, numbered_printer
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
+from bexp.explorer.spec.spelling import shortened
 from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
 from bexp.step.measuring import OptimizerState, TrainingStep, left_alone
 from bexp.step.results import StepRecommendation, describe_result
@@ -137,7 +138,7 @@ class _Exploration:
         except BrokenGroupError:
             raise
         except Exception as error:  # noqa: BLE001 - other processes wait, and plain measurements need no search
-            reason = " ".join(str(error).split())[:300]
+            reason = shortened(" ".join(str(error).split()), 300)
             self._notes.append(
                 f"the search failed ({reason}): sizes were measured in ascending order, the fastest is recommended, "
                 "and no confidence is stated"

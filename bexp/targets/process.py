@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import torch
 
+from bexp.explorer.spec.spelling import shortened
 from bexp.measure import host_limits
 from bexp.measure.step_checks import StepError
 from bexp.out_of_memory import is_out_of_memory
@@ -127,7 +128,7 @@ def _limit_memory(device: torch.device, limit_bytes: int, context_bytes: int) ->
 
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:500] if lines else type(error).__name__
+    return shortened(lines[0], 500) if lines else type(error).__name__
 
 
 def _place(error: BaseException) -> str:

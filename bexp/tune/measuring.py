@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from bexp.explorer.spec.spelling import shortened
 from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.micro_step import MicroStep
@@ -286,7 +287,7 @@ def failed(error: BaseException) -> dict[str, Any]:
 
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:500] if lines else type(error).__name__
+    return shortened(lines[0], 500) if lines else type(error).__name__
 
 
 def _forget_peak() -> None:

@@ -17,6 +17,7 @@ from bexp.explorer.records.recommendation import (
     Answer,
     Recommendation,
 )
+from bexp.explorer.search.trainer_formats import own_formats
 from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
@@ -146,8 +147,10 @@ def _next(best: Recommendation, job_id: str, request: ExplorationRequest | None)
     if best.notes:
         rest += f" with {len(best.notes)} note{'' if len(best.notes) == 1 else 's'}"
     target = BEXP if request is None else request.target_name
-    if best.plan is not None or target not in {BEXP, TRANSFORMERS}:
+    formats, is_named = own_formats(best, request), request is not None and request.trainer is not None
+    if best.plan is not None or target not in {BEXP, TRANSFORMERS} or (is_named and not formats):
         return f"`{command} -v`{rest.removeprefix('-v')}"
-    if request is not None and request.trainer is not None:
-        return f"`{command} --format {request.trainer}`, {rest}"
-    return f"`{command} --json > best.json` for bexp.apply, --format NAME for a trainer, {rest}"
+    if is_named:
+        return f"`{command} --format {formats[0]}`, {rest}"
+    named = ", --format NAME for a trainer" if formats else ""
+    return f"`{command} --json > best.json` for bexp.apply{named}, {rest}"

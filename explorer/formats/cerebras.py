@@ -17,6 +17,7 @@ from bexp.explorer.formats.cerebras_trainer import check_callback, check_trainer
 from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.modelzoo import DTYPES, refuse_network
 from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.spec.spelling import shortened
 
 RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
 MARKS = frozenset(RUN_KEYS[:4])
@@ -212,6 +213,6 @@ def _read_optimizer(top: Section, init: Section, translation: Translation) -> No
         return
     known = OPTIMIZERS.get(str(name).lower())
     if known is None:
-        translation.refuse(location, f"the optimizer {name!r:.40} is not supported; supported: AdamW, SGD")
+        translation.refuse(location, f"the optimizer {shortened(repr(name))} is not supported; supported: AdamW, SGD")
     else:
         translation.put(("training", "optimizer", "name"), known, location)

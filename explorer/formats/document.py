@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from bexp.explorer.formats.yaml_events import EventCheck, RefusedError
+from bexp.explorer.spec.spelling import shortened
 
 try:
     from yaml import CSafeLoader as _Base
@@ -158,7 +159,7 @@ def _refuse_key(key: Any) -> str | None:
     if isinstance(key, str):
         reason = _refuse_text(key)
         return reason and f"a key contains {reason}"
-    return _TOO_MANY_DIGITS if _has_too_many_digits(key) else f"the key {key!r:.40} must be text: quote it"
+    return _TOO_MANY_DIGITS if _has_too_many_digits(key) else f"the key {shortened(repr(key))} must be text: quote it"
 
 
 def _has_too_many_digits(data: Any) -> bool:
@@ -198,7 +199,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, value in pairs:
         if key in mapping:
-            raise FormatError([((), f"duplicate key {key!r:.60}")])
+            raise FormatError([((), f"duplicate key {shortened(repr(key))}")])
         mapping[key] = value
     return mapping
 
@@ -236,7 +237,7 @@ def _refuse_duplicates(node: yaml.MappingNode) -> None:
     for key, _ in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.tag)
         if name in seen:
-            raise FormatError([((), f"duplicate key {name!r:.60} in line {key.start_mark.line + 1}")])
+            raise FormatError([((), f"duplicate key {shortened(repr(name))} in line {key.start_mark.line + 1}")])
         seen.add(name)
 
 

@@ -27,7 +27,7 @@ from bexp.explorer.formats.model_types import model_types, reserved_positions
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.spec.explored import name_of_config
-from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.spelling import did_you_mean, shortened
 from bexp.explorer.spec.target import BEXP
 
 DEFAULT_SEQ_LENGTH = 4096
@@ -135,7 +135,7 @@ def translate_config(
         why = UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
         model.refuse(
             "model_type",
-            f"{model_type!r:.60} is not supported by target 'bexp'{f' (it has {why})' if why else ''}"
+            f"{shortened(repr(model_type))} is not supported by target 'bexp'{f' (it has {why})' if why else ''}"
             f"{did_you_mean(str(model_type), FAMILIES)}; supported: {', '.join(FAMILIES)}; "
             "target 'transformers' measures other types",
         )
@@ -196,7 +196,7 @@ def _take_dtype(model: Section) -> None:
     if isinstance(dtype, str) and dtype in DTYPES:
         model.translation.put(("model", "dtype"), DTYPES[dtype], model.at(key))
     else:
-        model.refuse(key, f"{dtype!r:.40} is not supported; supported: bfloat16, float16, float32")
+        model.refuse(key, f"{shortened(repr(dtype))} is not supported; supported: bfloat16, float16, float32")
 
 
 def _take_rotary(model: Section, model_type: str) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from bexp.explorer.spec.lengths import LOGNORMAL, compact_histogram, read_count, read_histogram
+from bexp.explorer.spec.spelling import shortened
 
 
 def is_distribution(text: str) -> bool:
@@ -26,7 +27,9 @@ def parse_lengths(text: str) -> dict[str, Any]:
         counts = _parse_json(text)
     else:
         lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-        counts = Counter(read_count(line, f"{line!r:.40} in line {number}") for number, line in lines if line)
+        counts = Counter(
+            read_count(line, f"{shortened(repr(line))} in line {number}") for number, line in lines if line
+        )
     if not counts:
         raise ValueError("it has no lengths: write one length in tokens a line")
     return {"histogram": [list(pair) for pair in compact_histogram(counts)]}

@@ -17,6 +17,7 @@ from bexp.explorer.formats.layers import find_layer_pattern
 from bexp.explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.spec.candidate import ON_DEVICE, Recompute
+from bexp.explorer.spec.spelling import shortened
 
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False)} | {
     name: (inner, True) for name, inner in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu"))
@@ -261,13 +262,13 @@ def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mes
     words = list(named.values()) or (["selective"] if selective else [])
     if not words:
         return
-    how = " ".join([*words, *([f"with {layers} layers"] if layers else [])])
+    how = shortened(" ".join([*words, *([f"with {layers} layers"] if layers else [])]), 80)
     policy = None
     if named.get("recompute_granularity") == "full" and layers and not is_mesh and not beside["recompute"]:
         policy = _numbered_policy(named.get("recompute_method"), layers, translation)
     if policy is None:
         translation.notes.append(
-            f"recomputation is open: the arguments have {how:.80}, and every policy without a number is explored"
+            f"recomputation is open: the arguments have {how}, and every policy without a number is explored"
         )
         return
     policies = [
@@ -278,7 +279,7 @@ def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mes
     ]
     translation.put(("recompute",), [*policies, policy], arguments.at("recompute_num_layers"))
     translation.notes.append(
-        f"recomputation is open: the arguments have {how:.80}, and '{policy}' is explored beside every other policy"
+        f"recomputation is open: the arguments have {how}, and '{policy}' is explored beside every other policy"
     )
 
 

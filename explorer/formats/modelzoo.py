@@ -19,6 +19,7 @@ from bexp.explorer.formats.modelzoo_fields import (
 )
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.spec.spelling import shortened
 
 MARKS = frozenset({"num_heads", "filter_size"})
 """A model section with either of these keys is one of Model Zoo's."""
@@ -49,7 +50,7 @@ def translate_model(
     is_parallel = _is_parallel(model)
     if not is_parallel and network is not None and str(network).lower() not in NETWORKS:
         supported = ", ".join((*NETWORKS, *PARALLEL_NETWORKS))
-        model.refuse("name", f"{network!r:.60} is not supported; supported: {supported}")
+        model.refuse("name", f"{shortened(repr(network))} is not supported; supported: {supported}")
     model.refuse_where_set(REFUSED)
     untied = model.boolean("use_untied_layer_norm")
     if is_parallel and not untied:
@@ -89,7 +90,7 @@ def refuse_network(model: Section) -> bool:
     parts = name.lower().split("/") if isinstance(name, str) else [""]
     if parts[0] not in UNSUPPORTED_NETWORKS or "model_type" in model:
         return False
-    model.refuse("name", f"{name!r:.60} is not supported: it {UNSUPPORTED_NETWORKS[parts[0]]}")
+    model.refuse("name", f"{shortened(repr(name))} is not supported: it {UNSUPPORTED_NETWORKS[parts[0]]}")
     return True
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.megatron import translate_arguments
 from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.spec.spelling import shortened
 
 MARKS = frozenset(
     {
@@ -148,7 +149,7 @@ def _resolve(model: Section, key: str, value: Any) -> Any:
     named = re.fullmatch(r"\$\{(?:\.|model\.)(\w{1,60})\}", value)
     found = model.values.get(named[1]) if named else None
     if found is None or isinstance(found, str):
-        model.refuse(key, f"{value:.40} cannot be resolved: write the value out")
+        model.refuse(key, f"{shortened(value)} cannot be resolved: write the value out")
         return None
     return found
 
@@ -183,7 +184,7 @@ def _take_trainer(trainer: Section, model: Section, values: dict[str, Any]) -> N
     section = model if model.values.get("precision") is not None and "precision" not in trainer else trainer
     found = section.get("precision", "bf16")
     if str(found) not in PRECISIONS:
-        section.refuse("precision", f"{found!r:.40} is not supported; supported: {', '.join(PRECISIONS)}")
+        section.refuse("precision", f"{shortened(repr(found))} is not supported; supported: {', '.join(PRECISIONS)}")
     elif flag := PRECISIONS[str(found)]:
         values[flag] = True
     devices, nodes = trainer.integer("devices", 1, largest=4096), trainer.integer("num_nodes", 1, largest=4096)

@@ -26,7 +26,7 @@ from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.spec.explored import HuggingFaceConfig
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.spelling import did_you_mean, shortened
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.spec.trainer import TrainerName
 
@@ -131,10 +131,8 @@ def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -
 def _refuse_other_trainer(own: str, named: Any, translation: Translation) -> None:
     """Refuse a trainer beside the file of another one, which keeps other number formats."""
     if named not in (None, own):
-        reason = (
-            f"is a file of {own}, and the trainer that is named is {named!s:.40}: keep one, or give its config.json"
-        )
-        translation.refuse((own,), reason)
+        reason = f"is a file of {own}, and the trainer that is named is {shortened(named)}"
+        translation.refuse((own,), f"{reason}: keep one, or give its config.json")
 
 
 def _refuse_second_training(

@@ -15,6 +15,7 @@ from bexp.explorer.spec.base import FieldPath
 from bexp.explorer.spec.config_rules import LABELS, LONGEST_TEXT, TOO_LONG, cleaned
 from bexp.explorer.spec.optimizers import BITSANDBYTES
 from bexp.explorer.spec.quantization import own_method
+from bexp.explorer.spec.spelling import shortened
 
 UNREAD = LABELS | {"task_specific_params", "finetuning_task"}
 """Keys that no causal language model reads, and that are long in published files."""
@@ -42,13 +43,13 @@ def keep_what_is_read(config: Mapping[str, Any], translation: Translation, *, by
     left_out: dict[str, dict[str, None]] = {LONG: {}, NAMES: {}}
 
     def note(path: FieldPath, reason: str) -> None:
-        left_out[LONG if reason == TOO_LONG else NAMES][".".join(f"{key:.60}" for key in path)] = None
+        left_out[LONG if reason == TOO_LONG else NAMES][".".join(map(str, path))] = None
 
     kept = cleaned(kept, note)
     for reason, places in left_out.items():
         if places:
             others = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            translation.notes.append(f"{next(iter(places)):.60}{others} of config.json left out: {reason}")
+            translation.notes.append(f"{shortened(next(iter(places)))}{others} of config.json left out: {reason}")
     if by_library:
         _refuse_large(kept, translation)
     translation.put(("hf_config",), kept)
@@ -60,6 +61,6 @@ def _refuse_large(config: Mapping[str, Any], translation: Translation) -> None:
         largest = max(sizes, key=sizes.__getitem__)
         translation.refuse(
             translation.sources.get(("hf_config",), ("hf_config",)),
-            f"config.json is larger than {LARGEST_BYTES // 1024} KiB, without labels and long texts; {largest:.60} "
-            f"alone has {sizes[largest] / 1024:.0f} KiB: leave out what the model's class does not read",
+            f"config.json is larger than {LARGEST_BYTES // 1024} KiB, without labels and long texts; "
+            f"{shortened(largest)} alone has {sizes[largest] / 1024:.0f} KiB: leave out what its class does not read",
         )

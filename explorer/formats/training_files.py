@@ -19,6 +19,7 @@ from bexp.explorer.formats.training_fields import (
 )
 from bexp.explorer.formats.translation import Section, Translation, put_dtype
 from bexp.explorer.spec.optimizers import ALIASES, LIBRARY
+from bexp.explorer.spec.spelling import shortened
 
 KEYS = ("deepspeed", "training_arguments")
 """The fields of a document that hold these files."""
@@ -79,7 +80,7 @@ def _read_fsdp(arguments: Section) -> None:
         return
     if unknown := set(words) - set(FSDP_SHARDINGS) - {"auto_wrap"}:
         supported = ", ".join((*FSDP_SHARDINGS, "auto_wrap"))
-        arguments.refuse("fsdp", f"{', '.join(sorted(unknown)):.60} is not supported; supported: {supported}")
+        arguments.refuse("fsdp", f"{shortened(', '.join(sorted(unknown)))} is not supported; supported: {supported}")
         return
     level = next((FSDP_SHARDINGS[word] for word in words if word in FSDP_SHARDINGS), "zero3")
     arguments.translation.put(("training", "sharding"), level, arguments.at("fsdp"))

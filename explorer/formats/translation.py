@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bexp.explorer.formats.document import Location, Problem
+from bexp.explorer.spec.spelling import shortened
 
 MAX_NAMED_KEYS = 12
 
@@ -49,7 +50,7 @@ class Translation:
         """Return the notes, after one text for all ignored fields if there are any."""
         if not self.ignored:
             return self.notes
-        named = ", ".join(f"{'.'.join(map(str, location)):.60}" for location in self.ignored[:MAX_NAMED_KEYS])
+        named = ", ".join(shortened(".".join(map(str, location))) for location in self.ignored[:MAX_NAMED_KEYS])
         more = len(self.ignored) - MAX_NAMED_KEYS
         return [
             f"ignored, because they change nothing: {named}{f' and {more:,} more' if more > 0 else ''}",
@@ -59,7 +60,7 @@ class Translation:
     def section(self, values: Any, location: Location) -> Section:
         """Read `values`, found at `location`. Null is an empty section; anything else but a mapping is a problem."""
         if values is not None and not isinstance(values, Mapping):
-            self.refuse(location, f"must be a mapping, not {values!r:.40}")
+            self.refuse(location, f"must be a mapping, not {shortened(repr(values))}")
             values = None
         return Section(self, values or {}, location)
 
@@ -113,7 +114,7 @@ class Section:
         """Return what the field's text stands for in `choices`."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in choices:
-            self.refuse(key, f"{value!r:.40} is not supported; supported: {', '.join(choices)}")
+            self.refuse(key, f"{shortened(repr(value))} is not supported; supported: {', '.join(choices)}")
             return choices[default]
         return choices[value]
 

@@ -9,7 +9,7 @@ from typing import Any
 from bexp.explorer.formats.model_types import ModelKind, model_types
 from bexp.explorer.formats.translation import Section
 from bexp.explorer.formats.vision import refuse_vision
-from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.spelling import did_you_mean, shortened
 from bexp.explorer.spec.target import OWN_TARGET, TRANSFORMERS
 
 LIKE_A_TYPE = 0.8
@@ -43,7 +43,7 @@ def refuse_other_model(model: Section, target: Any = None) -> bool:
         kind = ModelKind.ENCODER_DECODER if config.get("is_encoder_decoder") else ModelKind.CAUSAL
     if kind is ModelKind.CAUSAL:
         return False
-    what = f"{name!r:.80} is {_WHAT[kind]}; exploration is limited to causal language models"
+    what = f"{shortened(repr(name))} is {_WHAT[kind]}; exploration is limited to causal language models"
     model.refuse("model_type", f"{what}. {_way(config, name, kind)}")
     return True
 
@@ -65,7 +65,7 @@ def _way(config: Mapping[str, Any], name: str, kind: ModelKind) -> str:
 def _tell_unknown(model: Section, name: str, target: Any) -> bool:
     """Refuse a type that is misspelt, and note another one that is not known; return whether it is refused."""
     known = model_types()
-    unknown = f"{name!r:.80} is not known to transformers {known.version}"
+    unknown = f"{shortened(repr(name))} is not known to transformers {known.version}"
     meant = _meant(name, known.kinds)
     if meant and target is None:
         model.refuse("model_type", f"{unknown}{meant}; target: {TRANSFORMERS} leaves it to the worker's library")

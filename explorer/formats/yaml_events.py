@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import yaml
 
+from bexp.explorer.spec.spelling import shortened
+
 
 class RefusedError(Exception):
     """A document that is too large, or that has something that plain data does not need."""
@@ -55,7 +57,7 @@ class EventCheck:
             self._add(self._resolve(str(event.anchor), line), line)
         elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
             if event.tag is not None:
-                raise RefusedError(f"the tag {event.tag:.60} in line {line} is not allowed")
+                raise RefusedError(f"the tag {shortened(event.tag)} in line {line} is not allowed")
             self._begin(event, line)
         elif isinstance(event, yaml.CollectionEndEvent):
             self._end()
@@ -66,7 +68,7 @@ class EventCheck:
 
     def _begin(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent, line: int) -> None:
         if event.anchor is not None and (event.anchor in self.anchors or event.anchor in self._open_anchors()):
-            raise RefusedError(f"the anchor &{event.anchor:.60} in line {line} is given a second time")
+            raise RefusedError(f"the anchor &{shortened(event.anchor)} in line {line} is given a second time")
         if isinstance(event, yaml.ScalarEvent):
             extent = _Extent(1, len(event.value))
             if event.anchor is not None:
@@ -90,9 +92,9 @@ class EventCheck:
 
     def _resolve(self, anchor: str, line: int) -> _Extent:
         if anchor in self._open_anchors():
-            raise RefusedError(f"the alias *{anchor:.60} in line {line} stands for what contains it")
+            raise RefusedError(f"the alias *{shortened(anchor)} in line {line} stands for what contains it")
         if anchor not in self.anchors:
-            raise RefusedError(f"the alias *{anchor:.60} in line {line} has no anchor before it")
+            raise RefusedError(f"the alias *{shortened(anchor)} in line {line} has no anchor before it")
         return self.anchors[anchor]
 
     def _add(self, extent: _Extent, line: int) -> None:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validat
 from bexp.explorer.spec.base import Frozen, RuleError, is_null
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.model import LayerKind, ModelSpec, Variant
+from bexp.explorer.spec.spelling import shortened
 from bexp.explorer.spec.target import OWN_ATTENTION
 from bexp.explorer.spec.training import Sharding
 
@@ -132,8 +133,8 @@ def _explain_number(name: Any) -> Any:
     """Say what a name with a number may be, which the list of members does not."""
     if isinstance(name, str) and name.startswith(("layer", "group")) and not _NUMBERED.fullmatch(name):
         raise ValueError(
-            f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at least 1 and at "
-            "most the number of layers"
+            f"'{shortened(name)}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at least 1 "
+            "and at most the number of layers"
         )
     return name
 

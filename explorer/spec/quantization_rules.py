@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.optimizers import BITSANDBYTES
 from bexp.explorer.spec.quantization import PLAIN, Quantization, own_method
+from bexp.explorer.spec.spelling import shortened
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
 
@@ -45,11 +46,15 @@ def _check_checkpoint(request: ExplorationRequest) -> None:
             )
     elif name is not None:
         raise RuleError(
-            f"the weights of config.json are quantised already, by '{method:.40}'; {PLAIN_WEIGHTS}", "quantization", OWN
+            f"the weights of config.json are quantised already, by '{shortened(method)}'; {PLAIN_WEIGHTS}",
+            "quantization",
+            OWN,
         )
     elif request.mode == "train" and request.training.lora is not None:
         raise RuleError(
-            f"adapters on weights that '{method:.40}' quantises are not measured; {PLAIN_WEIGHTS}", OWN, "training.lora"
+            f"adapters on weights that '{shortened(method)}' quantises are not measured; {PLAIN_WEIGHTS}",
+            OWN,
+            "training.lora",
         )
 
 

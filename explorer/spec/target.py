@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from bexp.explorer.spec.optimizers import BITSANDBYTES
 from bexp.explorer.spec.quantization import PLAIN, own_method
+from bexp.explorer.spec.spelling import shortened
 
 BEXP = "bexp"
 """The reference layers of this project. A `ModelSpec` describes the model."""
@@ -72,7 +73,7 @@ def unlike_the_config(config: Mapping[str, Any], quantization: object = None) ->
     differences = []
     method = own_method(config)
     if method is not None and (method != BITSANDBYTES or quantization == PLAIN):
-        named = f" ({method:.40})" if method != "?" else ""
+        named = f" ({shortened(method)})" if method != "?" else ""
         differences.append(
             f"quantization_config{named} is left out: plain weights are measured, "
             "so memory and speed are not those of training on quantised ones"
@@ -80,7 +81,9 @@ def unlike_the_config(config: Mapping[str, Any], quantization: object = None) ->
     classes = config.get("architectures")
     for name in classes if isinstance(classes, list | tuple) else ():
         if isinstance(name, str) and name.endswith(tuple(f"For{head}" for head in OTHER_HEADS)):
-            differences.append(f"{name:.80} has another head and loss than what is measured: the causal language model")
+            differences.append(
+                f"{shortened(name)} has another head and loss than what is measured: the causal language model"
+            )
             break
     text = config.get("text_config")
     said = {**config, **text} if isinstance(text, Mapping) else config

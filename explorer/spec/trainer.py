@@ -72,6 +72,7 @@ class TrainerName(StrEnum):
 class Trainer:
     """What a trainer can be told. A candidate that asks for no more is expressible.
 
+    `formats` are the names of the export formats that it reads, the usual one first.
     Kernels have the transformers library's names. What the trainer uses by itself need not be named: attention and
     experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
     `groups_N`. A share of the layers `is_every_nth`, where the first of them are measured: only layers of one kind make
@@ -92,6 +93,7 @@ class Trainer:
     """
 
     title: str
+    formats: tuple[str, ...] = ()
     attention: frozenset[str] = frozenset({TORCH_CHOICE})
     experts: frozenset[str] = frozenset({"grouped_mm"})
     policies: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
@@ -181,6 +183,7 @@ _LIBRARY_RUNS_IT = frozenset({TRANSFORMERS})
 _PADDED: frozenset[Batching] = frozenset({"padded", "grouped"})
 _LIBRARY_TRAINER = Trainer(
     title="transformers' Trainer",
+    formats=("transformers",),
     optimizers=True,
     attention=LIBRARY_ATTENTION,
     experts=LIBRARY_EXPERTS,
@@ -192,6 +195,7 @@ _LIBRARY_TRAINER = Trainer(
 TRAINERS: Mapping[TrainerName, Trainer] = {
     TrainerName.BEXP: Trainer(
         title="bexp.apply",
+        formats=("python",),
         optimizers=True,
         host_optimizer=True,
         attention=LIBRARY_ATTENTION | TORCH_KERNELS,
@@ -210,9 +214,12 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         precisions=("pure", "autocast", "float8_tensorwise", "float8_rowwise"),
     ),
     TrainerName.TRANSFORMERS: replace(_LIBRARY_TRAINER, batchings=_PADDED),
-    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True, halves_adapters=True, halves_experts=True),
+    TrainerName.TRL: replace(
+        _LIBRARY_TRAINER, title="TRL", formats=("trl",), flattens=True, halves_adapters=True, halves_experts=True
+    ),
     TrainerName.ACCELERATE: Trainer(
         title="accelerate",
+        formats=("accelerate",),
         optimizers=True,
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
@@ -221,6 +228,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.DEEPSPEED: Trainer(
         title="DeepSpeed",
+        formats=("deepspeed",),
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         sharding=frozenset(Sharding),
@@ -229,6 +237,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.TORCHTITAN: Trainer(
         title="torchtitan",
+        formats=("torchtitan", "torchtitan-main"),
         layouts=frozenset({"zigzag"}),
         meshes=True,
         chunked_loss=True,
@@ -239,6 +248,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.MEGATRON: Trainer(
         title="Megatron-Core",
+        formats=("megatron",),
         attention=frozenset({"flash", "cudnn", "math", TORCH_CHOICE}),
         policies=frozenset({Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL}) | SHARES,
         first_layers=True,
@@ -254,6 +264,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.LIGHTNING: Trainer(
         title="Lightning",
+        formats=("lightning",),
         sharded_adapters=False,  # its FSDP makes one tensor of a layer's parameters
         optimizers=True,
         attention=frozenset({TORCH_CHOICE}) | TORCH_KERNELS,
@@ -265,6 +276,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.AXOLOTL: Trainer(
         title="Axolotl",
+        formats=("axolotl",),
         fractional_alpha=False,
         optimizers=True,
         attention=LIBRARY_ATTENTION,
@@ -276,6 +288,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.LLAMAFACTORY: Trainer(
         title="LLaMA-Factory",
+        formats=("llamafactory",),
         fractional_alpha=False,
         optimizers=True,
         attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
@@ -297,6 +310,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.CEREBRAS: Trainer(
         title="Cerebras Model Zoo",
+        formats=("cerebras",),
         policies=frozenset({Recompute.NONE}),
         sharding=frozenset({Sharding.NONE}),
         tiles=True,

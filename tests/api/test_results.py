@@ -104,7 +104,7 @@ def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queu
     queue.record(lease, make_progress(0))
     unknown = client.get(path, params={"format": "toml"})
     assert_problem(unknown, 422)
-    assert "the formats are transformers, trl, python, accelerate" in unknown.json()["detail"]
+    assert "the formats are python, transformers, trl, accelerate" in unknown.json()["detail"]
 
     megatron = client.get(path, params={"format": "megatron"})
     assert megatron.headers["content-type"] == "text/x-shellscript; charset=utf-8"

@@ -9,13 +9,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from bexp.explorer.records.event import Event, EventCode, EventDraft
+from bexp.explorer.records.recommendation import Recommendation
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.queue_settings import QueueSettings
-from bexp.storage.tables import recommendations
 from bexp.storage.trials import read_trials
-from tests.chaos.searches import MEASURED_SEEDS
+from tests.contracts.jobs import recommendation_rows
 
 OF_A_TRIAL = {EventCode.TRIAL, EventCode.WHOLE_MODEL, EventCode.INFEASIBLE, EventCode.WARNING}
 """One of these is stored with each trial."""
@@ -30,9 +30,6 @@ ENDS = {
     JobState.FAILED: {EventCode.FAILED, EventCode.NOTHING_FITS},
     JobState.CANCELLED: {EventCode.CANCELLED},
 }
-COMPARED = ("candidate", "performance", "confidence", "tokens_per_second", "measured_peak_bytes")
-"""Of a recommendation, as its event and its answer tell it. A measured one may have other figures after its event."""
-
 TEXTS = {
     EventCode.QUEUED: r"Exploration {id} (of {model} is queued|is queued again)",
     EventCode.STARTED: rf"Exploration started by {WORKER}, measuring .+",
@@ -68,8 +65,7 @@ def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_can
     told = [event.data["trial"] for event in events if event.code in OF_A_TRIAL and "trial" in event.data]
     queued = [index for index, event in enumerate(events) if event.code is EventCode.QUEUED]
     ends = [index for index, event in enumerate(events) if event.code.ends_job]
-    recommended = [event.data["recommendation"] for event in events if event.code is EventCode.RECOMMENDATION]
-    best = None if job.recommendation is None else job.recommendation.model_dump(mode="json")
+    rows = recommendation_rows(database, job.id)
     checks = {
         "the log has a gap or a double": [event.seq for event in events] == list(range(1, len(events) + 1)),
         "the job's last seq is not the log's": job.last_seq == len(events),
@@ -79,8 +75,7 @@ def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_can
         "the log ends in another way than the job": bool(events) and events[-1].code in ENDS[job.state],
         "a healthy job failed": has_no_answer or job.state is JobState.SUCCEEDED,
         "the answer is not the recommendation that was told last": has_no_answer
-        or (best is not None and job.answer is not None and bool(recommended) and _same(job, recommended[-1], best)),
-        "the last row is not the recommendation that was told": has_no_answer or _is_last_row(database, job),
+        or (job.answer is not None and bool(rows) and _tells(rows[-1], job.recommendation)),
         "it was given up too early": not given_up or _num_fruitless(events) >= MAX_ATTEMPTS,
         "a trial is missing or doubled": numbers == list(range(len(numbers))),
         "an event of a trial is missing or doubled": told == numbers,
@@ -102,19 +97,8 @@ def _num_fruitless(events: Sequence[Event]) -> int:
     return counted
 
 
-def _is_last_row(database: Database, job: Job) -> bool:
-    """Whether the last row of a job's recommendations has the figures of its answer."""
-    of_job = sa.select(recommendations).where(recommendations.c.job_id == job.id)
-    with database.read() as connection:
-        row = connection.execute(of_job.order_by(recommendations.c.seq.desc()).limit(1)).one_or_none()
-    if row is None or job.recommendation is None:
-        return row is None and job.recommendation is None
-    return all(getattr(row, name) == value for name, value in job.recommendation.figures._asdict().items())
-
-
-def _same(job: Job, told: dict[str, Any], best: dict[str, Any]) -> bool:
-    is_measured = job.request is not None and job.request.seed in MEASURED_SEEDS
-    return all(told[name] == best[name] for name in COMPARED[: 1 if is_measured else None])
+def _tells(row: sa.Row[Any], best: Recommendation | None) -> bool:
+    return best is not None and all(getattr(row, name) == value for name, value in best.figures._asdict().items())
 
 
 def _wrong_texts(job: Job, events: Sequence[Event]) -> Iterator[str]:

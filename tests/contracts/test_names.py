@@ -89,7 +89,7 @@ def test_a_worker_of_long_names_is_known_and_measures(database: Database) -> Non
 
 def test_versions_that_differ_at_the_end_are_not_the_same(database: Database) -> None:
     queue = Queue(database)
-    job = queue.enqueue(make_request())[0]
+    queue.enqueue(make_request())
     for end in "ab":
         claim = queue.claim(
             make_worker("w", fingerprint=make_report().hardware.fingerprint, targets={"bexp": LONG + end})

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from bexp.explorer.spec.spelling import shortened
+
 MOST_SHOWN = 120
 """Characters of a command line."""
 
@@ -89,6 +91,6 @@ def _describe(pid: int) -> str:
         process = psutil.Process(pid)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
         text += f" of user {process.username()}, started {started}"
-        command = _PASSWORD.sub("***@", " ".join(process.cmdline()))[:MOST_SHOWN]
+        command = shortened(_PASSWORD.sub("***@", " ".join(process.cmdline())), MOST_SHOWN)
         text += f": {''.join(filter(str.isprintable, command))}"  # another user chose it
     return text

@@ -19,6 +19,7 @@ from bexp.explorer.formats.trainers.trainer_file import EXPLORED, QLORA, Formats
 from bexp.explorer.formats.trainers.trl import TRL
 from bexp.explorer.formats.translation import MAX_NAMED_KEYS, Translation, is_unset, put_dtype
 from bexp.explorer.spec.lengths import EPOCH_TEXTS
+from bexp.explorer.spec.spelling import shortened
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 
 FILES: Mapping[str, TrainerFile] = {
@@ -103,7 +104,7 @@ class StatedTraining:
                 if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
                     translation.refuse(stated.at(key), reason)
             elif not any(fnmatchcase(key, pattern) for pattern in file.harmless):
-                unknown.append(f"{key:.60}")
+                unknown.append(shortened(key))
         if unknown:
             more = f" and {len(unknown) - MAX_NAMED_KEYS} more" if len(unknown) > MAX_NAMED_KEYS else ""
             translation.notes.append(f"{_UNKNOWN}{', '.join(unknown[:MAX_NAMED_KEYS])}{more}")
@@ -178,7 +179,7 @@ class StatedTraining:
         """Set a field of a request; refuse another value of it that stands beside the file."""
         given = translation.get(name)
         if given is not None and _listed(given) != _listed(value):
-            reason = f"contradicts {name} beside the file, which is {given!s:.60}: keep one"
+            reason = f"contradicts {name} beside the file, which is {shortened(given)}: keep one"
             translation.refuse(self.source(setting), reason)
         translation.put((name,), value, self.source(setting))
 
@@ -254,5 +255,5 @@ class StatedTraining:
         trainer = TRAINERS[TrainerName(self.name)]
         for setting, known in ((Setting.ATTENTION, trainer.attention), (Setting.EXPERTS, trainer.experts)):
             if setting in self.said and self.said[setting] not in known:
-                reason = f"'{self.said[setting]!s:.40}' is not measured; these are: {', '.join(sorted(known))}"
+                reason = f"'{shortened(self.said[setting])}' is not measured; these are: {', '.join(sorted(known))}"
                 translation.refuse(self.source(setting), reason)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from bexp.explorer.spec.spelling import shortened
+
 Read = Callable[[Any], Any]
 """Returns what a value sets, or None if it sets nothing. Raises ValueError with the reason if it is not measured."""
 
@@ -138,7 +140,7 @@ def one_of(known: Mapping[str, Any], words: str = "is not measured") -> Read:
 
     def read(value: Any) -> Any:
         if str(value).lower() not in known:
-            raise ValueError(f"'{value!s:.40}' {words}; these are: {', '.join(known)}")
+            raise ValueError(f"'{shortened(value)}' {words}; these are: {', '.join(known)}")
         return known[str(value).lower()]
 
     return read

@@ -13,7 +13,7 @@ import yaml
 
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
-from bexp.api.comparison import _advice, _short, compare_answers
+from bexp.api.comparison import _advice, compare_answers
 from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.answers.text import row
@@ -254,10 +254,6 @@ def test_a_command_that_was_not_run_again_has_the_speed_of_its_search(monkeypatc
         f"{name} in a run of its own; its speed is that of the search's steps" for name in "AB"
     ]
     assert (said["next_measurement"]["seconds"], "no whole runs, noise" in " ".join(lines.split())) == (None, True)
-
-
-def test_long_values_are_cut_to_60_characters() -> None:
-    assert [_short("x" * length) for length in (60, 61)] == ["x" * 60, "x" * 57 + "..."]
 
 
 def test_a_comparison_is_these_lines() -> None:

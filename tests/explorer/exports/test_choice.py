@@ -10,11 +10,16 @@ import pytest
 
 from bexp.explorer.exports.choice import Choice, choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
-from bexp.explorer.exports.registry import FORMATS, export, formats_for
+from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.legal_space import expressible
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.legal_space import explored_models, expressible
+from bexp.explorer.search.pruned_space import prune_space
+from bexp.explorer.search.restored import restore_knowledge
+from bexp.explorer.search.trainer_formats import formats_for
+from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from bexp.explorer.spec.training import Sharding
@@ -104,6 +109,21 @@ def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
     header = "\n".join(plan(found.source).header)
     assert f"confidence {sure.confidence} out of 100 among what transformers' Trainer can be told" in header
     assert f"tokens/s of each device; confidence {sure.confidence} out of 100" in header
+
+
+def test_what_stands_in_place_of_the_answer_has_a_figure_of_the_same_scale() -> None:
+    """The whole model of the recommended candidate scales what divides the batch, and so what is exported for it."""
+    found = simulated(132, losses=["library", "chunked"], micro_batch_size=[3, 4, 7])
+    own, report = found.known.dividing, found.source.report
+    assert own is not None and own.whole_model is None and found.known.whole_model is not None and report is not None
+    choice = chosen(found, TrainerName.TRANSFORMERS)
+    (space,) = (prune_space(model, found.request, report) for model in explored_models(found.request, report))
+    history = TrialHistory(found.source.trials, found.request.budget, 1)
+    posterior = restore_knowledge(space, found.request, report, history).posterior
+    rows = [posterior.table.row[each] for each in (choice.candidate, own.candidate, found.known.candidate)]
+    figures = [expected_tokens_per_second(posterior, row, rows[-1]) for row in rows]
+    assert [choice.tokens_per_second, own.tokens_per_second] == [pytest.approx(each, rel=1e-9) for each in figures[:2]]
+    assert choice.loss == pytest.approx(1.0 - figures[0] / figures[1], rel=1e-6)
 
 
 def test_a_candidate_whose_trial_ran_out_of_memory_is_not_exported() -> None:
@@ -265,7 +285,7 @@ def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
         plan(exploration(mode="eval"))
     with pytest.raises(ExportError, match="cannot read it"):
         plan(ExportSource("job1", None, None, answer.recommendation))
-    with pytest.raises(UnknownFormatError, match="the formats are transformers, trl, python, accelerate"):
+    with pytest.raises(UnknownFormatError, match="the formats are python, transformers, trl, accelerate"):
         export("toml", answer)
 
 

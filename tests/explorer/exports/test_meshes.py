@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import FORMATS, export, formats_for
+from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.records.plan import MeshPlan, PlainMesh
+from bexp.explorer.search.trainer_formats import formats_for
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding

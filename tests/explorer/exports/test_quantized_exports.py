@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import export, formats_for
+from bexp.explorer.exports.registry import export
+from bexp.explorer.search.trainer_formats import formats_for
 from bexp.explorer.spec.quantization import WeightBytes
 from tests.explorer.exports.samples import CONFIG, candidate, exploration
 

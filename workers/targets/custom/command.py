@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.spelling import shortened
 from bexp.tune.environment import temporary_folder
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
 from bexp.tune.placeholders import APPLY
@@ -342,4 +343,4 @@ class CommandProcess:
         assert popen.stdout is not None
         with suppress(ValueError):  # it was closed
             for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
-                self._tail.append(line.decode(errors="replace").rstrip()[:400])
+                self._tail.append(shortened(line.decode(errors="replace").rstrip(), 400))

@@ -17,6 +17,7 @@ import psutil
 
 from bexp.child_process import module_command, safe_environment
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.spelling import shortened
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 
@@ -124,7 +125,7 @@ class TargetProcess:
     def _read_output(self) -> None:
         assert self._popen.stderr is not None
         for line in self._popen.stderr:
-            self._tail.append(line.decode(errors="replace").rstrip()[:400])
+            self._tail.append(shortened(line.decode(errors="replace").rstrip(), 400))
 
 
 def last_lines(output: Iterable[str], number: int) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
-from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.spelling import did_you_mean, shortened
 from bexp.explorer.spec.target import OWN_TARGET
 from bexp.transformers.layers import config_depth
 
@@ -126,7 +126,7 @@ def _without_cache(config: Any) -> Any:
 
 def one_line(error: BaseException) -> str:
     """The type and the message of `error` on one line of at most 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
 def _checked_version() -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bexp.explorer.spec.parts import Float8Layers
+from bexp.explorer.spec.spelling import shortened
 from bexp.transformers.float8 import convertible
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Float8, Settings, SettingsError
@@ -46,7 +47,7 @@ def compare_float8(builder: PartsBuilder, recipe: Float8) -> Float8Layers:
         except torch.OutOfMemoryError:
             raise
         except (SettingsError, RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-            short = " ".join(str(error).split())[:300] or type(error).__name__
+            short = shortened(" ".join(str(error).split()), 300) or type(error).__name__
             raise UnsupportedTrialError(f"float8 ({recipe}) cannot be had here: {short}") from error
         outputs.append(_relative_error(found_in_float8, expected, "output"))
         gradients.append(_relative_error(found_in_float8, expected, "gradient"))

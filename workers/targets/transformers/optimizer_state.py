@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from bexp.explorer.spec.parts import ModelParts
+from bexp.explorer.spec.spelling import shortened
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import OptimizerPart
 from bexp.workers.targets.transformers.host_memory import full_host
@@ -29,7 +30,7 @@ def with_optimizer_state(parts: ModelParts, name: str, optimizers: Iterable[Opti
         except UnsupportedTrialError:
             raise
         except Exception as error:  # a library that is broken in any way
-            short = " ".join(str(error).split())[:200] or type(error).__name__
+            short = shortened(" ".join(str(error).split()), 200) or type(error).__name__
             raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {short}") from error
         on_device += part.count * optimizer.state_bytes
         on_host += part.count * optimizer.host_bytes

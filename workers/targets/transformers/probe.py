@@ -18,6 +18,7 @@ from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
 from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.spec.lengths import PACKED
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.spelling import shortened
 from bexp.graphs.recorder import CudaRecorder
 from bexp.graphs.training_state import TrainingState
 from bexp.out_of_memory import is_out_of_memory
@@ -331,4 +332,4 @@ def _refusal_of(error: Exception) -> str | None:
 
 
 def _error_text(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    return shortened(" ".join(str(error).split()) or type(error).__name__, 300)

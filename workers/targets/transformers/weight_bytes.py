@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from bexp.explorer.spec.quantization import Quantization, WeightBytes, WeightKind
+from bexp.explorer.spec.spelling import shortened
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.layers import token_mixers
@@ -53,7 +54,7 @@ def count_quantized(builder: PartsBuilder, quantization: Quantization) -> PartWe
     except Exception as error:  # a library refuses in ways of its own
         if is_out_of_memory(error):
             raise
-        short = " ".join(str(error).split())[:200] or type(error).__name__
+        short = shortened(" ".join(str(error).split()), 200) or type(error).__name__
         raise UnsupportedTrialError(f"quantization '{quantization.name}' does not work here: {short}") from error
     return found
 
