@@ -37,7 +37,7 @@ from bexp.api.routes import (
 from bexp.api.service import refuse_changes_if_outdated, run_service
 from bexp.api.settings import ServiceSettings
 from bexp.api.turns import TurnMiddleware
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 DESCRIPTION = """\
 Submit the configuration of a language model. Workers measure what a trainer can choose (micro-batch size, batch \

@@ -9,7 +9,7 @@ from bexp.client.explorations import Exploration, Result
 from bexp.explorer.answers.answer import is_provisional
 from bexp.explorer.answers.summary import surer_text
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
 def describe_certainty(job: Exploration, result: Result | None, num_reports: int) -> dict[str, Any] | None:

@@ -12,13 +12,13 @@ from bexp.api.cli.job_ids import find_job
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.summary import FRESH
 from bexp.explorer.answers.text import row
+from bexp.explorer.model.amounts import rate_text, seconds_text
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, whole_runs
 from bexp.explorer.search.confidence import confidence_score
-from bexp.explorer.spec.amounts import rate_text, seconds_text
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.spelling import shortened
 
 NOT_COMPARED = {
     *("budget", "fresh", "labels", "notices", "sampler", "seed", "verify", "tolerance", "base_micro_batch_size"),

@@ -9,7 +9,8 @@ from typing import Any
 from bexp.api.problem_responses import MEDIA_TYPE
 from bexp.api.refusals import Problem
 from bexp.api.resources import Links
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.records.event import Event as LogEvent
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
@@ -17,9 +18,8 @@ from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_formats import formats_for
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
 
 JOB_ID = "9f1c2d3e4a5b46c7"
 CREATED_AT = "2026-01-15T19:39:12Z"

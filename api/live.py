@@ -17,10 +17,10 @@ from rich.text import Text
 from bexp.api.live_chart import RateChart
 from bexp.explorer.answers.answer import memory_parts
 from bexp.explorer.answers.text import clock_text
+from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.event import Event, EventCode, render_message
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 SMALLEST_SHARE = 0.1
 INDENT = 13

@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bexp.explorer.model.amounts import rate_text
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.amounts import rate_text
 
 FEWEST_CELLS, ROOM = 10, 30
 """The shortest scale in columns, and what the other columns of a row need."""

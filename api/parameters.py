@@ -9,7 +9,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from bexp.api.refusals import invalid_parameter
-from bexp.explorer.spec.spelling import did_you_mean, shortened
+from bexp.explorer.model.spelling import did_you_mean, shortened
 
 
 async def refuse_unknown_parameters(request: Request) -> None:

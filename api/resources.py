@@ -8,14 +8,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_formats import formats_for, own_formats
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import Job, JobState, JobSummary
 from bexp.storage.run_reports import StoredRunReport
 from bexp.storage.workers import KnownWorker, WorkerState

@@ -18,8 +18,8 @@ from bexp.client.explorations import Exploration, Export, M, Result, State, Work
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.labels import parse_label
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.labels import parse_label
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database, describe_trouble
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState, JobSummary, get_job, get_summary

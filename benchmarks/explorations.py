@@ -33,7 +33,7 @@ from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.event import Event, EventCode, render_line
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90

@@ -31,20 +31,20 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import SearchTruth, read_truth
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.truth import draw_truth
-from bexp.explorer.cost_model.composition import Floats
-from bexp.explorer.cost_model.required_memory import required_table
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.composition import Floats
+from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.exports.choice import choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.trainer_terms import find_missing
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TRAINERS, TrainerName, library_experts
+from bexp.explorer.trainers.trainer import DEFAULT_EXPERTS, TRAINERS, TrainerName, library_experts
 from bexp.trainer.recommended_setup import RecommendedSetup
 from bexp.workers.replay.device import VirtualClock
 

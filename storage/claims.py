@@ -8,8 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.target import describe_target
 from bexp.storage.changes import change_job, end_job, end_values, fence, has_no_worker
 from bexp.storage.database import Database
 from bexp.storage.events import insert_events

@@ -16,14 +16,14 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import component_subjects, subject_of
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import shortened
 from bexp.storage.database import Database
 from bexp.storage.tables import components
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from pydantic import BaseModel, ValidationError
 
+from bexp.explorer.model.base import rule_of
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Answer, Recommendation
-from bexp.explorer.spec.base import rule_of
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.tables import jobs, labels
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import sqlalchemy as sa
 
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.tables import jobs

@@ -14,10 +14,10 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
-from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost.step import GIB
+from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.tables import jobs
 from bexp.storage.workers import WorkerInfo

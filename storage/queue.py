@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.audit import Action, note_action
 from bexp.storage.changes import change_job, end_job, end_values, fence, job_end_event, write_job
 from bexp.storage.claims import claim_next, end_abandoned

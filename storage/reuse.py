@@ -15,14 +15,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.model.hardware import SoftwareVersions
+from bexp.explorer.model.target import BEXP, describe_target
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request_key import request_key
 from bexp.explorer.search.event_messages import end_event
-from bexp.explorer.spec.hardware import SoftwareVersions
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.request_key import request_key
-from bexp.explorer.spec.target import BEXP, describe_target
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.matching import MEMORY_TOLERANCE, find_takers, needs_of

@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from filelock import Timeout
 from optuna.storages import RDBStorage
 
+from bexp.explorer.model.model import Variant
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.legal_space import explored_models
 from bexp.explorer.search.study import FIELDS, OFF, distributions, frozen_trial, params_of
-from bexp.explorer.spec.model import Variant
 from bexp.storage.database import SQLITE_BUSY_TIMEOUT, UNPREPARED, Database, DatabaseLimits
 from bexp.storage.jobs import Job, JobNotFoundError, get_job
 from bexp.storage.schema import exclusive

@@ -14,8 +14,8 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.request_key import request_key
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request_key import request_key
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.events import insert_events

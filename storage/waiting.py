@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState

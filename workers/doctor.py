@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.model import ModelSpec, MoESpec
+from bexp.explorer.model.target import TRANSFORMERS, describe_target
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.model import ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS, describe_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.ids import worker_prefix
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices, why_no_gpu

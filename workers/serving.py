@@ -13,8 +13,8 @@ from typing import Any
 import sqlalchemy as sa
 from filelock import Timeout
 
+from bexp.explorer.model.target import LOCAL, name_local_target
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.target import LOCAL, name_local_target
 from bexp.storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue

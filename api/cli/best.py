@@ -20,9 +20,9 @@ from bexp.explorer.answers.choices import no_dividing_text
 from bexp.explorer.answers.runs import render_run_report
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
+from bexp.explorer.model.amounts import slower_text
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
-from bexp.explorer.spec.amounts import slower_text
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
 def best(

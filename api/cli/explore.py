@@ -14,9 +14,9 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.files import read_document
 from bexp.api.cli.local_run import LocalRun
 from bexp.explorer.formats.cerebras import is_cerebras
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import did_you_mean
-from bexp.explorer.spec.target import TRANSFORMERS, describe_target
+from bexp.explorer.model.spelling import did_you_mean
+from bexp.explorer.model.target import TRANSFORMERS, describe_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.ids import new_job_id
 from bexp.targets.registry import installed_targets
 

@@ -14,11 +14,11 @@ from bexp.explorer.formats.request import parse_request
 from bexp.explorer.formats.trainers.reader import FILES, refusal_of, setting_of
 from bexp.explorer.formats.trainers.trainer_file import Setting
 from bexp.explorer.formats.translation import is_unset
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.training import lora_arguments
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import is_own_code
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS
-from bexp.explorer.spec.training import lora_arguments
 
 ANY_MODEL = {"model_type": "llama", "dtype": DType.BFLOAT16.value}
 """Stands for a model of shapes: what a file says of the training does not depend on it."""

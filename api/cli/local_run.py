@@ -16,7 +16,7 @@ from bexp.api.cli.connection import environment, shown_url
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.local_worker import LocalWorker, WorkerEndedError
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.device_names import parse_devices
 from bexp.storage.ids import new_worker_name
 from bexp.storage.matching import STARTING

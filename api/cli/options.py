@@ -15,10 +15,10 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.files import read_document, read_lengths, with_model
 from bexp.api.cli.option_values import parse_fields, parse_micro_batch_size
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.lengths import Batching
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import name_local_target
-from bexp.explorer.spec.trainer import TrainerName
+from bexp.explorer.model.lengths import Batching
+from bexp.explorer.model.target import name_local_target
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.trainer import TrainerName
 
 Mode = Literal["train", "eval"]
 ExecutionMode = Literal["eager", "compile", "graph", "compile+graph", "explore"]

@@ -20,11 +20,11 @@ from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.answers.answer import is_provisional, render_answer, render_recommendation
 from bexp.explorer.answers.summary import render_summary, surer_text
 from bexp.explorer.answers.text import WIDTH, row, wrap
+from bexp.explorer.model.amounts import rate_text
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.search.trainer_formats import own_formats
-from bexp.explorer.spec.amounts import rate_text
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""

@@ -29,8 +29,8 @@ from bexp.api.cli.tuned_command import TunedCommand
 from bexp.api.cli.worst_batch import describe_training
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import wrap
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import name_local_target
+from bexp.explorer.model.target import name_local_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.ids import new_job_id
 from bexp.tune.environment import temporary_folder
 from bexp.tune.placeholders import APPLY, APPLY_VALUES, scalar_of, stands_in

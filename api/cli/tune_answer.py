@@ -17,9 +17,9 @@ from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
 from bexp.client.explorations import Explorations
 from bexp.explorer.answers.text import row
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.candidate import Candidate
 from bexp.measure.device_names import parse_devices
 from bexp.tune import link
 from bexp.tune.environment import on_devices, with_hook

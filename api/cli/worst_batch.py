@@ -9,10 +9,10 @@ import numpy as np
 
 from bexp.client.explorations import Explorations
 from bexp.explorer.answers.text import row
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.amounts import bytes_text
+from bexp.explorer.model.parts import EvaluationBatch, ModelParts, ProcessSpread, SampleLengths
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.amounts import bytes_text
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import EvaluationBatch, ModelParts, ProcessSpread, SampleLengths
 
 MOST_SIZES = 2
 NOTICED = 1.05

@@ -16,8 +16,8 @@ from bexp.api.resources import RunReportPage, RunReportResource, exploration_pat
 from bexp.api.routes.explorations import SummaryDep
 from bexp.api.service import ServiceDep
 from bexp.explorer.formats.document import load_document
+from bexp.explorer.model.base import rule_of
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.base import rule_of
 from bexp.storage.run_reports import insert_run_report, read_run_reports
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])

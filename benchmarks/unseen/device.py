@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.truth import MOST_DRAWS, UnseenTruth
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Measurement,

@@ -31,7 +31,7 @@ from benchmarks.replay.runs import Run, search
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.library import draw_library_truth
 from benchmarks.unseen.truth import UnseenTruth, draw_truth
-from bexp.explorer.spec.execution import Execution
+from bexp.explorer.dimensions.execution import Execution
 from bexp.workers.replay.device import VirtualClock
 
 SIZES = {"drawn": None, "three sizes": 3}

@@ -18,7 +18,7 @@ from bexp.client.explorations import NO_RECOMMENDATION, NOTE_HEADER, Exploration
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 if TYPE_CHECKING:
     from bexp.trainer.recommended_setup import RecommendedSetup

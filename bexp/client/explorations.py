@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bexp.client.errors import ServiceError
+from bexp.explorer.model.base import rule_of
+from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.base import rule_of
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import describe_target
+from bexp.explorer.request.request import ExplorationRequest
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import ratio_text
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.target import OWN_ATTENTION
 
 _CELL = "text-align:left;padding:2px 8px"
 _BAR = "display:inline-block;height:0.8em;background:"

@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 Work = Callable[[], None]
 

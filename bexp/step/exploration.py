@@ -17,10 +17,10 @@ from torch import nn
 
 from bexp.allocator import current_allocator
 from bexp.client.progress import is_watched, numbered_printer
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
-from bexp.explorer.spec.spelling import shortened
 from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
 from bexp.step.measuring import OptimizerState, TrainingStep, left_alone
 from bexp.step.results import StepRecommendation, describe_result

@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from bexp.explorer.answers.text import row, wrap
+from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.measurement import Outcome, SizeResult
-from bexp.explorer.spec.amounts import bytes_text, rate_text
 
 
 @dataclass(frozen=True, repr=False)

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import torch
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 from bexp.measure import host_limits
 from bexp.measure.step_checks import StepError
 from bexp.out_of_memory import is_out_of_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bexp.explorer.spec.optimizers import ALIASES, LIBRARY_NAMES
-from bexp.explorer.spec.trainer import HALF_NAMES
+from bexp.explorer.model.optimizers import ALIASES, LIBRARY_NAMES
+from bexp.explorer.trainers.trainer import HALF_NAMES
 from bexp.trainer.recommended_setup import RecommendedSetup
 
 CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")

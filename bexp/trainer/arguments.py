@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from bexp.explorer.spec.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES, ON_HOST_NOTE
-from bexp.explorer.spec.trainer import HALF_NAMES
+from bexp.explorer.model.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES, ON_HOST_NOTE
+from bexp.explorer.trainers.trainer import HALF_NAMES
 from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
     argument_differences,

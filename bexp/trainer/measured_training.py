@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.spec.quantization import quantization_of
+from bexp.explorer.model.quantization import quantization_of
 
 
 def is_library_code(request: Mapping[str, Any]) -> bool:

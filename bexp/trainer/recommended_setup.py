@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from bexp.explorer.spec.optimizers import LIBRARY
-from bexp.explorer.spec.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
+from bexp.explorer.model.optimizers import LIBRARY
+from bexp.explorer.trainers.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
 from bexp.trainer.measured_training import is_library_code, read_training
 from bexp.transformers.settings import Float8, Settings, SettingsError

@@ -18,7 +18,7 @@ from transformers.trainer_callback import EarlyStoppingCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import PredictionOutput
 
-from bexp.explorer.cost_model.epochs import Epoch
+from bexp.explorer.cost.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, freeze_imports, measured, serving

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.micro_step import MicroStep

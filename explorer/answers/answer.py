@@ -8,7 +8,11 @@ from bexp.explorer.answers.choices import batch_rows, saving_rows, second_figure
 from bexp.explorer.answers.plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
 from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.amounts import bytes_text, rate_text, seconds_text
+from bexp.explorer.model.target import BEXP
+from bexp.explorer.model.training import LoRASpec
 from bexp.explorer.records.recommendation import (
     Alternative,
     Answer,
@@ -19,11 +23,7 @@ from bexp.explorer.records.recommendation import (
     VariantAnswer,
     WholeModelCheck,
 )
-from bexp.explorer.spec.amounts import bytes_text, rate_text, seconds_text
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
-from bexp.explorer.spec.training import LoRASpec
+from bexp.explorer.request.request import ExplorationRequest
 
 TOTAL = "total"
 

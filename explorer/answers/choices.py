@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bexp.explorer.answers.text import joined, row, steps_text
+from bexp.explorer.model.amounts import bytes_text, rate_text, slower_text
 from bexp.explorer.records.recommendation import Alternative, Recommendation
-from bexp.explorer.spec.amounts import bytes_text, rate_text, slower_text
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
 def second_figure(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from bexp.explorer.answers.text import row
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.amounts import rate_text, seconds_text
 from bexp.explorer.records.plan import MeshPlan
-from bexp.explorer.spec.amounts import rate_text, seconds_text
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import Mesh
 
 MOST_PARTS = 5
 

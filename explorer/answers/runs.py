@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.amounts import bytes_text, rate_text
 
 
 def render_run_report(report: RunReport, best: Recommendation) -> str:

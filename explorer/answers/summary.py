@@ -9,7 +9,10 @@ from bexp.explorer.answers.choices import second_figure, tiling_text
 from bexp.explorer.answers.plan import mesh_text
 from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.formats.trainers.reader import FILES
+from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.recommendation import (
     CORES_ARE_SHARED,
     NOISE_ENDS_SEARCH,
@@ -17,11 +20,8 @@ from bexp.explorer.records.recommendation import (
     Answer,
     Recommendation,
 )
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_formats import own_formats
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 LEAST_GAIN = 1.01
 """The least gain over the best candidate with stock kernels that is worth a word."""

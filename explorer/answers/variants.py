@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.recommendation import VariantAnswer
-from bexp.explorer.spec.amounts import bytes_text
 
 
 def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.script import script_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.trainer import HALF_NAMES
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.trainer import HALF_NAMES
 
 
 def render(settings: TrainerSettings) -> ExportDocument:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.exports.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.exports.script import expert_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import model_fields, optimizer_fields
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.quantization import Quantization
-from bexp.explorer.spec.trainer import TORCH_CHOICE
-from bexp.explorer.spec.training import LoRASpec, Sharding
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.quantization import Quantization
+from bexp.explorer.model.training import LoRASpec, Sharding
+from bexp.explorer.trainers.trainer import TORCH_CHOICE
 
 KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 """Switches of Axolotl's own kernels of adapters, which are not measured."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.step import FRAGMENTATION
+from bexp.explorer.cost.step import FRAGMENTATION
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.trainer_memory import full_logits_bytes, unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.choices import best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
@@ -22,9 +24,7 @@ from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import Trainer
+from bexp.explorer.trainers.trainer import Trainer
 
 REPLACEABLE = frozenset({"recompute", "sharding", "attention", "loss"})
 """What a trainer that cannot be told it replaces, where nothing else was explored, and what it then needs is known.

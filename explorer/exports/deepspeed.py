@@ -16,8 +16,8 @@ from typing import Any
 from bexp.explorer.exports.document import ExportDocument, decided_fields
 from bexp.explorer.exports.script import script_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.trainer import HALF_NAMES
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.trainer import HALF_NAMES
 
 BUCKET_GRADIENTS = 500_000_000
 """Gradients of a bucket unless `reduce_bucket_size` says otherwise; their memory is allocated at once."""

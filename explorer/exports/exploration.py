@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
 class ExportError(ValueError):

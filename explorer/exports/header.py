@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
 from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.model.amounts import rate_text, slower_text
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.quantization import Quantization, describe_weights
+from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import (
     compute_dtype,
     find_missing,
@@ -19,13 +25,7 @@ from bexp.explorer.search.trainer_terms import (
     precision_of,
     sharding_of,
 )
-from bexp.explorer.spec.amounts import rate_text, slower_text
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.quantization import Quantization, describe_weights
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import describe_target
-from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
+from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
 
 if TYPE_CHECKING:
     from bexp.explorer.exports.choice import Choice

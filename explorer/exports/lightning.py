@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.script import length_notes, model_notes, optimizer_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.trainer import HALF_NAMES
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.trainer import HALF_NAMES
 
 KERNELS = {
     "flash": "FLASH_ATTENTION",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.exports.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.exports.script import expert_notes, plain_expert_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
@@ -15,9 +16,8 @@ from bexp.explorer.exports.transformers import (
     precision_fields,
     sharding_fields,
 )
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.trainer import TORCH_CHOICE
+from bexp.explorer.model.model import DType
+from bexp.explorer.trainers.trainer import TORCH_CHOICE
 
 ATTENTION = {TORCH_CHOICE: "sdpa", "eager": "disabled", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
 

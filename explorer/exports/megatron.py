@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.mesh import Mesh
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.script import other_optimizer_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.plan import MeshPlan
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.trainer import HALF_NAMES, TORCH_CHOICE
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.trainers.trainer import HALF_NAMES, TORCH_CHOICE
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
 """Megatron's name of the kernel that stands nearest; its flash attention is the flash-attn package's."""

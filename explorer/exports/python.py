@@ -8,9 +8,9 @@ from typing import Any
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.script import PREPARE, lora_config, quantization_config
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.optimizers import LIBRARY, ON_HOST_NOTE
-from bexp.explorer.spec.target import TRANSFORMERS
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.optimizers import LIBRARY, ON_HOST_NOTE
+from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.training import Sharding
 
 _CODE = '''\
 import json

@@ -21,7 +21,7 @@ from bexp.explorer.exports import (
 from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
 
 
 @dataclass(frozen=True, slots=True)

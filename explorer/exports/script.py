@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.exports.sharding_communication import reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.model.optimizers import LIBRARY
+from bexp.explorer.model.quantization import Quantization
+from bexp.explorer.model.training import LoRASpec, Sharding, lora_arguments
 from bexp.explorer.search.trainer_terms import halves_experts
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.optimizers import LIBRARY
-from bexp.explorer.spec.quantization import Quantization
-from bexp.explorer.spec.training import LoRASpec, Sharding, lora_arguments
 
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(..., fused=True)",

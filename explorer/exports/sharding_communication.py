@@ -1,13 +1,13 @@
 """What frameworks exchange at other times than was measured, in lines of an export's header.
 
 Measured with ZeRO-2, parameters are gathered once a step. Measured without sharding, gradients are reduced once a step,
-while the last backward goes on: see `bexp.explorer.cost_model.collectives`.
+while the last backward goes on: see `bexp.explorer.cost.collectives`.
 """
 
 from __future__ import annotations
 
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
 
 
 def gathering_notes(settings: TrainerSettings) -> list[str]:

@@ -6,16 +6,16 @@ parser, so it stands last.
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.mesh import Schedule
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.script import other_optimizer_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.plan import MeshPlan
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.mesh import Schedule
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.training import Sharding
 
 VARIABLE = "TORCHTITAN_FLAGS"
 

@@ -9,10 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.header import header_lines, nearest_policy, recomputed_indices, seq_length_of
+from bexp.explorer.model.lengths import Batching
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.quantization import Quantization
+from bexp.explorer.model.training import LoRASpec, Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import (
     attention_name,
     compute_dtype,
@@ -23,13 +29,7 @@ from bexp.explorer.search.trainer_terms import (
     precision_of,
     sharding_of,
 )
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.lengths import Batching
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.quantization import Quantization
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
-from bexp.explorer.spec.training import LoRASpec, Sharding
+from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
 
 if TYPE_CHECKING:
     pass

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.exports.document import ExportDocument, json_export
 from bexp.explorer.exports.script import length_notes, model_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES
-from bexp.explorer.spec.trainer import HALF_NAMES
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.trainer import HALF_NAMES
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
 """The policies that recompute one layer of every so many."""

@@ -8,7 +8,7 @@ from bexp.explorer.exports import transformers
 from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.script import plain_expert_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.trainer import HALF_NAMES
+from bexp.explorer.trainers.trainer import HALF_NAMES
 
 
 def render(settings: TrainerSettings) -> ExportDocument:

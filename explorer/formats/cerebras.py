@@ -17,7 +17,7 @@ from bexp.explorer.formats.cerebras_trainer import check_callback, check_trainer
 from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.modelzoo import DTYPES, refuse_network
 from bexp.explorer.formats.translation import Section, Translation
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
 MARKS = frozenset(RUN_KEYS[:4])

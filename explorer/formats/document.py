@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from bexp.explorer.formats.yaml_events import EventCheck, RefusedError
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 try:
     from yaml import CSafeLoader as _Base

@@ -12,12 +12,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from bexp.explorer.dimensions.candidate import ON_DEVICE, Recompute
 from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.layers import find_layer_pattern
 from bexp.explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED
 from bexp.explorer.formats.translation import Section, Translation
-from bexp.explorer.spec.candidate import ON_DEVICE, Recompute
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False)} | {
     name: (inner, True) for name, inner in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu"))

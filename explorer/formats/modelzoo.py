@@ -19,7 +19,7 @@ from bexp.explorer.formats.modelzoo_fields import (
 )
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.vision import refuse_vision
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 MARKS = frozenset({"num_heads", "filter_size"})
 """A model section with either of these keys is one of Model Zoo's."""

@@ -10,7 +10,7 @@ from typing import Any
 from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.megatron import translate_arguments
 from bexp.explorer.formats.translation import Section, Translation
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 MARKS = frozenset(
     {

@@ -24,11 +24,11 @@ from bexp.explorer.formats.trainers.reader import FILES, StatedTraining
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.formats.vision import refuse_vision
-from bexp.explorer.spec.explored import HuggingFaceConfig
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import did_you_mean, shortened
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
-from bexp.explorer.spec.trainer import TrainerName
+from bexp.explorer.model.spelling import did_you_mean, shortened
+from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
+from bexp.explorer.request.explored import HuggingFaceConfig
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.trainer import TrainerName
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50

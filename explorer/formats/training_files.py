@@ -18,8 +18,8 @@ from bexp.explorer.formats.training_fields import (
     ZERO_IGNORED,
 )
 from bexp.explorer.formats.translation import Section, Translation, put_dtype
-from bexp.explorer.spec.optimizers import ALIASES, LIBRARY
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.optimizers import ALIASES, LIBRARY
+from bexp.explorer.model.spelling import shortened
 
 KEYS = ("deepspeed", "training_arguments")
 """The fields of a document that hold these files."""

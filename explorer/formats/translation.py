@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bexp.explorer.formats.document import Location, Problem
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 MAX_NAMED_KEYS = 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from bexp.explorer.formats.translation import Section
-from bexp.explorer.spec.target import OWN_TARGET
+from bexp.explorer.model.target import OWN_TARGET
 
 VISION_FIELDS = (
     "vision_config",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import yaml
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 
 class RefusedError(Exception):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.parts import ModelParts
 
 
 class DeviceReport(Frozen):

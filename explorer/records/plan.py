@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.base import Frozen
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

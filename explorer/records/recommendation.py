@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.base import Frozen, is_null
+from bexp.explorer.model.lengths import Batching
+from bexp.explorer.model.quantization import WeightBytes
 from bexp.explorer.records.earlier_runs import ReusedComponents
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.plan import MeshPlan
-from bexp.explorer.spec.base import Frozen, is_null
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.lengths import Batching
-from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.quantization import WeightBytes
 
 CONFIDENT = 90
 """Below this confidence a third digit of a ratio says nothing."""

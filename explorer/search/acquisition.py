@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats, Mask
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Floats, Mask
 from bexp.explorer.search.confidence import Contenders
 from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior

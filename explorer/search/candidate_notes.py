@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost.step import GIB
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.optimizers import ON_HOST_NOTE, PAGED_NOTE
+from bexp.explorer.model.parts import ModelParts
+from bexp.explorer.model.quantization import describe_weights
+from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.optimizers import ON_HOST_NOTE, PAGED_NOTE
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.quantization import describe_weights
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 
 KEEPING_MEMORY = (
     "freed memory stayed with the measured process, as it does with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_="

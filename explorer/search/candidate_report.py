@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.step import StepSeconds
-from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.cost.step import StepSeconds
+from bexp.explorer.cost.token_dropping import dropped_share
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import (
     CORES_ARE_SHARED,
@@ -19,6 +22,7 @@ from bexp.explorer.records.recommendation import (
     RunnerUpCheck,
 )
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_notes import candidate_notes
 from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memory_choices
 from bexp.explorer.search.confidence import confidence_score
@@ -30,10 +34,6 @@ from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
 from bexp.explorer.search.text_figures import new_width_note, text_figures
 from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second, performance
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 """A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""

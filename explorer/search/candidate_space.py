@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 from optuna.trial import Trial as OptunaTrial
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.step import GIB, memory_limit
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
@@ -48,7 +49,6 @@ from bexp.explorer.search.suggestion import Suggestion, split_suggestion
 from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
-from bexp.explorer.spec.candidate import Candidate
 
 
 class CandidateSpace(SearchSpace):

@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Composition, Ints, Mask
-from bexp.explorer.cost_model.request_texts import tokens_per_sequence
+from bexp.explorer.cost.composition import Composition, Ints, Mask
+from bexp.explorer.cost.request_texts import tokens_per_sequence
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.posterior import BestCandidate, Posterior, smallest_position
 from bexp.explorer.search.whole_model_check import (
@@ -17,8 +19,6 @@ from bexp.explorer.search.whole_model_check import (
     expected_peak_bytes,
     expected_tokens_per_second,
 )
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
 
 MEMORY_LOSSES = (0.01, 0.03)
 """Shares of the fastest candidate's tokens/s for which the answer says how much memory can be saved."""

@@ -13,14 +13,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.cost_model.collectives import is_communication_timed
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.collectives import is_communication_timed
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.model.lengths import PACKED
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.parts import LayerPart, ModelParts
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.lengths import PACKED
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import LayerPart, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.request.request import ExplorationRequest
 
 Subject = tuple[ComponentKind, str | None]
 """A kind of component, and the kind of layer that it stands for, if any."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
+from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.model.quantization import WeightBytes, describe_weights
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation, WholeModelCheck
@@ -16,11 +21,6 @@ from bexp.explorer.search.legal_space import LegalSpace
 from bexp.explorer.search.noise_limit import NoiseFigures
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.quantization import WeightBytes, describe_weights
 
 
 def variant_event(model: ExploredModel) -> EventDraft:

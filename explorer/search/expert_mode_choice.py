@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute
-from bexp.explorer.cost_model.mesh_costs import BlockCost, DeviceShare, compose_layer
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS, ExpertMode
-from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.model import LayerKind
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, block_recompute
+from bexp.explorer.cost.mesh_costs import BlockCost, DeviceShare, compose_layer
+from bexp.explorer.cost.mesh_layers import MeshCandidate, MeshDecomposer
+from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS, ExpertMode
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.model import LayerKind
+from bexp.explorer.request.request import ExplorationRequest
 
 PARTS = (2, 4, 8)
 """Parts of the best number of shadowed experts that may be tried as well: copies of fewer experts take less memory."""

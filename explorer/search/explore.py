@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_space import CandidateSpace
 from bexp.explorer.search.event_messages import (
     adapted_experts_event,
@@ -28,8 +30,6 @@ from bexp.explorer.search.pruned_space import PruneSpace, prune_space
 from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 def explore(

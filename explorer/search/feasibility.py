@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component
-from bexp.explorer.cost_model.composition import Composition, Floats, Mask
+from bexp.explorer.cost.components import BlockRecompute, Component
+from bexp.explorer.cost.composition import Composition, Floats, Mask
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome
-from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.observations import ObservationLog
 
 BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})

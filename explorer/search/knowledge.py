@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
@@ -13,7 +14,6 @@ from bexp.explorer.search.earlier_check import ComponentReuse, EarlierCheck
 from bexp.explorer.search.feasibility import Failures
 from bexp.explorer.search.preparing import PreparingSeconds
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.observations import ObservationLog, age_run
 from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
 

@@ -8,15 +8,15 @@ from enum import Enum
 from itertools import product
 from typing import Any, TypeVar
 
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate, Recompute, refuse_number
+from bexp.explorer.dimensions.context_parallel import Sharing
+from bexp.explorer.dimensions.execution import WAITING_EXPERTS, Execution, Kernels
+from bexp.explorer.dimensions.options import is_flash
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import find_missing
-from bexp.explorer.spec.candidate import DIMENSIONS, Candidate, Recompute, refuse_number
-from bexp.explorer.spec.context_parallel import Sharing
-from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.options import is_flash
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
 
 Point = TypeVar("Point")
 

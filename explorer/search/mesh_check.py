@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable
 from statistics import fmean
 
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate
-from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.cost.mesh_layers import MeshCandidate
+from bexp.explorer.cost.mesh_step import MeshStep
+from bexp.explorer.dimensions.mesh import Mesh, MeshRun
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.mesh_knowledge import LEAST_ERROR, MeshKnowledge
 from bexp.explorer.search.mesh_posterior import COMPOSITION_ERROR, Expected
 from bexp.explorer.search.whole_models import REFUTING
-from bexp.explorer.spec.mesh import Mesh, MeshRun
 
 MOST_RUN = 6
 """The most whole models of an exploration."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.mesh_layers import MeshCandidate
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
-from bexp.explorer.spec.amounts import bytes_text
 
 GIGA = 1e9
 

@@ -10,24 +10,24 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.mesh_costs import BlockCost, TogetherCost
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
-from bexp.explorer.cost_model.mesh_step import MeshComposer, MeshStep
-from bexp.explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
-from bexp.explorer.cost_model.step import memory_limit, required_bytes
-from bexp.explorer.cost_model.transfers import Transfers, transfer_components
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.mesh_costs import BlockCost, TogetherCost
+from bexp.explorer.cost.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
+from bexp.explorer.cost.mesh_step import MeshComposer, MeshStep
+from bexp.explorer.cost.shard_costs import predict_shard_bytes, predict_shard_seconds
+from bexp.explorer.cost.step import memory_limit, required_bytes
+from bexp.explorer.cost.transfers import Transfers, transfer_components
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate, Recompute
+from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
 from bexp.explorer.records.recommendation import beside_whole
+from bexp.explorer.request.legal_meshes import legal_meshes
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
 from bexp.explorer.search.legal_space import dimension_values, expressible, usable_attention, usable_backends
 from bexp.explorer.search.mesh_posterior import Expected
-from bexp.explorer.spec.candidate import DIMENSIONS, Candidate, Recompute
-from bexp.explorer.spec.legal_meshes import legal_meshes
-from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
-from bexp.explorer.spec.request import ExplorationRequest
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""

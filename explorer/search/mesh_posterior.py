@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.mesh_step import MeshStep
 
 NUM_SAMPLES = 512
 EXCHANGE_ERROR = 0.05

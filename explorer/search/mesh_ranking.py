@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate
-from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.cost.mesh_layers import MeshCandidate
+from bexp.explorer.cost.mesh_step import MeshStep
+from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.search.confidence import confidences
 from bexp.explorer.search.mesh_check import MeshChecks
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
 from bexp.explorer.search.mesh_posterior import sample_throughput
-from bexp.explorer.spec.expert_modes import ExpertMode
 
 MOST_SCREENED = 4000
 """The most candidates that are ranked in one stage; of larger spaces, meshes are ranked first."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.cost.step import GIB, memory_limit
+from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.options import divisors, named_sizes
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.mesh_knowledge import POLICIES, MeshKnowledge
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.options import divisors, named_sizes
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 
 MOST_DEVICES = 4096
 SIZES = ("tensor", "pipeline", "expert")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.mesh_layers import MeshCandidate
+from bexp.explorer.dimensions.mesh import MeshRun
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
@@ -26,7 +27,6 @@ from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.spec.mesh import MeshRun
 
 SCREENINGS = 3
 """How often the whole space is ranked anew, each time with what has been measured until then."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import ReportedRun, RunReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 FURTHEST_OFF = 1.25
 """A run that is faster or slower than composed by more than this factor was not limited by what is composed.

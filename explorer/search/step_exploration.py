@@ -6,24 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.step import memory_limit, required_bytes, static_parts
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.step import memory_limit, required_bytes, static_parts
+from bexp.explorer.dimensions.options import MAX_MICRO_BATCH_SIZE, Budget
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ExploredModel, ModelParts, Part
+from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
+from bexp.explorer.model.training import OptimizerSpec, TrainingSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, SizeResult
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.search.step_timings import StepTimings, mean_and_error
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.options import MAX_MICRO_BATCH_SIZE, Budget
-from bexp.explorer.spec.parts import ExploredModel, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
-from bexp.explorer.spec.training import OptimizerSpec, TrainingSpec
 
 MAX_SIZES = 64
 PASSES = 3

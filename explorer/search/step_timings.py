@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats
+from bexp.explorer.cost.composition import Floats
 from bexp.explorer.search.confidence import confidences
 from bexp.explorer.surrogate.hyperparameters import LOG_STD, RUN_GRID, RUN_MEDIAN
 

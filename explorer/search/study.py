@@ -19,10 +19,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna.trial import Trial as OptunaTrial
 
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import DIMENSIONS, Candidate
 
 TRIAL_NUMBER = "trial"
 """User attribute: the number of the trial in its job; a study counts only the trials of its variant."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.request_texts import text_batches, tokens_per_sequence
-from bexp.explorer.cost_model.text_batches import TextBatches
+from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence
+from bexp.explorer.cost.text_batches import TextBatches
 from bexp.explorer.records.recommendation import TextFigures
 from bexp.explorer.search.posterior import Posterior
 

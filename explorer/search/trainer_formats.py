@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import attention_name, find_missing, has_other_rows
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import TRAINERS, Trainer
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.trainers.trainer import TRAINERS, Trainer
 
 
 def formats_for(recommendation: Recommendation, request: ExplorationRequest | None = None) -> list[str]:

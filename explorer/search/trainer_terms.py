@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
+from bexp.explorer.cost.part_costs import LOSSES_WITHOUT_LOGITS
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.model.model import DType, LayerKind
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
+from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.model import DType, LayerKind
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
-from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
-from bexp.explorer.spec.training import Precision, Sharding
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
 
 
 def attention_name(candidate: Candidate, report: DeviceReport | None) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome, judge
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.search_space import SearchSpace, StepFigures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck
@@ -18,7 +19,6 @@ from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.whole_model_check import check_whole_model, compare_whole_run
-from bexp.explorer.spec.candidate import Candidate
 
 ATTEMPTS = 14
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""

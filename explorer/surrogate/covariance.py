@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.back_end import BackEnd
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Floats
+from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Floats
 
 KIND_STD = 0.7
 BACKEND_STD = 0.35

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.trainer_answers import answer_for_trainer, exports_of_table, for_trainer
 from benchmarks.unseen.truth import draw_truth
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
 
 SEED = 8000001
 TABLES = Path(__file__).parents[2] / "benchmarks" / "results" / "tables"

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from bexp.api.cli import app
+from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.plan import MeshPlan, PipelinePicture
-from bexp.explorer.spec.amounts import bytes_text
-from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service

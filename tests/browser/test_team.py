@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.options import Budget
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.options import Budget
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
 from tests.browser.views import CONTRAST, ENTER, count, log_in

@@ -32,11 +32,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bexp.explorer.dimensions.options import BTASpec, Budget
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.options import BTASpec, Budget
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import Job, JobState, get_job, get_summary
 from bexp.storage.queue import Queue

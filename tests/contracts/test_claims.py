@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
+from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode
-from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job

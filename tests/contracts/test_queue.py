@@ -14,7 +14,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobNotFoundError, JobState, get_job

@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage import schema
 from bexp.storage.database import Database
 from bexp.storage.events import read_events

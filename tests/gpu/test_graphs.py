@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import bexp
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.graphs.graphed_loss import GraphedLoss
 from bexp.transformers.graph import graphed
 from bexp.transformers.set_up import set_up

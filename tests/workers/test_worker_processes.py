@@ -16,11 +16,11 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
+from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.options import BTASpec, Budget
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.options import BTASpec, Budget
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 MOST_SHOWN = 120
 """Characters of a command line."""

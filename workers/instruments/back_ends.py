@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.model import ModelSpec
 from bexp.kernels.attention import attention_support, default_attention_backend
 from bexp.kernels.context_parallel.attention import context_parallel_reason
 from bexp.kernels.experts.registry import default_expert_backend, expert_support

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.model.model import DType, ModelSpec
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 
 _TORCH_DTYPES = {

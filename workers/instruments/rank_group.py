@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.trial import TrialTask
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.measure.timing import Reducer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError

@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import suppress
 
-from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.storage.database import DATABASE_TROUBLE
 from bexp.storage.jobs import JobNotFoundError, JobState, get_summary
 from bexp.storage.matching import OWN_WORKER, OWN_WORKER_TERM

@@ -14,8 +14,8 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.storage.database import DATABASE_TROUBLE, Database, describe_trouble
 from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim

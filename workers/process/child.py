@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from bexp.child_process import module_command, safe_environment
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import REPLIES, Hello, Open, Reply, encode
 
 TAIL_LINES = 200

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Protocol
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trial_executor import TrialExecutor
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 class ProfilerError(Exception):

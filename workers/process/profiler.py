@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks, lock_folder
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
 class Open(Frozen):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained, name_ended
 from bexp.workers.process.protocol import ComponentMeasured, ComponentStarted, RankLost, Reply, RunTrial, TrialFinished

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 import pynvml
 import torch
 
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType
 from bexp.measure import host_limits as host
 from bexp.measure.host_time import HostMark
 from bexp.workers.instruments.device_instruments import clear_workspaces

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import COMMANDS, Command, encode
 
 PR_SET_PDEATHSIG = 1

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import shard_of
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.shards import shard_of
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.compilation import missing_compiler
 from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
 from bexp.workers.instruments.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
 

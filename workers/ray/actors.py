@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import BEGIN_TRIES
 from bexp.workers.ray.cluster import ActorHandle, Cluster, describe_error

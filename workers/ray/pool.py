@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import DevicePool, ProfilerError, ProfilerInterruptedError
 from bexp.workers.ray.actor import OpenProfiler, open_profiler
 from bexp.workers.ray.actors import TICK_SECONDS, Actors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
+from bexp.explorer.model.target import BEXP
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.waiting import list_waiting_ids, read_requests
 from bexp.workers.replay.profiler import mismatch

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Measurement,
@@ -18,7 +19,6 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, WholeModelRow
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from bexp.explorer.cost_model.collectives import is_communication_timed
+from bexp.explorer.cost.collectives import is_communication_timed
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 from bexp.storage.workers import REPLAYED
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
 from bexp.workers.replay.device import RecordedDevice, VirtualClock

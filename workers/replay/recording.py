@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import rule_of
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from bexp.explorer.spec.base import rule_of
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow
 
 

@@ -19,7 +19,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentFigures,
@@ -30,9 +32,7 @@ from bexp.explorer.records.measurement import (
     Seconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 FORMAT = "bexp-recording"
 VERSION: Literal[1] = 1

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
+from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.timing import collector_off
 from bexp.targets.registry import installed_targets, registered_targets
 from bexp.workers.instruments.device_instruments import Instruments

@@ -9,14 +9,14 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.passes import MeteredPasses, Passes
 from bexp.measure.timestamps import Mark
 from bexp.workers.instruments.phases import PhaseClock

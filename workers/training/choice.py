@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess
 from bexp.workers.training.replicated import Replicated, ReplicatedMain
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
 from bexp.workers.training.data_parallel import Step, Stepped, spread_parameters
 
 

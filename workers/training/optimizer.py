@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.training import OptimizerSpec
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import OptimizerSpec
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 BUCKET_BYTES = 256 << 20

@@ -18,9 +18,9 @@ from bexp.explorer.formats.trainers.torchtune import TORCHTUNE
 from bexp.explorer.formats.trainers.trainer_file import EXPLORED, QLORA, Formats, Setting, TrainerFile
 from bexp.explorer.formats.trainers.trl import TRL
 from bexp.explorer.formats.translation import MAX_NAMED_KEYS, Translation, is_unset, put_dtype
-from bexp.explorer.spec.lengths import EPOCH_TEXTS
-from bexp.explorer.spec.spelling import shortened
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.model.lengths import EPOCH_TEXTS
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
 
 FILES: Mapping[str, TrainerFile] = {
     TrainerName.AXOLOTL: AXOLOTL,

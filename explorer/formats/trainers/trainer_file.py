@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 Read = Callable[[Any], Any]
 """Returns what a value sets, or None if it sets nothing. Raises ValueError with the reason if it is not measured."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import (
@@ -18,8 +19,7 @@ from bexp.explorer.records.recommendation import (
     VariantAnswer,
     WholeModelCheck,
 )
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 GIB = 1 << 30
 

@@ -12,9 +12,9 @@ import pytest
 
 import bexp as python
 from bexp.api.stored import StoredExplorations
+from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.event import EventCode, recommendation_event, render_message
 from bexp.explorer.records.recommendation import Alternative, DividingCandidate, MemoryChoice, Recommendation
-from bexp.explorer.spec.amounts import bytes_text, rate_text
 from bexp.storage.queue import Queue
 from tests.api.cli.conftest import Run
 from tests.api.cli.explored import TABLES, explored, replayed

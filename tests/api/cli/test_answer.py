@@ -8,6 +8,9 @@ from bexp.api.cli.results import usage_rows
 from bexp.client.explorations import Exploration
 from bexp.explorer.answers.answer import render_answer, render_recommendation
 from bexp.explorer.answers.summary import render_summary
+from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.model.amounts import bytes_text
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
@@ -20,12 +23,9 @@ from bexp.explorer.records.recommendation import (
     TextFigures,
     VariantAnswer,
 )
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures
-from bexp.explorer.spec.amounts import bytes_text
-from bexp.explorer.spec.mesh import Mesh, Schedule
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, alternative, job_document
 
 

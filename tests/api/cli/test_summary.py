@@ -10,6 +10,8 @@ from bexp.api.examples import RUN_REPORT
 from bexp.explorer.answers.answer import render_answer
 from bexp.explorer.answers.runs import render_run_report
 from bexp.explorer.answers.summary import render_summary
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.recommendation import (
     CORES_ARE_SHARED,
     NOISE_ENDS_SEARCH,
@@ -19,9 +21,7 @@ from bexp.explorer.records.recommendation import (
     WholeModelCheck,
 )
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import OWN_ATTENTION
+from bexp.explorer.request.request import ExplorationRequest
 from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
 
 

@@ -15,10 +15,10 @@ from bexp.api.cli.errors import CommandError
 from bexp.api.cli.exported_into import check_into, exported_into
 from bexp.api.cli.files import read_document
 from bexp.api.cli.options import build_request
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
 from bexp.explorer.exports.registry import export
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import TINY
 from tests.explorer.exports.samples import candidate, exploration

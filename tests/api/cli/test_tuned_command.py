@@ -13,8 +13,8 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer, _best, check_writable
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.recommendation import DividingCandidate
-from bexp.explorer.spec.candidate import Candidate
 from bexp.tune.placeholders import APPLY
 from tests.contracts.samples import make_recommendation
 

@@ -18,9 +18,9 @@ from bexp.api.cli.worst_batch import (
     fitting_size,
     share_longer,
 )
+from bexp.explorer.model.parts import EvaluationBatch, ProcessSpread, SampleLengths
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.spec.parts import EvaluationBatch, ProcessSpread, SampleLengths
 from bexp.tune.lengths import Lengths
 from bexp.tune.micro_batches import MicroBatches
 from tests.explorer.exports.samples import PARTS, candidate

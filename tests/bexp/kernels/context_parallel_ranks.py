@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS
 from bexp.workers.targets.reference.rotary import Rotary

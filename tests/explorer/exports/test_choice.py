@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
 from bexp.explorer.exports.choice import Choice, choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.history import TrialHistory
@@ -20,9 +22,7 @@ from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.trainer_formats import formats_for
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import (
     LOGIT_BYTES,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.exports.document import OF_THE_CODE, ExportDocument
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.exports.samples import SHARDED, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import simulated
 

@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 from torch import nn
 
+from bexp.explorer.dimensions.candidate import Recompute, recomputed_layers
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.registry import export
-from bexp.explorer.spec.candidate import Recompute, recomputed_layers
 from bexp.transformers.recompute import chosen_layers
 from bexp.transformers.settings import Settings
 from tests.explorer.exports.samples import SHARDED, candidate, exploration

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.mesh import Mesh, Schedule
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.registry import FORMATS, export
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.plan import MeshPlan, PlainMesh
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_formats import formats_for
-from bexp.explorer.spec.mesh import Mesh, Schedule
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 from tests.contracts.samples import make_report
 from tests.explorer.exports.samples import candidate, recommendation
 from tests.explorer.exports.test_formats import flags

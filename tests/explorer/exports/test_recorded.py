@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay.ground_truth import GroundTruth
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
 from bexp.explorer.exports.choice import choose
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
 from bexp.workers.replay.device import VirtualClock
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "results" / "tables"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.exports.trainer_memory import unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
 from tests.explorer.exports.samples import PARTS, candidate, exploration, own_exploration
 
 NUMBER, SHELL = 1000, 300

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.formats import megatron_flags
 from bexp.explorer.formats import nemo as nemo_format
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
 
 FLAGS = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 256

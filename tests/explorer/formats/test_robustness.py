@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.formats.document import FormatError, Location, load_document
 from bexp.explorer.formats.families import FAMILIES
 from bexp.explorer.formats.request import parse_request

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.model.parts import Float8Layers
 from bexp.explorer.search.candidate_notes import candidate_notes
-from bexp.explorer.spec.parts import Float8Layers
-from tests.explorer.cost_model.described import candidate, device, request
+from tests.explorer.cost.described import candidate, device, request
 
 OWN = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.step import combine_seconds
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.recommendation import Alternative, Recommendation, RunnerUpCheck
@@ -21,8 +23,6 @@ from bexp.explorer.search.candidate_report import (
 from bexp.explorer.search.choices import accumulate
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport
 from tests.explorer.search.small import (
     REPORT,
     candidate,

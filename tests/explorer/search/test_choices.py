@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.recommendation import DividingCandidate
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.choices import (
@@ -21,7 +22,6 @@ from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
-from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, request, run
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 from tests.explorer.simulator import SimulatedDevice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.composition import Composition
 from tests.explorer.data_parallel import candidate, communicates_in, request, run
 from tests.explorer.simulator import SimulatedDevice
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
 from bexp.explorer.records.recommendation import Recommendation

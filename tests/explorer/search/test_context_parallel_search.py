@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.context_parallel import LAYOUTS
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.feasibility import at_least
-from bexp.explorer.spec.context_parallel import LAYOUTS
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned
 from tests.explorer.long_sequences import MODEL, request
 from tests.explorer.simulator import SimulatedDevice, report

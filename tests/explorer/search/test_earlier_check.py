@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.event import EventCode, EventDraft, Progress

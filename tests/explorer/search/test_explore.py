@@ -7,13 +7,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.required_memory import required_table
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate, Recompute
 from tests.explorer.explorations import MODEL, answer_of, explored, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

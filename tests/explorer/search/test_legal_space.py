@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.model import Variant
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import (
     EmptySpaceError,
@@ -16,11 +20,7 @@ from bexp.explorer.search.legal_space import (
     enumerate_candidates,
     explored_models,
 )
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.model import Variant
-from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.cost_model import described, tiny
+from tests.explorer.cost import described, tiny
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

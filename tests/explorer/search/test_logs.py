@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import request as experts_request
 from tests.explorer.search import test_mesh_answers, test_meshes
 from tests.explorer.search.small import MODEL, REPORT

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import open_candidates
 from bexp.explorer.search.loop import SearchLoop
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned, trials_of
 from tests.explorer.search.small import candidate, context, small_request, small_space
 from tests.explorer.simulator import SimulatedDevice

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.pipeline import StageCosts, simulate_pipeline
+from bexp.explorer.cost.pipeline import StageCosts, simulate_pipeline
+from bexp.explorer.dimensions.mesh import Schedule
 from bexp.explorer.search import mesh_report
-from bexp.explorer.spec.mesh import Schedule
 
 
 def test_a_picture_of_many_ranks_shows_some_of_them() -> None:

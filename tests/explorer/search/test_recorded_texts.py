@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.measurement import Outcome, SizeResult
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_report import largest_untiled
 from bexp.explorer.search.component_subjects import component_subjects
 from bexp.explorer.search.explore import explore
@@ -17,9 +19,7 @@ from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidat
 from bexp.explorer.search.mesh_relaxations import find_mesh_relaxations
 from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.step_exploration import StepDescription, _report, _request, search_step
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.cost_model import described
+from tests.explorer.cost import described
 from tests.explorer.explorations import MODEL as EXPERTS
 from tests.explorer.search.small import MODEL, small_state
 from tests.explorer.search.test_component_subjects import CONFIG

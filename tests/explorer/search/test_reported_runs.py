@@ -7,8 +7,8 @@ import pytest
 
 from bexp.explorer.records.recommendation import DividingCandidate
 from bexp.explorer.records.run_report import ReportedRun, RunReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.reported_runs import is_same_training, peak_factor, summarize_reports
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import MODEL, REPORT, candidate, recommendation, small_request
 
 HARDWARE = REPORT.hardware

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.epochs import cut_epochs, fill, grouped_epoch, pack
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.step import memory_limit, required_bytes
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.epochs import cut_epochs, fill, grouped_epoch, pack
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.step import memory_limit, required_bytes
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.lengths import compact_histogram
+from bexp.explorer.model.parts import LayerPart, ModelParts, Part
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
@@ -25,13 +28,10 @@ from bexp.explorer.records.measurement import (
 )
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.lengths import compact_histogram
-from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.profiler.trials.component import compose_batches
 from tests.explorer.simulator import report
 

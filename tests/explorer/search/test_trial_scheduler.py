@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.acquisition import suggest_measurement

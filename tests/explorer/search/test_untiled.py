@@ -10,11 +10,11 @@ from bexp.explorer.answers.choices import tiling_text
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_report import best_untiled
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.loop import MOST_COMPARISONS
 from bexp.explorer.search.whole_models import next_comparison
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import REPORT, candidate, know, small_request, small_space, small_state
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
@@ -18,7 +19,6 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, WholeModels
-from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, candidate, know, small_state, trial
 from tests.explorer.search.small import whole as measured_whole

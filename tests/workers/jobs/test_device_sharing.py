@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue

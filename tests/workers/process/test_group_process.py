@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from bexp.child_process import PACKAGES_FOLDER, module_command
+from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
+from bexp.explorer.dimensions.options import BTASpec, Budget
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.context_parallel import ContextParallelSpec
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.options import BTASpec, Budget
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job

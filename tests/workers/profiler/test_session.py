@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.shards import SPREAD_EXPERTS
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.training import Sharding
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.probe import failure_of
 from bexp.workers.instruments import phases

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
 from bexp.workers.process.protocol import (
     Begin,
     Command,

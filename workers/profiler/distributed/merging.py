@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, WholeModelMeasurement
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.workers.process.protocol import TrialFinished
 
 M = TypeVar("M", ComponentMeasurement, WholeModelMeasurement)

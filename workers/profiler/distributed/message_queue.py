@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import COMMANDS, REPLIES, Command, Reply
 
 _HOST = "127.0.0.1"

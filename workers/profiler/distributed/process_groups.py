@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.trial import TrialTask
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.devices.discovery import open_gpu
 from bexp.workers.instruments.device_instruments import freeze_imports
 from bexp.workers.instruments.device_monitor import DeviceMonitor

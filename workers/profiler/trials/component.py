@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatch, TextBatches
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatch, TextBatches
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import BatchFigures, ComponentMeasurement
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import Passes
 from bexp.workers.instruments.device_instruments import Instruments

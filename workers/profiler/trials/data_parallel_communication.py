@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.collectives import BUCKET_BYTES, CommunicationUnits, Unit, buffered_dtype
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.collectives import BUCKET_BYTES, CommunicationUnits, Unit, buffered_dtype
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.timestamps import mark_of
 from bexp.measure.timing import Timing, collector_paused
 from bexp.workers.instruments.device_instruments import Instruments

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import Component, ExchangeSpec, Operation
+from bexp.explorer.cost.components import Component, ExchangeSpec, Operation
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock

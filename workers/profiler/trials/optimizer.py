@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import math
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments

@@ -13,16 +13,16 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatches
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatches
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import MeshRun
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import WholeModelMeasurement
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import MeshRun
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timestamps import Mark
 from bexp.measure.timing import collector_paused, standard_error

@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.spelling import shortened
 from bexp.tune.environment import temporary_folder
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
 from bexp.tune.placeholders import APPLY

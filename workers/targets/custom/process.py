@@ -16,8 +16,8 @@ from typing import IO, Any
 import psutil
 
 from bexp.child_process import module_command, safe_environment
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.spelling import shortened
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.step import memory_limit, static_parts
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.step import memory_limit, static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import MAX_SETTINGS, ModelParts, Part
+from bexp.explorer.model.target import OWN_ATTENTION
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import OWN_ATTENTION
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.tune.placeholders import describe_choice
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.recomputation import recomputed

@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import BlockRecompute
+from bexp.explorer.cost.components import BlockRecompute
 from bexp.kernels.recomputation import recomputed
 from bexp.kernels.selective_recompute import selective_recompute
 from bexp.kernels.tiling import tiled

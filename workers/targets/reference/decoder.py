@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind, block_recompute
-from bexp.explorer.spec.candidate import Candidate, recomputed_layers
-from bexp.explorer.spec.model import LayerKind, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind, block_recompute
+from bexp.explorer.dimensions.candidate import Candidate, recomputed_layers
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.recomputation import recomputed, recomputed_group
 from bexp.workers.targets.reference.attention_block import AttentionBlock

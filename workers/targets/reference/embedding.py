@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.targets.reference.compilation import compiled
 from bexp.workers.targets.reference.weights import Weights
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.shards import SPREAD_EXPERTS
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.attention_block import AttentionBlock

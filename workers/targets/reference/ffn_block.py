@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.selective_recompute import recomputable
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.mlp import MLP

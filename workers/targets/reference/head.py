@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.training import LossSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.training import LossSpec
 from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
 from bexp.workers.targets.reference.compilation import compiled
 from bexp.workers.targets.reference.norm import build_norm

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.shards import spread_expert_model
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import MeshRun, Schedule
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.shards import spread_expert_model
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import MeshRun, Schedule
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.workers.instruments.device_instruments import Instruments
@@ -37,7 +37,7 @@ from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 class MeshTrainingRun:
     """This rank's stages of a model, with their optimizer and the micro-batches of a step.
 
-    Ranks are numbered as `bexp.explorer.cost_model.transfers` says. Replicas have equal parameters and different
+    Ranks are numbered as `bexp.explorer.cost.transfers` says. Replicas have equal parameters and different
     data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
     """
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.experts.capacity import ExpertsWithCapacity
 from bexp.kernels.experts.expert_backend import ExpertFFN
 from bexp.kernels.experts.registry import expert_backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.targets.reference.weights import Weights
 
 EPSILON = 1e-6

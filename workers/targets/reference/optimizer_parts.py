@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.model import LayerKind, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.factory import build_block

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 _BASE = 10_000.0

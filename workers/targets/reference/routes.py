@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.routes import draw_batch_routes
-from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.routes import draw_batch_routes
+from bexp.explorer.model.routing import RoutingSpec
 
 
 def device_routes(model: ModelSpec, routing: RoutingSpec, num_tokens: int, seed: int, device: torch.device) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.experts import ExpertParallel
 from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
 from bexp.kernels.experts.registry import expert_backend

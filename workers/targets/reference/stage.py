@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import tensor_shard
-from bexp.explorer.spec.candidate import Candidate, recomputed_layers
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.shards import tensor_shard
+from bexp.explorer.dimensions.candidate import Candidate, recomputed_layers
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.decoder import (
     DecoderLayer,

@@ -8,16 +8,16 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.collectives import CommunicationUnits
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.collectives import CommunicationUnits
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.passes import ModulePasses

@@ -7,9 +7,9 @@ import time
 import torch
 from torch import Tensor
 
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.graphs.graphed_loss import GraphedLoss
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.workers.instruments.device_instruments import Instruments

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 _STANDARD_DEVIATION = 0.02  # as GPT-2 and its successors draw theirs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bexp.explorer.spec.training import LoRASpec, lora_arguments
+from bexp.explorer.model.training import LoRASpec, lora_arguments
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 
 _SPECIAL = re.compile(r".*(token_id|token_index|_index)")
 _IGNORED_LABEL = -100

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.expert_inputs import ExpertInputs

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from bexp.explorer.spec.base import RuleError
-from bexp.explorer.spec.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
-from bexp.explorer.spec.spelling import did_you_mean, shortened
-from bexp.explorer.spec.target import OWN_TARGET
+from bexp.explorer.model.base import RuleError
+from bexp.explorer.model.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
+from bexp.explorer.model.spelling import did_you_mean, shortened
+from bexp.explorer.model.target import OWN_TARGET
 from bexp.transformers.layers import config_depth
 
 MINIMUM_VERSION = (5, 0)

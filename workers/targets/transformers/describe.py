@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ModelParts
+from bexp.explorer.model.target import TRANSFORMERS
 from bexp.workers.targets.transformers.parts import num_bytes
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states
 from bexp.workers.targets.transformers.trees import map_tensors, tensors_of

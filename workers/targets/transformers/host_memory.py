@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.part_costs import part_of
-from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.part_costs import part_of
+from bexp.explorer.cost.step import GIB
+from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.measure import host_limits
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.transformers.passes import LayerPasses

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.transformers.settings import ON_HOST, Float8, Loss, Settings
 
 BY_OPERATION = {

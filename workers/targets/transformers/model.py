@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.spec.quantization import Quantization
-from bexp.explorer.spec.training import Precision
+from bexp.explorer.model.quantization import Quantization
+from bexp.explorer.model.training import Precision
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 from bexp.workers.targets.transformers.quantized import quantize
 

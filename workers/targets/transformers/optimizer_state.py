@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.parts import ModelParts
+from bexp.explorer.model.spelling import shortened
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import OptimizerPart
 from bexp.workers.targets.transformers.host_memory import full_host

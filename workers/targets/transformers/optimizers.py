@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.optimizers import BITSANDBYTES, LIBRARY, TORCHAO
+from bexp.explorer.model.optimizers import BITSANDBYTES, LIBRARY, TORCHAO
 from bexp.transformers.offload import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings

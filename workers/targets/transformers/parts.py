@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.parts import LayerPart, Part
+from bexp.explorer.model.parts import LayerPart, Part
 from bexp.transformers.experts import expert_modules
 
 _LINEAR_MIXER = re.compile(r".*(Linear|Lightning|Mamba|DeltaNet|ShortConv|Retention|Rwkv|LSTM|Recurrent).*")

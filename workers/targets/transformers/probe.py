@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatch
-from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
-from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
-from bexp.explorer.spec.lengths import PACKED
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.execution import WAITING_EXPERTS, Kernels
+from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
+from bexp.explorer.model.lengths import PACKED
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.graphs.recorder import CudaRecorder
 from bexp.graphs.training_state import TrainingState
 from bexp.out_of_memory import is_out_of_memory

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bexp.explorer.spec.optimizers import BITSANDBYTES
-from bexp.explorer.spec.quantization import Quantization
+from bexp.explorer.model.optimizers import BITSANDBYTES
+from bexp.explorer.model.quantization import Quantization
 from bexp.out_of_memory import is_out_of_memory
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 from bexp.workers.targets.transformers.optimizers import EXTRAS

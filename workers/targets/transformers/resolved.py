@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.formats.model_types import reserved_positions
-from bexp.explorer.spec.parts import LayerPart, Part
+from bexp.explorer.model.parts import LayerPart, Part
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.transformers.settings import SettingsError
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.comparison import DifferenceError

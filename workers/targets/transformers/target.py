@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.lengths import PACKED
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.routing import RoutingSpec
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.lengths import PACKED
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.routing import RoutingSpec
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import ON_HOST, Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments

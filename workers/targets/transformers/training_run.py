@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.optimizers import LIBRARY, OptimizerName
-from bexp.explorer.spec.training import OptimizerSpec
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.optimizers import LIBRARY, OptimizerName
+from bexp.explorer.model.training import OptimizerSpec
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.transformers.graph import graphed
 from bexp.workers.targets.transformers.model import BuildSettings

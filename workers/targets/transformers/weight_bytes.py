@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from bexp.explorer.spec.quantization import Quantization, WeightBytes, WeightKind
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.quantization import Quantization, WeightBytes, WeightKind
+from bexp.explorer.model.spelling import shortened
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.layers import token_mixers

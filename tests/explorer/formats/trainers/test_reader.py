@@ -11,8 +11,8 @@ from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.formats.trainers.reader import FILES as KNOWN
 from bexp.explorer.formats.trainers.reader import base_model, find_trainer
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.formats.trainers.samples import FILES, beside_its_model
 
 

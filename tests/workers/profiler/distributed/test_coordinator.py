@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Conditions,
@@ -18,8 +20,6 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.workers.process.protocol import (
     Command,
     ComponentMeasured,

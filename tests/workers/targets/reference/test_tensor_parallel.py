@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
-from bexp.explorer.cost_model.mesh_state import HeldParameters
-from bexp.explorer.cost_model.shards import shard_of, spread_expert_model
-from bexp.explorer.cost_model.transfers import Transfers
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import LossSpec
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.mesh_layers import MeshCandidate, MeshDecomposer
+from bexp.explorer.cost.mesh_state import HeldParameters
+from bexp.explorer.cost.shards import shard_of, spread_expert_model
+from bexp.explorer.cost.transfers import Transfers
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.model import DType, LayerKind, ModelSpec, MoESpec
+from bexp.explorer.model.training import LossSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.cost_model.composition import decomposer_of
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.composition import decomposer_of
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.training import Sharding
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups

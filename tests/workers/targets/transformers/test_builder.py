@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve

@@ -11,11 +11,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Kernels
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.describe import describe_parts

@@ -1,0 +1,337 @@
+"""A request: the model, what may vary, and how long the exploration may take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
+from bexp.explorer.dimensions.candidate import Candidate, Policy
+from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
+from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.mesh import ParallelismSpec
+from bexp.explorer.dimensions.options import (
+    WEIGHING_BATCH_SIZE,
+    BackendName,
+    BTASpec,
+    Budget,
+    Count,
+    MicroBatch,
+    MicroBatchChoice,
+)
+from bexp.explorer.model.base import Frozen, is_false, is_null
+from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
+from bexp.explorer.model.lengths import Batching, Lengths
+from bexp.explorer.model.model import CapacityFactor, ModelSpec
+from bexp.explorer.model.quantization import Quantization, QuantizationName, quantization_of
+from bexp.explorer.model.routing import RoutingSpec
+from bexp.explorer.model.target import LOCAL, TRANSFORMERS, TargetName
+from bexp.explorer.model.training import Sharding, TrainingSpec
+from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
+from bexp.explorer.request.labels import Labels
+from bexp.explorer.request.request_rules import MESH_RULES, RULES
+from bexp.explorer.request.requested_devices import RequestedDevices
+from bexp.explorer.request.requested_space import RequestedSpace
+from bexp.explorer.request.shorthands import expand_shorthands
+from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
+
+Loss = Literal["library", "chunked", "liger"]
+"""How the loss of a model's own code may be computed."""
+MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
+MAX_POLICIES = 32
+
+
+class ExplorationRequest(Frozen):
+    """An exploration to run.
+
+    A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
+    explored where the request asks for it. `batch_size` is the effective batch over all devices. It weighs the
+    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it. With `auto` or one size, micro-batches
+    divide what a group of devices gets of it; `explore`, a range and a list are independent of it.
+
+    The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
+    micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
+    the effective batch is micro-batch x accumulation steps x groups.
+
+    `model` describes the model of target `bexp`, `hf_config` that of target `transformers`. A target that a worker has
+    registered may take either, or neither.
+    """
+
+    target: TargetName | None = Field(
+        None,
+        description="The code whose training step is measured: `bexp` (reference layers), `transformers`, or a name "
+        "that a worker has registered. Null: `transformers` for `hf_config`, else `bexp`.",
+    )
+    model: ModelSpec | None = None
+    hf_config: dict[str, Any] | None = Field(
+        None, description="A Hugging Face config.json as it came, for target `transformers`; at most 256 KiB."
+    )
+    hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
+        None, description="Tokens a sequence in training, for `hf_config`."
+    )
+    lengths: Lengths | None = Field(
+        None,
+        description="How long texts are, for `hf_config`, which cuts them at hf_seq_length: a histogram, or "
+        "`lognormal(mean, sigma)`. Null: every sequence is full.",
+        exclude_if=is_null,
+    )
+    batching: Batching | None = Field(
+        None,
+        description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or "
+        "`packed` into full sequences, with attention within each text, or `token_budget`: as many whole texts in one "
+        "row as micro_batch_size full sequences have tokens. Null: `padded`.",
+        exclude_if=is_null,
+    )
+    quantization: QuantizationName | None = Field(
+        None,
+        description="Weights of `hf_config` in four or eight bits, as transformers loads them with bitsandbytes; "
+        "`bnb_4bit` is QLoRA's NF4 with quantised scales. `none`: plain weights, whatever the config.json says. Null: "
+        "as its `quantization_config` says.",
+        exclude_if=is_null,
+    )
+    target_config: dict[str, Any] | None = Field(
+        None, description="What a registered target builds its model from; at most 256 KiB as JSON."
+    )
+    mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
+    micro_batch_size: MicroBatchChoice | None = Field(
+        None,
+        description="A size, a list, a range, `explore`, or `auto`: the divisors of what a device gets of the batch. "
+        "Null: `auto` if batch_size is stated, else `explore`.",
+    )
+    batch_size: Count | None = Field(
+        None,
+        description="The effective batch of an optimizer step in sequences, over all devices. Null: the optimizer is "
+        f"weighed as in a batch of {WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
+    )
+    num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
+    )
+    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: a GPU goes before a CPU.")
+    num_query_groups: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=1, le=1024)] | None, ...],
+            Field(min_length=1, max_length=MAX_NUM_QUERY_GROUPS_VARIANTS),
+        ]
+        | None
+    ) = Field(None, description="Settings to compare as separate models; they change the model.")
+    capacity_factors: (
+        Annotated[tuple[CapacityFactor | None, ...], Field(min_length=1, max_length=MAX_CAPACITY_FACTORS)] | None
+    ) = Field(
+        None,
+        description="Values of model.moe.capacity_factor to compare as separate models; a list there means the same.",
+        exclude_if=is_null,
+    )
+    bta: BTASpec = BTASpec()
+    recompute: Annotated[tuple[Policy, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
+        None,
+        description="The policies to choose among. Null: all but `offload` and those with a number, `layers_N` and "
+        "`groups_N`, which are explored only if they are named here; `offload` also if nothing else may fit.",
+    )
+    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
+        None, description="The attention kernels to choose among. Null: all that the device can use."
+    )
+    flash_attention: bool = Field(True, description="False excludes every back end that is FlashAttention.")
+    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
+        None,
+        description="The expert kernels to choose among. Null: all that the device can use but those that must be "
+        "named, such as `batched_mm`.",
+    )
+    routing: RoutingSpec = RoutingSpec()
+    quick: bool = Field(
+        False,
+        description="Explore eager execution and the library's own loss alone, where the request names no others. A "
+        "CPU explores no more in any case.",
+        exclude_if=is_false,
+    )
+    execution: Execution | None = Field(
+        None,
+        description="How layers run: operation by operation, compiled by torch.compile, or either of them with the "
+        "micro-step replayed as CUDA graphs (training on one GPU). Null: all that the device and the trainer can have "
+        "are explored.",
+    )
+    executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
+        None,
+        description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
+    )
+    kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] | None = Field(
+        None,
+        description="What computes norms, rotation and gated activations of a transformers model: its own code, or the "
+        "package liger-kernel where it is installed and knows the model. Null: both, where a GPU can have them.",
+    )
+    allocator: Literal["default", "expandable_segments"] = Field(
+        "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
+    )
+    trainer: TrainerName | None = Field(
+        None,
+        description="Who will run the answer: only what this trainer can be told is explored, with its precision, loss "
+        "and allocator where the request states none. Null: everything is explored, for `bexp.apply`.",
+    )
+    training: TrainingSpec = TrainingSpec()
+    losses: Annotated[tuple[Loss, ...], Field(min_length=1, max_length=3)] | None = Field(
+        None,
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
+        "by our function or by that of liger-kernel. Null: all that a GPU can have.",
+    )
+    sharding_levels: (
+        Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
+    ) = Field(
+        None,
+        description="Levels to choose among in place of training.sharding, `explore` for all; a list or `explore` "
+        "there means the same.",
+    )
+    parallelism: ParallelismSpec = ParallelismSpec()
+    context_parallel: ContextParallelSpec = ContextParallelSpec()
+    memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
+        None,
+        description="Explore as if the device had only so much; default: the device's own memory, on CPU a share of "
+        "the RAM. Devices with less, by more than a tenth, are left out.",
+    )
+    headroom: Annotated[float, Field(ge=0, le=0.9)] = Field(
+        0.0, description="Share of the memory limit to leave free, beyond the margin that is always kept."
+    )
+    base_micro_batch_size: MicroBatch | None = None
+    tolerance: Annotated[float, Field(gt=0, le=0.2)] = 0.01
+    prefer: Literal["speed", "memory"] = Field(
+        "speed",
+        description="`speed` recommends the fastest candidate. `memory` recommends the smallest peak among those that "
+        "are expected to be within the tolerance of it.",
+    )
+    budget: Budget = Budget()
+    fresh: bool = Field(
+        False,
+        description="Measure everything again. False: measurements of earlier explorations on the same hardware and "
+        "versions may be used.",
+    )
+    verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
+    seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+    sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
+        "bexp",
+        description="The Optuna sampler that suggests trials: our own, or one of Optuna's to compare with. "
+        "Recommendation and confidence are computed alike for all.",
+    )
+    labels: Labels = Field(
+        default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."
+    )
+
+    notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(
+        (), description="What was noted when the configuration was read, such as keys that were ignored."
+    )
+
+    @field_validator("hf_config")
+    @classmethod
+    def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if config is None else check_hugging_face_config(config)
+
+    @field_validator("target_config")
+    @classmethod
+    def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        if config is not None:  # what its keys mean is left to the target
+            check_size(config)
+        return config
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_shorthands(cls, data: Any) -> Any:
+        return expand_shorthands(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _keep_rules(self) -> Self:
+        for rule in MESH_RULES if self.devices.is_mesh else RULES:
+            rule(self)
+        return self
+
+    @property
+    def explored(self) -> Explored:
+        """What is explored. A model that its target alone knows has the name of that target, or of its file."""
+        if self.model is not None:
+            return Shapes(self.model)
+        if self.hf_config is not None:
+            return HuggingFaceConfig(self.hf_config, self.hf_seq_length)
+        return OwnModel((self.target or OwnModel.default_target).removeprefix(f"{LOCAL}."))
+
+    @property
+    def shapes(self) -> ModelSpec:
+        """The shapes of the model, of a request that has them."""
+        assert self.model is not None, "the request has a model section"
+        return self.model
+
+    @property
+    def target_name(self) -> str:
+        """The target, with the default filled in."""
+        return self.target or self.explored.default_target
+
+    @property
+    def batching_of_texts(self) -> Batching | None:
+        """How texts of unequal length become micro-batches; None if every sequence is full."""
+        return None if self.lengths is None else self.batching or "padded"
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens a sequence in training; 1 for a target that has no sequences, so that its rates are in samples."""
+        return self.explored.seq_length or 1
+
+    @property
+    def quantized(self) -> Quantization | None:
+        """How the weights of a transformers model are quantised; None for plain ones."""
+        return quantization_of(self.quantization, self.hf_config) if self.target_name == TRANSFORMERS else None
+
+    @property
+    def runner(self) -> Trainer:
+        """What the trainer that will run the answer can be told; that of `bexp.apply` if none is named."""
+        return TRAINERS[self.trainer or TrainerName.BEXP]
+
+    @property
+    def flattens(self) -> bool:
+        """Whether any attention gets a packed micro-batch as one row."""
+        return self.runner.flattens or self.batching == "token_budget"
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Sequences of an optimizer step over all devices; the weighing batch if none is stated."""
+        return WEIGHING_BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    @property
+    def micro_batch_choice(self) -> MicroBatchChoice:
+        """What `micro_batch_size` asks for, with the default filled in."""
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        return "explore" if self.batch_size is None else "auto"
+
+    @property
+    def keeps_batch(self) -> bool:
+        """Whether micro-batches must divide the stated batch: with `auto` and with one size."""
+        return (
+            self.batch_size is not None
+            and isinstance(self.micro_batch_choice, int | str)
+            and (self.micro_batch_choice != "explore")
+        )
+
+    @property
+    def space(self) -> RequestedSpace:
+        """What may vary."""
+        return RequestedSpace(self)
+
+    @property
+    def devices(self) -> RequestedDevices:
+        """What the devices do."""
+        return RequestedDevices(self)
+
+    def space_on(self, device_kind: str) -> RequestedSpace:
+        """What may vary on a kind of device."""
+        return RequestedSpace(self, device_kind)
+
+    @property
+    def plain_execution(self) -> Execution:
+        """How candidates run that name no execution."""
+        return self.execution or Execution.EAGER
+
+    def execution_of(self, candidate: Candidate) -> Execution:
+        """Return how a candidate runs."""
+        return candidate.execution or self.plain_execution
+
+    def sharded(self, level: Sharding | None) -> ExplorationRequest:
+        """Return this request with the level of sharding of a candidate or component; None keeps the request's own."""
+        if level is None:
+            return self
+        training = self.training.model_copy(update={"sharding": level})
+        return self.model_copy(update={"training": training, "sharding_levels": None})
