@@ -15,8 +15,8 @@ from bexp.explorer.cost.back_end import BackEnd
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost.parameters import count_layer, count_parameters
 from bexp.explorer.cost.step import memory_limit
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.parts import LayerPart, ModelParts, Part

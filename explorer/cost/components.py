@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from bexp.explorer.cost.back_end import BackEnd
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.base import Frozen, is_null
 from bexp.explorer.model.training import Sharding
 

@@ -14,7 +14,8 @@ from bexp.explorer.cost.decomposition import Decomposer, Decomposition
 from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.cost.request_texts import tokens_per_sequence, widest
 from bexp.explorer.cost.step import MemoryParts, gathered_bytes, static_parts
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.request.request import ExplorationRequest
 

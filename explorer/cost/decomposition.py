@@ -16,7 +16,8 @@ from bexp.explorer.cost.components import (
     whole_recompute,
 )
 from bexp.explorer.cost.layer_groups import EqualLayers, Kind, group_chunks, group_layers
-from bexp.explorer.dimensions.candidate import Candidate, Recompute, recomputed_layers
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.training import Sharding
 

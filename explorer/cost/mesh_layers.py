@@ -26,8 +26,9 @@ from bexp.explorer.cost.shards import (
     tensor_shard,
 )
 from bexp.explorer.cost.transfers import Group, Transfer, Transfers
-from bexp.explorer.dimensions.candidate import Candidate, recomputed_layers
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.recompute import recomputed_layers
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest

@@ -20,8 +20,9 @@ from bexp.explorer.cost.layer_groups import EqualLayers
 from bexp.explorer.cost.parameters import master_bytes
 from bexp.explorer.cost.request_texts import text_batches, widest
 from bexp.explorer.cost.work import ComponentBytes, Work
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.parts import ModelParts, Part
 from bexp.explorer.request.request import ExplorationRequest
 
@@ -105,7 +106,7 @@ class PartsDecomposer:
 
     def _layer_groups(self, recompute: Recompute) -> tuple[EqualLayers[str], ...]:
         if recompute not in self._groups:
-            chosen = self._parts.recomputed_layers(recompute)
+            chosen = recomputed_layers(self._parts, recompute)
             self._groups[recompute] = equal_layers(self._parts.layers, recompute, chosen)
         return self._groups[recompute]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.script import script_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes

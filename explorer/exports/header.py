@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.model.amounts import rate_text, slower_text
 from bexp.explorer.model.model import DType
@@ -232,5 +233,5 @@ def recomputed_indices(
     """Return which layers were measured recomputed as a whole; none if the number of layers is not known."""
     known = request.explored.recomputed_layers(recompute)
     if known is None and report is not None and report.parts is not None:
-        known = report.parts.recomputed_layers(recompute)
+        known = recomputed_layers(report.parts, recompute)
     return tuple(index for index, is_recomputed in enumerate(known or ()) if is_recomputed)

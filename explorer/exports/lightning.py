@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.script import length_notes, model_notes, optimizer_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.script import other_optimizer_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings

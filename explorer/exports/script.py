@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.sharding_communication import reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.model.optimizers import LIBRARY

@@ -6,8 +6,8 @@ parser, so it stands last.
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.script import other_optimizer_notes

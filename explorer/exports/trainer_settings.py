@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.header import header_lines, nearest_policy, recomputed_indices, seq_length_of
 from bexp.explorer.model.lengths import Batching

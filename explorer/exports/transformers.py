@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.document import ExportDocument, json_export
 from bexp.explorer.exports.script import length_notes, model_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.dimensions.candidate import ON_DEVICE, Recompute
+from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.layers import find_layer_pattern
 from bexp.explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from bexp.explorer.model.base import Frozen, RuleError, is_null
-
-if TYPE_CHECKING:
-    from bexp.explorer.dimensions.candidate import Recompute
 
 MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
 MAX_HEAD_DIM = 1024
@@ -225,10 +222,6 @@ class ModelSpec(Frozen):
 
     def offers_tiles(self, *, named: bool) -> bool:
         """Return whether attention can be tiled."""
-        return True
-
-    def offers_policy(self, policy: Recompute, *, named: bool) -> bool:
-        """Return whether a policy is to be tried: the reference layers can run all of them."""
         return True
 
     @property

@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.model.base import Frozen, is_null
 from bexp.explorer.model.model import DType, ModelSpec, Variant
 from bexp.explorer.model.quantization import WeightBytes
@@ -213,21 +212,6 @@ class ModelParts(Frozen):
     def offers_tiles(self, *, named: bool) -> bool:
         """Return whether attention is to be tiled: only if the request names tiles and the code allows them."""
         return named and self.tiles
-
-    def offers_policy(self, policy: Recompute, *, named: bool) -> bool:
-        """Return whether a policy is to be tried: one that the code can run.
-
-        A policy by operation, or that takes activations to the host, must be `named` by the request. `layers_N` needs
-        layers that can be recomputed one by one.
-        """
-        can = (policy if policy.first_layers is None else Recompute.PARTIAL_50) in self.policies
-        return can and (named or not (policy.untiled_only or policy.by_operation))
-
-    def recomputed_layers(self, policy: Recompute) -> tuple[bool, ...]:
-        """For each layer, whether a policy recomputes it as a whole: the first ones; a share is at least one layer."""
-        share = policy.layer_share
-        number = policy.first_layers or (max(1, round(share * self.num_layers)) if share > 0 else 0)
-        return tuple(i < number for i in range(self.num_layers))
 
 
 ExploredModel = ModelSpec | ModelParts

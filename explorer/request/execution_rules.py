@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.candidate import Recompute, refuse_number
 from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.recompute import Recompute, refuse_number
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from bexp.explorer.dimensions.candidate import Recompute, distinct_policies, in_order, recomputed_layers
+from bexp.explorer.dimensions.recompute import Recompute, distinct_policies, in_order, recomputed_layers
 from bexp.explorer.model.model import DType, ModelSpec
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from bexp.explorer.dimensions.candidate import Candidate, Policy
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
 from bexp.explorer.dimensions.execution import Execution, Kernels
 from bexp.explorer.dimensions.mesh import ParallelismSpec
@@ -19,6 +19,7 @@ from bexp.explorer.dimensions.options import (
     MicroBatch,
     MicroBatchChoice,
 )
+from bexp.explorer.dimensions.recompute import Policy
 from bexp.explorer.model.base import Frozen, is_false, is_null
 from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
 from bexp.explorer.model.lengths import Batching, Lengths

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.execution import Kernels
-from bexp.explorer.dimensions.expert_modes import check_expert_modes
 from bexp.explorer.dimensions.options import is_flash
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.model import DType
@@ -25,7 +24,7 @@ from bexp.explorer.request.execution_rules import (
     check_policies,
     check_policies_of_mode,
 )
-from bexp.explorer.request.legal_meshes import check_meshes
+from bexp.explorer.request.legal_meshes import check_expert_modes, check_meshes
 from bexp.explorer.request.length_rules import check_lengths
 from bexp.explorer.request.quantization_rules import check_quantization
 from bexp.explorer.request.space_rules import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.candidate import ON_DEVICE, Recompute
 from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
 from bexp.explorer.dimensions.execution import Execution, Kernels
 from bexp.explorer.dimensions.options import (
@@ -16,6 +15,7 @@ from bexp.explorer.dimensions.options import (
     ladder_between,
     tiles_of,
 )
+from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.default_space import default_executions, default_kernels, default_losses

@@ -9,7 +9,8 @@ import numpy as np
 
 from bexp.explorer.cost.step import StepSeconds
 from bexp.explorer.cost.token_dropping import dropped_share
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport

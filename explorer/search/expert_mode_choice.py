@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, block_recompute
 from bexp.explorer.cost.mesh_costs import BlockCost, DeviceShare, compose_layer
 from bexp.explorer.cost.mesh_layers import MeshCandidate, MeshDecomposer
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS, ExpertMode
 from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.request.request import ExplorationRequest
 

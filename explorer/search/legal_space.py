@@ -8,10 +8,11 @@ from enum import Enum
 from itertools import product
 from typing import Any, TypeVar
 
-from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate, Recompute, refuse_number
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.dimensions.context_parallel import Sharing
 from bexp.explorer.dimensions.execution import WAITING_EXPERTS, Execution, Kernels
 from bexp.explorer.dimensions.options import is_flash
+from bexp.explorer.dimensions.recompute import Recompute, offers_policy, refuse_number
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.records.device_report import DeviceReport
@@ -168,7 +169,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
     if request.mode == "train":
         asked = {Recompute.OFFLOAD}.intersection(request.space.recompute_policies)
         policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *asked)
-    policies = tuple(policy for policy in policies if model.offers_policy(policy, named=True))
+    policies = tuple(policy for policy in policies if offers_policy(model, policy, named=True))
     usable = [b.name for b in report.attention_backends if b.usable]
     attention = [report.default_attention, *usable]
     if not request.flash_attention:
@@ -215,7 +216,7 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
             refuse_number(policy, model.num_layers)
         except ValueError as error:
             raise EmptySpaceError(str(error)) from error
-    return tuple(policy for policy in policies if model.offers_policy(policy, named=request.recompute is not None))
+    return tuple(policy for policy in policies if offers_policy(model, policy, named=request.recompute is not None))
 
 
 def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:

@@ -17,8 +17,9 @@ from bexp.explorer.cost.mesh_step import MeshComposer, MeshStep
 from bexp.explorer.cost.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost.step import memory_limit, required_bytes
 from bexp.explorer.cost.transfers import Transfers, transfer_components
-from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate, Recompute
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bexp.explorer.cost.step import GIB, memory_limit
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.options import divisors, named_sizes
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bexp.explorer.cost.part_costs import LOSSES_WITHOUT_LOGITS
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType, LayerKind
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Precision, Sharding

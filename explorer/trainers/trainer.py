@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.lengths import PACKED, Batching
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import LibraryOptimizer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
 from tests.explorer.exports.samples import SHARDED, candidate, exploration
 from tests.explorer.exports.simulated import simulated

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.options import BTASpec, Budget
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest

@@ -15,7 +15,8 @@ from bexp.api.cli.errors import CommandError
 from bexp.api.cli.exported_into import check_into, exported_into
 from bexp.api.cli.files import read_document
 from bexp.api.cli.options import build_request
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.registry import export
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.request.request import ExplorationRequest

@@ -11,7 +11,8 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_component_table, predict_memory, required_table
 from bexp.explorer.cost.step import required_bytes
-from bexp.explorer.dimensions.candidate import ON_DEVICE, Candidate, Recompute, recomputed_layers
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute, recomputed_layers
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.cost import tiny

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.parts import LayerPart, ModelParts, Part

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.choice import Choice, choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, export

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.document import OF_THE_CODE, ExportDocument
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.registry import FORMATS, export

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from torch import nn
 
-from bexp.explorer.dimensions.candidate import Recompute, recomputed_layers
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.registry import export
 from bexp.transformers.recompute import chosen_layers

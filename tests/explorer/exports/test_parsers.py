@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch.nn import Parameter
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.registry import export
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer
 from tests.explorer.exports.samples import SHARDED, candidate, exploration

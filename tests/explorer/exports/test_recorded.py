@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.choice import choose
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.search.explore import explore

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.dimensions.candidate import ON_DEVICE
+from bexp.explorer.dimensions.recompute import ON_DEVICE
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, name_local_target
 from bexp.explorer.request.request import ExplorationRequest

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.search.confidence import (
     Contenders,
     confidence_score,

@@ -10,8 +10,8 @@ import pytest
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_memory
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
 from bexp.explorer.search.posterior import Posterior
 from tests.explorer.search.small import candidate, know, measure, small_state

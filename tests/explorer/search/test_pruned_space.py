@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_memory
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space

@@ -7,7 +7,7 @@ from typing import Any
 import optuna
 import pytest
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.samplers import (

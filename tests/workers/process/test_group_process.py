@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bexp.child_process import PACKAGES_FOLDER, module_command
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
 from bexp.explorer.dimensions.options import BTASpec, Budget
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.request.request import ExplorationRequest

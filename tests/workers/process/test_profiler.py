@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from bexp.explorer.cost.components import ComponentKind
-from bexp.explorer.dimensions.candidate import Recompute
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.request.request import ExplorationRequest

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.decomposition import Decomposer
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType, ModelSpec, MoESpec
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.trial import TrialKind, TrialTask

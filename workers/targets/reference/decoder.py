@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.cost.components import Component, ComponentKind, block_recompute
-from bexp.explorer.dimensions.candidate import Candidate, recomputed_layers
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import recomputed_layers
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.shards import tensor_shard
-from bexp.explorer.dimensions.candidate import Candidate, recomputed_layers
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import recomputed_layers
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.block import ResidualBlock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.model.target import TRANSFORMERS

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.decomposition import Decomposer
-from bexp.explorer.dimensions.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bexp.explorer.cost.parameters import count_parameters
-from bexp.explorer.dimensions.candidate import ON_DEVICE, Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.decoder import DecoderModel

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bexp.explorer.cost.components import BlockRecompute, ComponentKind
 from bexp.explorer.cost.composition import Composition
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost.decomposition import Decomposer
-from bexp.explorer.dimensions.candidate import ON_DEVICE, Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.attention_block import AttentionBlock

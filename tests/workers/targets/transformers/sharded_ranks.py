@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import FileStore
 
 from bexp.explorer.cost.composition import decomposer_of
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialTask

@@ -12,7 +12,8 @@ from torch import nn
 
 import bexp
 from bexp.explorer.cost.part_costs import PartsDecomposer
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.event_messages import adapted_experts_event

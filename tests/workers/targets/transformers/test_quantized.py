@@ -13,7 +13,8 @@ import torch
 
 from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.cost.step import static_parts
-from bexp.explorer.dimensions.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.model.quantization import ARGUMENTS, describe_weights
 from bexp.measure.memory import measure_memory
