@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from bexp.explorer.dimensions.loss import LOSS, Loss
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.trainers.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
@@ -209,7 +210,7 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
         experts=_experts_setting(experts) if isinstance(experts, str) else None,
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
-        loss=kind if kind in ("chunked", "liger") else "library",
+        loss=cast(Loss, LOSS.plain if kind in (None, "full") else kind),
         compile=compiled,
         graph=replayed,
         allocator=allocator,

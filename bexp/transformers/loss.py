@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
 from bexp.kernels.causal_loss import causal_cross_entropy
 from bexp.transformers.kernels import import_liger
 from bexp.transformers.lazy_logits import LazyLogits
@@ -24,10 +25,14 @@ from bexp.transformers.undo import Changes
 _LOGGER = logging.getLogger(__name__)
 
 
-def set_loss(model: Any, changes: Changes, *, chunk: int | None = None, liger: bool = False) -> None:
-    """Chunk the loss of a causal language model, by liger-kernel's function or by ours.
+Entropy = Callable[..., Tensor]
+"""The sum of the cross entropies, with the arguments of `causal_cross_entropy`."""
 
-    Raises SettingsError if its class does not allow that, or liger-kernel is missing.
+
+def set_loss(model: Any, loss: Loss, changes: Changes, *, chunk: int | None = None) -> None:
+    """Compute the loss of a causal language model without all its logits, in one of the ways of `ENTROPIES`.
+
+    Raises SettingsError if its class does not allow that, or a package is missing.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415 - optional
 
@@ -37,9 +42,7 @@ def set_loss(model: Any, changes: Changes, *, chunk: int | None = None, liger: b
         raise SettingsError(f"the loss of {name} cannot be chunked: its head is no plain linear layer")
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise SettingsError(f"the loss of {name} cannot be chunked: it is not transformers' causal language model loss")
-    entropy = functools.partial(causal_cross_entropy, chunk=chunk)
-    if liger:
-        entropy = functools.partial(_liger_entropy, fused=import_liger("functional").liger_fused_linear_cross_entropy)
+    entropy = ENTROPIES[loss](chunk)
     changes.set(head, "forward", functools.partial(_lazy_forward, head, head.forward))
     library = model.loss_function
     chunked = functools.partial(_chunked_loss, library, entropy)
@@ -81,6 +84,17 @@ def _liger_entropy(
     if transform is not None:
         raise SettingsError("liger's loss takes logits as the head makes them; this model changes them")
     return fused(h_TD, weight_VD, targets_T, bias_V, ignore_index=ignore_index, reduction="sum")
+
+
+ENTROPIES: Mapping[Loss, Callable[[int | None], Entropy]] = {
+    "chunked": lambda chunk: functools.partial(causal_cross_entropy, chunk=chunk),
+    "liger": lambda chunk: functools.partial(
+        _liger_entropy, fused=import_liger("functional").liger_fused_linear_cross_entropy
+    ),
+}
+"""What makes the entropy of each loss but the library's own; `chunk` is the number of tokens that a test asks for."""
+if {*ENTROPIES, LOSS.plain} != set(LOSSES):
+    raise TypeError(f"the losses are {tuple(LOSSES)}, and a model can be set up with {tuple(ENTROPIES)}")
 
 
 def _chunked_loss(

@@ -95,8 +95,7 @@ def _steps(
     if settings.recompute != "none" and not core:
         steps.append((f"recomputation: {settings.recompute}", lambda: set_recompute(module, settings, changes)))
     if settings.loss != "library" and not is_layer(module):
-        liger = settings.loss == "liger"
-        steps.append((f"loss: {settings.loss}", lambda: set_loss(module, changes, chunk=chunk, liger=liger)))
+        steps.append((f"loss: {settings.loss}", lambda: set_loss(module, settings.loss, changes, chunk=chunk)))
     if settings.compile:
         steps.append(("every decoder layer compiled", lambda: _compile(module, settings.experts, changes)))
     if not is_layer(module) and (steps or settings.graph):

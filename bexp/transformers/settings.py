@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Loss = Literal["library", "chunked", "liger"]
+from bexp.explorer.dimensions.loss import LOSSES, Loss
+
 Kernels = Literal["library", "liger"]
 Float8 = Literal["tensorwise", "rowwise"]
 Allocator = Literal["default", "expandable_segments"]
@@ -41,7 +42,7 @@ class Settings:
     of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the
     attention core) and `experts`; `offload` recomputes nothing and keeps what layers save in the host's memory.
     `bta_tile`: sequences of an attention tile, None for no tiling.
-    `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
+    `loss`: as `bexp.explorer.dimensions.loss` has them. `compile` compiles every decoder layer.
     `graph` replays the micro-step of a whole model as CUDA graphs.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
     `float8`: the recipe of torchao by which linear layers of the decoder layers are computed, None for their own dtype.
@@ -75,8 +76,8 @@ class Settings:
             raise SettingsError(f"activations go to the host ('{ON_HOST}') operation by operation, in eager execution")
         if self.bta_tile is not None and self.bta_tile < 1:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
-        if self.loss not in {"library", "chunked", "liger"}:
-            raise SettingsError(f"the loss is 'library', 'chunked' or 'liger', not '{self.loss}'")
+        if self.loss not in LOSSES:
+            raise SettingsError(f"the loss is one of {', '.join(LOSSES)}, not '{self.loss}'")
         if self.kernels not in {"library", "liger"}:
             raise SettingsError(f"the kernels are 'library' or 'liger', not '{self.kernels}'")
         if self.float8 not in {None, "tensorwise", "rowwise"}:

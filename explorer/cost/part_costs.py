@@ -5,8 +5,6 @@ The estimates follow from the target's counts. They only decide what is measured
 
 from __future__ import annotations
 
-import math
-
 from bexp.explorer.cost.back_end import BackEnd
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, whole_recompute
 from bexp.explorer.cost.decomposition import (
@@ -22,11 +20,11 @@ from bexp.explorer.cost.request_texts import text_batches, widest
 from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.loss import function_of
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.parts import ModelParts, Part
 from bexp.explorer.request.request import ExplorationRequest
 
-LOSSES_WITHOUT_LOGITS = ("chunked", "liger")
 COMPILED_SHARE = 0.7
 """Share of its saved bytes that a compiled layer is expected to keep: results within a fused kernel are not stored."""
 KEPT_SHARES = {
@@ -131,7 +129,7 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     output = tokens * parts.output_bytes_per_token
     live = round(tokens * part.saved_bytes_per_token)
     transient = round(tokens * part.transient_bytes_per_token)
-    if component.kind is ComponentKind.SHELL and component.setting in LOSSES_WITHOUT_LOGITS:
+    if component.kind is ComponentKind.SHELL and not function_of(component.setting).holds_logits:
         live, transient = min(live, 3 * output), min(transient, output)
     if component.is_compiled:
         live = round(COMPILED_SHARE * live)
@@ -154,26 +152,10 @@ def part_work(component: Component, parts: ModelParts, request: ExplorationReque
         tokens = batches.expected_positions
     flops = tokens * part.flops_per_token + _attention_flops(component, parts, request)
     moved = part.parameter_bytes + 2.0 * tokens * part.saved_bytes_per_token
-    if component.kind is ComponentKind.SHELL and component.setting == "liger":
-        moved += (liger_chunks(tokens, parts) - 1) * head_parameters(parts) * parts.dtype.itemsize
+    if component.kind is ComponentKind.SHELL:
+        reads = function_of(component.setting).reads(tokens, parts)
+        moved += (reads - 1) * parts.head_parameters * parts.dtype.itemsize
     return Work(flops, moved)
-
-
-def head_parameters(parts: ModelParts) -> float:
-    """Return the number of weights of the matrix that makes the logits."""
-    return parts.shell.flops_per_token / 2
-
-
-def liger_chunks(tokens: float, parts: ModelParts) -> int:
-    """Return in how many chunks liger-kernel computes the loss; each reads all weights of the head.
-
-    A chunk has as many tokens as make its logits as large as the inputs of all, rounded up to a power of two (Hsu et
-    al., 2024, "Liger Kernel", arXiv 2410.10989). With few tokens, reading the weights takes most of the time.
-    """
-    hidden = parts.output_bytes_per_token / parts.dtype.itemsize
-    fewest = math.ceil(head_parameters(parts) / hidden**2)
-    chunk = 1 << (math.ceil(tokens / fewest) - 1).bit_length()
-    return math.ceil(tokens / chunk)
 
 
 def _attention_flops(component: Component, parts: ModelParts, request: ExplorationRequest | None) -> float:

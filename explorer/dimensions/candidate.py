@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.loss import LossOf
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.base import Frozen, RuleError, is_null
 from bexp.explorer.model.model import Variant
@@ -14,7 +15,7 @@ from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.model.training import Sharding
 
 
-class Candidate(Frozen):
+class Candidate(LossOf, Frozen):
     """What a trainer can choose for a given model and device.
 
     `bta_tile` is the number of sequences of an attention tile; null is no tiling. `expert_backend` is null for a model
@@ -37,7 +38,6 @@ class Candidate(Frozen):
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
-    loss: str | None = Field(None, description="Null: the request's training.loss.")
     execution: Execution | None = Field(None, description="Null: the request's execution.")
     kernels: Kernels | None = Field(None, description="Null: the model's own.")
     settings: str | None = Field(None, description="A choice that the target itself offers, such as `compile=true`.")

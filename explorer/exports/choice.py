@@ -22,7 +22,7 @@ from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.trainer_terms import find_missing
+from bexp.explorer.search.trainer_terms import find_missing, needs_logits
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.trainers.trainer import Trainer
 
@@ -199,6 +199,6 @@ def _unmeasured_bytes(
     peak_bytes: int,
 ) -> int:
     """Return what a candidate needs beyond what was measured: full logits, and this trainer's number formats."""
-    logits = full_logits_bytes(request, report, candidate) if "loss" in missing else 0
+    logits = full_logits_bytes(request, report, candidate) if needs_logits(trainer, candidate, request) else 0
     allocated = logits + unmeasured_bytes(trainer, request, report, candidate, peak_bytes)
     return round((1 + FRAGMENTATION[request.allocator]) * allocated)

@@ -23,6 +23,7 @@ from bexp.explorer.search.trainer_terms import (
     layers_differ,
     lost_formats,
     measured_precision,
+    needs_logits,
     precision_of,
     sharding_of,
 )
@@ -197,7 +198,7 @@ def _lost(
     if "recompute" in choice.missing:
         nearest = nearest_policy(trainer, asked, request, report)
         lines.append(f"recomputation: '{nearest}' is used in place of '{asked}'")
-    if "loss" in choice.missing:
+    if needs_logits(trainer, choice.candidate, request):
         lines.append(
             "memory: full logits are counted by formulas, and were not measured: explore with training.loss: full"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.loss import LOSSES
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.header import header_lines, nearest_policy, recomputed_indices, seq_length_of
@@ -24,9 +25,9 @@ from bexp.explorer.search.trainer_terms import (
     attention_name,
     compute_dtype,
     experts_name,
-    has_chunked_loss,
     is_compiled,
     is_own_code,
+    loss_of,
     precision_of,
     sharding_of,
 )
@@ -148,7 +149,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         recomputed_layers=recomputed_indices(request, report, recompute),
         attention=None if "attention" in missing else attention_name(candidate, report),
         experts=None if "experts" in missing else experts_name(candidate),
-        chunked_loss=has_chunked_loss(candidate, request) and "loss" not in missing,
+        chunked_loss=not LOSSES[trainer.nearest_loss(loss_of(candidate, request))].holds_logits,
         compiled_layers=is_compiled(candidate, request) and "execution" not in missing,
         sharding=trainer.nearest_sharding(sharding) if "sharding" in missing else sharding,
         context_parallel_size=candidate.context_parallel_size,

@@ -196,6 +196,11 @@ class ModelParts(Frozen):
         return Variant(self.query_groups)
 
     @property
+    def head_parameters(self) -> float:
+        """The number of weights of the matrix that makes the logits."""
+        return self.shell.flops_per_token / 2
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.layers)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bexp.explorer.dimensions.dimension import Place
 from bexp.explorer.dimensions.execution import Execution, Kernels
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 if TYPE_CHECKING:
-    from bexp.explorer.request.request import ExplorationRequest, Loss
+    from bexp.explorer.request.request import ExplorationRequest
 
 
 def default_executions(request: ExplorationRequest, device_kind: str | None) -> tuple[Execution, ...]:
@@ -34,12 +35,10 @@ def default_executions(request: ExplorationRequest, device_kind: str | None) -> 
     )
 
 
-def default_losses(request: ExplorationRequest, device_kind: str | None) -> tuple[Loss, ...]:
-    """Return the ways to compute the loss of a model's own code."""
-    trainer = request.runner
-    if _is_quick(request, device_kind) or not trainer.chunked_loss:
-        return ("library",)
-    return ("library", "chunked", "liger") if trainer.liger else ("library", "chunked")
+def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
+    """Return where the candidates of a request would run."""
+    is_quick = _is_quick(request, device_kind)
+    return Place(request.target_name, device_kind or request.device_kind, is_quick)
 
 
 def default_kernels(request: ExplorationRequest, device_kind: str | None) -> tuple[Kernels, ...]:

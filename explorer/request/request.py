@@ -9,6 +9,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
 from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.loss import LossAsked
 from bexp.explorer.dimensions.mesh import ParallelismSpec
 from bexp.explorer.dimensions.options import (
     WEIGHING_BATCH_SIZE,
@@ -36,13 +37,11 @@ from bexp.explorer.request.requested_space import RequestedSpace
 from bexp.explorer.request.shorthands import expand_shorthands
 from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
 
-Loss = Literal["library", "chunked", "liger"]
-"""How the loss of a model's own code may be computed."""
 MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
 MAX_POLICIES = 32
 
 
-class ExplorationRequest(Frozen):
+class ExplorationRequest(LossAsked, Frozen):
     """An exploration to run.
 
     A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
@@ -168,11 +167,6 @@ class ExplorationRequest(Frozen):
         "and allocator where the request states none. Null: everything is explored, for `bexp.apply`.",
     )
     training: TrainingSpec = TrainingSpec()
-    losses: Annotated[tuple[Loss, ...], Field(min_length=1, max_length=3)] | None = Field(
-        None,
-        description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
-        "by our function or by that of liger-kernel. Null: all that a GPU can have.",
-    )
     sharding_levels: (
         Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
     ) = Field(

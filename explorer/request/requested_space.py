@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
 from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.loss import LOSS, Loss
 from bexp.explorer.dimensions.options import (
     LADDER,
     MAX_MICRO_BATCH_SIZE,
@@ -18,10 +19,10 @@ from bexp.explorer.dimensions.options import (
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.default_space import default_executions, default_kernels, default_losses
+from bexp.explorer.request.default_space import default_executions, default_kernels, place_of
 
 if TYPE_CHECKING:
-    from bexp.explorer.request.request import ExplorationRequest, Loss
+    from bexp.explorer.request.request import ExplorationRequest
 
 
 FEW_DIVISORS = 4
@@ -136,7 +137,8 @@ class RequestedSpace:
     @property
     def losses(self) -> tuple[Loss, ...]:
         """The ways to compute the loss of a model's own code, the library's first if it is among them."""
-        return self.asked.losses or default_losses(self.asked, self.device_kind)
+        explored = LOSS.explored(place_of(self.asked, self.device_kind))
+        return self.asked.losses or tuple(loss for loss in explored if loss in self.asked.runner.losses)
 
     @property
     def compiles(self) -> bool:

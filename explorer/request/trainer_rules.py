@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.loss import LOSS
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
@@ -37,7 +38,7 @@ def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
         if training.get("lora") is None and data.get("target") in (None, TRANSFORMERS):
             training.setdefault("precision", _default_precision(trainer, data, training))
     elif data.get("model") is not None:
-        if not trainer.chunked_loss:
+        if "chunked" not in trainer.losses:
             _fill(training, "loss", "kind", "full")
         if not trainer.keeps_float32:
             _fill(training, "optimizer", "master_dtype", None)
@@ -97,11 +98,11 @@ def _beyond_a_layer(request: ExplorationRequest, trainer: Trainer) -> Iterator[t
 
 def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
     training = request.training
-    if request.model is not None and training.loss.kind == "chunked" and not trainer.chunked_loss:
+    if request.model is not None and training.loss.kind == "chunked" and "chunked" not in trainer.losses:
         yield "training.loss", "a loss in chunks"
     for loss in request.losses or ():
-        if (loss == "chunked" and not trainer.chunked_loss) or (loss == "liger" and not trainer.liger):
-            yield "losses", f"the {loss} loss"
+        if loss not in trainer.losses:
+            yield "losses", LOSS.words(loss)
     field = "execution" if request.executions is None else "executions"
     for execution in request.space.executions:
         if (execution.compiles and not trainer.compiled_layers) or (execution.replays and not trainer.graphs):

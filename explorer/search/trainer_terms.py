@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost.part_costs import LOSSES_WITHOUT_LOGITS
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType, LayerKind
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
@@ -34,11 +34,17 @@ def experts_name(candidate: Candidate) -> str | None:
     return None if name is None else library_experts(name)
 
 
-def has_chunked_loss(candidate: Candidate, request: ExplorationRequest) -> bool:
-    """Whether a candidate was measured without full logits."""
-    if candidate.loss is None and request.model is not None:
-        return request.training.loss.kind == "chunked"
-    return candidate.loss in LOSSES_WITHOUT_LOGITS  # the code's own loss was measured
+def loss_of(candidate: Candidate, request: ExplorationRequest) -> Loss:
+    """Return how the loss of a candidate was computed."""
+    if candidate.loss is None and request.model is not None and request.training.loss.kind == "chunked":
+        return "chunked"
+    return candidate.loss or LOSS.plain
+
+
+def needs_logits(trainer: Trainer, candidate: Candidate, request: ExplorationRequest) -> bool:
+    """Whether a trainer holds the logits of all tokens where a candidate was measured without."""
+    loss = loss_of(candidate, request)
+    return LOSSES[trainer.nearest_loss(loss)].holds_logits and not LOSSES[loss].holds_logits
 
 
 def is_compiled(candidate: Candidate, request: ExplorationRequest) -> bool:
@@ -149,7 +155,7 @@ def find_missing(
         "offload": not has_policy and on_host,  # nothing else is known to need as little
         "attention": attention is not None and attention not in trainer.attention,
         "experts": experts is not None and not is_default and experts not in trainer.experts,
-        "loss": has_chunked_loss(candidate, request) and not trainer.chunked_loss,
+        "loss": loss_of(candidate, request) not in trainer.losses,
         "execution": is_compiled(candidate, request) and not trainer.compiled_layers,
         "graph": is_replayed(candidate, request) and not trainer.graphs,
         "kernels": candidate.kernels is Kernels.LIGER and not trainer.liger,
@@ -168,7 +174,7 @@ def find_missing(
         "offload": "activations in the host's memory (recomputation 'offload')",
         "attention": f"the attention kernel '{attention}'",
         "experts": f"the expert kernels '{experts}'",
-        "loss": f"the {candidate.loss or 'chunked'} loss",
+        "loss": LOSS.words(loss_of(candidate, request)),
         "execution": "compiled layers",
         "graph": "micro-steps as CUDA graphs",
         "kernels": "the kernels of liger",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
+from bexp.explorer.dimensions.loss import LOSSES, Loss
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.lengths import PACKED, Batching
 from bexp.explorer.model.model import DType
@@ -105,7 +106,7 @@ class Trainer:
     meshes: bool = False
     capacity: bool = False
     tiles: bool = False
-    chunked_loss: bool = False
+    losses: frozenset[Loss] = frozenset({"library"})
     compiled_layers: bool = False
     graphs: bool = False
     liger: bool = False
@@ -174,6 +175,11 @@ class Trainer:
             by_share = by_share[-1:]
         return by_share[0] if by_share else Recompute.NONE
 
+    def nearest_loss(self, loss: Loss) -> Loss:
+        """Return the loss that it computes in place of one: another that holds no logits if it has one."""
+        alike = (one for one in LOSSES if one in self.losses and not LOSSES[one].holds_logits)
+        return loss if loss in self.losses else "library" if LOSSES[loss].holds_logits else next(alike, "library")
+
     def nearest_sharding(self, level: Sharding) -> Sharding:
         """Return the lowest level that shards at least as much, so that what fitted still fits; else `none`."""
         return next((one for one in Sharding if one.level >= level.level and one in self.sharding), Sharding.NONE)
@@ -191,6 +197,7 @@ _LIBRARY_TRAINER = Trainer(
     is_every_nth=True,
     targets=_LIBRARY_RUNS_IT,
 )
+_IN_CHUNKS: frozenset[Loss] = frozenset({"library", "chunked"})
 
 TRAINERS: Mapping[TrainerName, Trainer] = {
     TrainerName.BEXP: Trainer(
@@ -205,7 +212,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         layer_groups=True,
         sharding=frozenset(Sharding),
         tiles=True,
-        chunked_loss=True,
+        losses=frozenset(LOSSES),
         compiled_layers=True,
         graphs=True,
         batchings=frozenset({"padded", "grouped", *PACKED}),
@@ -240,7 +247,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         formats=("torchtitan", "torchtitan-main"),
         layouts=frozenset({"zigzag"}),
         meshes=True,
-        chunked_loss=True,
+        losses=_IN_CHUNKS,
         compiled_layers=True,
         lora=False,
         batchings=frozenset(),
@@ -302,7 +309,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         title="torchtune",
         optimizers=True,
         sharding=frozenset({Sharding.NONE, Sharding.ZERO3}),
-        chunked_loss=True,
+        losses=_IN_CHUNKS,
         compiled_layers=True,
         adapted_parameters=False,
         batchings=frozenset({"padded", "packed"}),
@@ -314,7 +321,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         policies=frozenset({Recompute.NONE}),
         sharding=frozenset({Sharding.NONE}),
         tiles=True,
-        chunked_loss=True,  # the system's compiler decides how the loss is computed
+        losses=_IN_CHUNKS,  # the system's compiler decides how the loss is computed
         lora=False,
         batchings=frozenset(),
     ),

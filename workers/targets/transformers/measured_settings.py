@@ -7,8 +7,9 @@ from typing import cast
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.loss import LOSS, Loss
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.transformers.settings import ON_HOST, Float8, Loss, Settings
+from bexp.transformers.settings import ON_HOST, Float8, Settings
 
 BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",
@@ -19,8 +20,6 @@ BY_OPERATION = {
 WHOLE_LAYER = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
 """What recomputes a layer alone as a whole; a group runs to its end."""
 
-_LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
-
 
 def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
     """What a candidate sets on a whole model."""
@@ -29,7 +28,7 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
         experts=candidate.expert_backend,
         recompute=candidate.recompute.value,
         bta_tile=candidate.bta_tile,
-        loss=_LOSSES.get(candidate.loss, "library"),
+        loss=candidate.loss or LOSS.plain,
         compile=request.execution_of(candidate).compiles,
         graph=request.execution_of(candidate).replays,
         allocator=request.allocator,
@@ -41,7 +40,7 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
 def settings_of_component(component: Component, request: ExplorationRequest) -> Settings:
     """What a component sets on the shell or on a layer; recomputation of a layer as a whole is left out."""
     if component.kind is ComponentKind.SHELL:
-        return Settings(loss=_LOSSES.get(component.setting, "library"))
+        return Settings(loss=cast(Loss, component.setting or LOSS.plain))
     assert component.backend is not None, "a layer names its attention"
     return Settings(
         attention=component.attention,

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.dimensions.execution import WAITING_EXPERTS, Kernels
+from bexp.explorer.dimensions.loss import LOSSES, Loss
 from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.spelling import shortened
@@ -33,6 +34,7 @@ from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.quantized import keeps_inputs
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.results import require_alike, results_of, results_of_shell
+from bexp.workers.targets.transformers.shell import ShellPart
 
 _NAMES = {
     SDPBackend.MATH.value: "math",
@@ -66,7 +68,6 @@ PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 NAMED_EXPERTS = ("eager", "batched_mm")
 """On a GPU these are tried when a request names them: a loop over experts, and a gather of weights for every token."""
-LIGER_LOSS = "liger"
 NAME_IT = "a request has to name it"
 _REFUSALS = (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
 
@@ -188,17 +189,17 @@ class SettingsProbe:
         )
 
     def loss_supports(self) -> tuple[BackendSupport, ...]:
-        """Which losses can be had here; empty if the request names them, and liger's is not among them."""
-        if LIGER_LOSS not in self._space.losses:
-            is_named = self._request.losses is not None
-            return () if is_named else tuple(BackendSupport(name=name, usable=True) for name in self._space.losses)
+        """Which losses can be had here; empty if the request names them, and none of those has to be tried."""
+        tried = [loss for loss in self._space.losses if LOSSES[loss].is_tried]
+        plain = tuple(BackendSupport(name=loss, usable=True) for loss in self._space.losses if loss not in tried)
+        if not tried:
+            return plain if self._request.losses is None else ()
         shell = self._builder.shell(1)
-        reason = self._differs(lambda: results_of_shell(shell), shell.model, Settings(loss="liger"))
-        named = [name for name in self._space.losses if name != LIGER_LOSS]
-        return (
-            *(BackendSupport(name=name, usable=True) for name in named),
-            BackendSupport(name=LIGER_LOSS, usable=reason is None, reason=reason, stock=False, only_when_named=True),
-        )
+        return (*plain, *(self._loss_support(loss, shell) for loss in tried))
+
+    def _loss_support(self, loss: Loss, shell: ShellPart) -> BackendSupport:
+        reason = self._differs(lambda: results_of_shell(shell), shell.model, Settings(loss=loss))
+        return BackendSupport(name=loss, usable=reason is None, reason=reason, stock=False, only_when_named=True)
 
     def execution_supports(self) -> tuple[BackendSupport, ...]:
         """The executions that can be had here, if there is a choice; for graphs, a layer of each kind is captured."""
