@@ -39,7 +39,7 @@ from benchmarks.environment import begin, describe_environment, write_results
 from benchmarks.kernels_digest import kernels_digest
 from benchmarks.turns import Run, TurnsBudget, synchronize, time_in_turns
 from bexp.explorer.cost.components import BlockRecompute
-from bexp.explorer.dimensions.execution import WAITING_EXPERTS
+from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.kernels.activations import Activation

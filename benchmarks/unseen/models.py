@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.unseen.draws import Draws
+from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.options import BTASpec, ExploreRange, MicroBatchRange
+from bexp.explorer.dimensions.micro_batch_size import ExploreRange, MicroBatchRange
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType, ModelSpec, MoESpec

@@ -16,9 +16,10 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition, Floats, Mask
 from bexp.explorer.cost.required_memory import predict_memory, required_table
 from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.execution import WAITING_EXPERTS, Execution
-from bexp.explorer.dimensions.options import BTASpec
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest

@@ -9,7 +9,7 @@ from bexp.explorer.answers.plan import base_text, expert_mode_rows, mesh_rows, o
 from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.cost.step import MemoryParts
-from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.model.amounts import bytes_text, rate_text, seconds_text
 from bexp.explorer.model.target import BEXP
 from bexp.explorer.model.training import LoRASpec
@@ -175,26 +175,8 @@ def is_provisional(confidence: int, request: ExplorationRequest) -> bool:
 
 
 def _candidate_rows(candidate: Candidate) -> Iterable[str]:
-    if candidate.settings is not None:
-        yield row("settings", candidate.settings)
-    if candidate.is_whole:
-        return
-    yield row("bta_tile", str(candidate.bta_tile or "off"))
-    yield row("recompute", str(candidate.recompute))
-    yield row("attention", candidate.attention_backend)
-    if candidate.expert_backend is not None:
-        yield row("experts", candidate.expert_backend)
-    if candidate.loss is not None:
-        yield row("loss", candidate.loss)
-    if candidate.execution is not None:
-        yield row("execution", candidate.execution)
-    if candidate.kernels is not None:
-        yield row("kernels", candidate.kernels)
-    if candidate.context_parallel_layout is not None:
-        over = f"{candidate.context_parallel_size} devices per sequence, {candidate.context_parallel_layout}"
-        yield row("context parallel", over)
-    if candidate.sharding is not None:
-        yield row("sharding", str(candidate.sharding))
+    rows = (dimension.row(candidate) for dimension in DIMENSIONS)
+    return (row(*texts) for texts in rows if texts is not None)
 
 
 def _dropped(candidate: Candidate, share: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import CoreSchema, core_schema
 
-from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.kernels import Kernels
 
 COMPILED = "compiled"
 """Ends the text of a component that is compiled where others are not."""

@@ -19,7 +19,7 @@ from bexp.explorer.cost.parameters import master_bytes
 from bexp.explorer.cost.request_texts import text_batches, widest
 from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import function_of
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.parts import ModelParts, Part

@@ -1,61 +1,45 @@
-"""One point of the search space."""
+"""One point of the search space, and the list of what it chooses."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
-
-from pydantic import Field, model_validator
-
-from bexp.explorer.dimensions.execution import Execution, Kernels
-from bexp.explorer.dimensions.loss import LossOf
-from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.base import Frozen, RuleError, is_null
-from bexp.explorer.model.model import Variant
+from bexp.explorer.dimensions.attention import ATTENTION, AttentionAsked, AttentionOf
+from bexp.explorer.dimensions.bta_tile import BTA_TILE, TileAsked, TileOf
+from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, SharingAsked, SharingOf
+from bexp.explorer.dimensions.dimension import Dimension
+from bexp.explorer.dimensions.execution import EXECUTION, ExecutionAsked, ExecutionOf
+from bexp.explorer.dimensions.experts import EXPERTS, ExpertsAsked, ExpertsOf
+from bexp.explorer.dimensions.kernels import KERNELS, KernelsAsked, KernelsOf
+from bexp.explorer.dimensions.loss import LOSS, LossAsked, LossOf
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE, MicroBatchAsked, MicroBatchOf
+from bexp.explorer.dimensions.recompute import RECOMPUTE, RecomputeAsked, RecomputeOf
+from bexp.explorer.dimensions.settings import SETTINGS, SettingsOf
+from bexp.explorer.dimensions.sharding import SHARDING, ShardingAsked, ShardingOf
+from bexp.explorer.dimensions.variants import VariantOf, VariantsAsked
 from bexp.explorer.model.target import OWN_ATTENTION
-from bexp.explorer.model.training import Sharding
+
+DIMENSIONS: tuple[Dimension, ...] = (
+    *(MICRO_BATCH_SIZE, BTA_TILE, RECOMPUTE, ATTENTION, EXPERTS, CONTEXT_PARALLEL, SHARDING, LOSS, EXECUTION, KERNELS),
+    SETTINGS,
+)
+"""What a candidate of one model variant chooses, in the order in which a line for a person names it."""
+FIELDS = tuple(name for dimension in DIMENSIONS for name in dimension.fields)
 
 
-class Candidate(LossOf, Frozen):
-    """What a trainer can choose for a given model and device.
-
-    `bta_tile` is the number of sequences of an attention tile; null is no tiling. `expert_backend` is null for a model
-    without experts. `context_parallel_size` devices share each sequence, and `context_parallel_layout` says which of
-    them holds which tokens; it is null if each sequence has a device to itself. `sharding` is null unless the request
-    has `sharding_levels`.
-    """
-
-    micro_batch_size: Annotated[int, Field(ge=1)]
-    bta_tile: Annotated[int, Field(ge=1)] | None = None
-    recompute: Recompute = Recompute.NONE
-    attention_backend: str
-    expert_backend: str | None = None
-    num_query_groups: Annotated[int, Field(ge=1)] = Field(
-        description="The number in the model variant that this candidate is for."
-    )
-    capacity_factor: float | None = Field(
-        None, description="That of the model variant that this candidate is for.", exclude_if=is_null
-    )
-    context_parallel_size: Annotated[int, Field(ge=1)] = 1
-    context_parallel_layout: str | None = None
-    sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
-    execution: Execution | None = Field(None, description="Null: the request's execution.")
-    kernels: Kernels | None = Field(None, description="Null: the model's own.")
-    settings: str | None = Field(None, description="A choice that the target itself offers, such as `compile=true`.")
-
-    @model_validator(mode="after")
-    def _layout_of_several(self) -> Self:
-        if (self.context_parallel_layout is None) is not (self.context_parallel_size == 1):
-            raise RuleError(
-                "a context_parallel_layout belongs to a context_parallel_size above 1, and to no other",
-                "context_parallel_layout",
-                "context_parallel_size",
-            )
-        return self
-
-    @property
-    def variant(self) -> Variant:
-        """The model variant that it is for."""
-        return Variant(self.num_query_groups, self.capacity_factor)
+class Candidate(  # pydantic takes the fields of the last class first
+    SettingsOf,
+    KernelsOf,
+    ExecutionOf,
+    LossOf,
+    ShardingOf,
+    SharingOf,
+    VariantOf,
+    ExpertsOf,
+    AttentionOf,
+    RecomputeOf,
+    TileOf,
+    MicroBatchOf,
+):
+    """What a trainer can choose for a given model and device: one value of each dimension."""
 
     @property
     def is_whole(self) -> bool:
@@ -64,29 +48,25 @@ class Candidate(LossOf, Frozen):
 
     def describe(self) -> str:
         """Return one line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
-        parts = [f"micro_batch_size={self.micro_batch_size}"]
-        if not self.is_whole:
-            parts += [
-                f"bta_tile={self.bta_tile or 'off'}",
-                f"recompute={self.recompute}",
-                f"attention={self.attention_backend}",
-            ]
-        if self.expert_backend is not None:
-            parts.append(f"experts={self.expert_backend}")
-        if self.context_parallel_layout is not None:
-            parts.append(f"context_parallel={self.context_parallel_size}:{self.context_parallel_layout}")
-        if self.sharding is not None:
-            parts.append(f"sharding={self.sharding}")
-        if self.loss is not None:
-            parts.append(f"loss={self.loss}")
-        if self.execution is not None:
-            parts.append(f"execution={self.execution}")
-        if self.kernels is not None:
-            parts.append(f"kernels={self.kernels}")
-        if self.settings is not None:
-            parts.append(self.settings)
-        return " ".join(parts)
+        return " ".join(filter(None, (dimension.label(self) for dimension in DIMENSIONS)))
 
 
-DIMENSIONS = tuple(name for name in Candidate.model_fields if name not in Variant._fields)
-"""The fields of a candidate that a space varies; the others tell model variants apart."""
+class DimensionsAsked(
+    KernelsAsked,
+    ExecutionAsked,
+    LossAsked,
+    ShardingAsked,
+    SharingAsked,
+    ExpertsAsked,
+    AttentionAsked,
+    RecomputeAsked,
+    TileAsked,
+    VariantsAsked,
+    MicroBatchAsked,
+):
+    """What a request says of the dimensions."""
+
+
+_described = {*FIELDS, *VariantOf.model_fields}
+if _described != set(Candidate.model_fields):
+    raise TypeError(f"a candidate has {sorted(Candidate.model_fields)}, the dimensions have {sorted(_described)}")

@@ -8,11 +8,15 @@ and `zigzag` one piece from either end (Grattafiori et al., 2024, arXiv:2407.217
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from bexp.explorer.model.base import Frozen
+from bexp.explorer.dimensions.dimension import Dimension, Row
+from bexp.explorer.model.base import Frozen, RuleError
+
+if TYPE_CHECKING:
+    from bexp.explorer.dimensions.candidate import Candidate
 
 LayoutName = Literal["ring", "striped", "zigzag"]
 
@@ -88,3 +92,50 @@ def busiest_pairs(sharing: Sharing, seq_length: int) -> CausalPairs:
     assert sharing.layout == "zigzag", "a sequence on one device has no layout"
     half = length * (length // 2)
     return CausalPairs(own + others * half, length**2 + others * half)
+
+
+class SharingOf(Frozen):
+    """How the devices of a candidate share sequences."""
+
+    context_parallel_size: Annotated[int, Field(ge=1)] = Field(1, description="Devices that share each sequence.")
+    context_parallel_layout: str | None = Field(
+        None, description="Which of them holds which tokens; null if each sequence has a device to itself."
+    )
+
+    @model_validator(mode="after")
+    def _layout_of_several(self) -> Self:
+        if (self.context_parallel_layout is None) is not (self.context_parallel_size == 1):
+            raise RuleError(
+                "a context_parallel_layout belongs to a context_parallel_size above 1, and to no other",
+                "context_parallel_layout",
+                "context_parallel_size",
+            )
+        return self
+
+
+class SharingAsked(Frozen):
+    """What a request says of devices that share sequences."""
+
+    context_parallel: ContextParallelSpec = ContextParallelSpec()
+
+
+def _label(candidate: Candidate) -> str | None:
+    if candidate.context_parallel_layout is None:
+        return None
+    return f"context_parallel={candidate.context_parallel_size}:{candidate.context_parallel_layout}"
+
+
+def _row(candidate: Candidate) -> Row | None:
+    if candidate.context_parallel_layout is None:
+        return None
+    size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
+    return "context parallel", f"{size} devices per sequence, {layout}"
+
+
+CONTEXT_PARALLEL = Dimension(
+    name="context_parallel",
+    fields=("context_parallel_size", "context_parallel_layout"),
+    asked="context_parallel",
+    label=_label,
+    row=_row,
+)

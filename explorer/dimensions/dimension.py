@@ -26,7 +26,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dimension(Generic[V]):
+class Dimension:
     """One thing that a candidate chooses."""
 
     name: str
@@ -42,7 +42,7 @@ class Dimension(Generic[V]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice(Dimension[V]):
+class Choice(Dimension, Generic[V]):
     """A dimension with few values that have names. A device may be unable to have some of them."""
 
     values: tuple[V, ...]

@@ -1,8 +1,14 @@
-"""How torch runs the code of a layer, and with which kernels."""
+"""How torch runs the code of a layer."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from bexp.explorer.dimensions.dimension import Dimension, named
+from bexp.explorer.model.base import Frozen
 
 
 class Execution(StrEnum):
@@ -32,15 +38,25 @@ class Execution(StrEnum):
         return Execution.COMPILE if self.compiles else Execution.EAGER
 
 
-WAITING_EXPERTS = frozenset({"loop", "bmm", "eager"})
-"""Expert back ends that wait for the device to count each expert's tokens. No graph can contain that."""
+class ExecutionOf(Frozen):
+    """The execution of a candidate."""
+
+    execution: Execution | None = Field(None, description="Null: the request's execution.")
 
 
-class Kernels(StrEnum):
-    """What computes norms, rotation and gated activations: the model's own code, or the package liger-kernel.
+class ExecutionAsked(Frozen):
+    """What a request says of the execution."""
 
-    The base (1.00x) has the first that a request admits.
-    """
+    execution: Execution | None = Field(
+        None,
+        description="How layers run: operation by operation, compiled by torch.compile, or either of them with the "
+        "micro-step replayed as CUDA graphs (training on one GPU). Null: all that the device and the trainer can have "
+        "are explored.",
+    )
+    executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
+        None,
+        description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
+    )
 
-    LIBRARY = "library"
-    LIGER = "liger"
+
+EXECUTION = Dimension(name="execution", fields=("execution",), asked="executions", **named("execution", "execution"))

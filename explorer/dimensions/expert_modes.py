@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.options import Sizes, named_sizes
 from bexp.explorer.model.base import Frozen
+
+Size = Annotated[int, Field(ge=1, le=4096)]
+Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
+"""A dimension of a mesh."""
 
 Degree = Annotated[int, Field(ge=2, le=32)]
 OVERLAP_DEGREES = (2, 4, 8)
@@ -63,3 +66,10 @@ class ExpertModes(Frozen):
     def named_shadowed_experts(self) -> tuple[int, ...] | None:
         """The numbers of experts that the request names; None for `explore`."""
         return named_sizes(self.shadowed_experts)
+
+
+def named_sizes(asked: Sizes) -> tuple[int, ...] | None:
+    """Return the sizes that a request names, ascending; None for `explore`."""
+    if asked == "explore":
+        return None
+    return (asked,) if isinstance(asked, int) else tuple(sorted(set(asked)))

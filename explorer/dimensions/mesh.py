@@ -12,8 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.expert_modes import ExpertMode, ExpertModes
-from bexp.explorer.dimensions.options import Sizes, named_sizes
+from bexp.explorer.dimensions.expert_modes import ExpertMode, ExpertModes, Sizes, named_sizes
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.training import Sharding
 

@@ -7,8 +7,10 @@ from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
 
+from bexp.explorer.dimensions.dimension import Dimension
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.spelling import shortened
@@ -216,3 +218,31 @@ def distinct_policies(model: ModelSpec | None, allowed: Collection[Recompute]) -
         by_share = every or (not policy.is_numbered and any(counts))
         distinct.setdefault(counts if by_share else policy, policy)
     return in_order(distinct.values())
+
+
+MAX_POLICIES = 32
+
+
+class RecomputeOf(Frozen):
+    """The recomputation policy of a candidate."""
+
+    recompute: Recompute = Recompute.NONE
+
+
+class RecomputeAsked(Frozen):
+    """What a request says of recomputation."""
+
+    recompute: Annotated[tuple[Policy, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
+        None,
+        description="The policies to choose among. Null: all but `offload` and those with a number, `layers_N` and "
+        "`groups_N`, which are explored only if they are named here; `offload` also if nothing else may fit.",
+    )
+
+
+RECOMPUTE = Dimension(
+    name="recompute",
+    fields=("recompute",),
+    asked="recompute",
+    label=lambda candidate: None if candidate.is_whole else f"recompute={candidate.recompute}",
+    row=lambda candidate: None if candidate.is_whole else ("recompute", str(candidate.recompute)),
+)

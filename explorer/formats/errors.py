@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from bexp.explorer.dimensions.options import MAX_MICRO_BATCH_SIZE
+from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE
 from bexp.explorer.formats.document import Location, Problem
 from bexp.explorer.model.base import MAPPING_RULE, RuleError, rule_of
 from bexp.explorer.model.spelling import did_you_mean

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.dimension import Place
-from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.recompute import Recompute, refuse_number
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.target import BEXP, TRANSFORMERS

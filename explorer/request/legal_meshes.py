@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.expert_modes import ExpertMode
+from bexp.explorer.dimensions.expert_modes import ExpertMode, Sizes, named_sizes
 from bexp.explorer.dimensions.mesh import MESH_SIZES, MOST_VIRTUAL_STAGES, Mesh, Schedule
-from bexp.explorer.dimensions.options import Sizes, divisors, named_sizes, nearest_sizes
+from bexp.explorer.dimensions.micro_batch_size import divisors, nearest_sizes
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.training import Sharding
 

@@ -6,29 +6,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
-from bexp.explorer.dimensions.execution import Execution, Kernels
-from bexp.explorer.dimensions.loss import LossAsked
+from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
+from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.mesh import ParallelismSpec
-from bexp.explorer.dimensions.options import (
-    WEIGHING_BATCH_SIZE,
-    BackendName,
-    BTASpec,
-    Budget,
-    Count,
-    MicroBatch,
-    MicroBatchChoice,
-)
-from bexp.explorer.dimensions.recompute import Policy
-from bexp.explorer.model.base import Frozen, is_false, is_null
+from bexp.explorer.dimensions.micro_batch_size import MicroBatch, MicroBatchChoice
+from bexp.explorer.model.base import is_false, is_null
 from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
 from bexp.explorer.model.lengths import Batching, Lengths
-from bexp.explorer.model.model import CapacityFactor, ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.quantization import Quantization, QuantizationName, quantization_of
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.model.target import LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
+from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
 from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
 from bexp.explorer.request.labels import Labels
 from bexp.explorer.request.request_rules import MESH_RULES, RULES
@@ -37,11 +27,8 @@ from bexp.explorer.request.requested_space import RequestedSpace
 from bexp.explorer.request.shorthands import expand_shorthands
 from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
 
-MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
-MAX_POLICIES = 32
 
-
-class ExplorationRequest(LossAsked, Frozen):
+class ExplorationRequest(DimensionsAsked):
     """An exploration to run.
 
     A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
@@ -93,11 +80,6 @@ class ExplorationRequest(LossAsked, Frozen):
         None, description="What a registered target builds its model from; at most 256 KiB as JSON."
     )
     mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
-    micro_batch_size: MicroBatchChoice | None = Field(
-        None,
-        description="A size, a list, a range, `explore`, or `auto`: the divisors of what a device gets of the batch. "
-        "Null: `auto` if batch_size is stated, else `explore`.",
-    )
     batch_size: Count | None = Field(
         None,
         description="The effective batch of an optimizer step in sequences, over all devices. Null: the optimizer is "
@@ -107,56 +89,12 @@ class ExplorationRequest(LossAsked, Frozen):
         1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
     )
     device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: a GPU goes before a CPU.")
-    num_query_groups: (
-        Annotated[
-            tuple[Annotated[int, Field(ge=1, le=1024)] | None, ...],
-            Field(min_length=1, max_length=MAX_NUM_QUERY_GROUPS_VARIANTS),
-        ]
-        | None
-    ) = Field(None, description="Settings to compare as separate models; they change the model.")
-    capacity_factors: (
-        Annotated[tuple[CapacityFactor | None, ...], Field(min_length=1, max_length=MAX_CAPACITY_FACTORS)] | None
-    ) = Field(
-        None,
-        description="Values of model.moe.capacity_factor to compare as separate models; a list there means the same.",
-        exclude_if=is_null,
-    )
-    bta: BTASpec = BTASpec()
-    recompute: Annotated[tuple[Policy, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
-        None,
-        description="The policies to choose among. Null: all but `offload` and those with a number, `layers_N` and "
-        "`groups_N`, which are explored only if they are named here; `offload` also if nothing else may fit.",
-    )
-    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
-        None, description="The attention kernels to choose among. Null: all that the device can use."
-    )
-    flash_attention: bool = Field(True, description="False excludes every back end that is FlashAttention.")
-    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
-        None,
-        description="The expert kernels to choose among. Null: all that the device can use but those that must be "
-        "named, such as `batched_mm`.",
-    )
     routing: RoutingSpec = RoutingSpec()
     quick: bool = Field(
         False,
         description="Explore eager execution and the library's own loss alone, where the request names no others. A "
         "CPU explores no more in any case.",
         exclude_if=is_false,
-    )
-    execution: Execution | None = Field(
-        None,
-        description="How layers run: operation by operation, compiled by torch.compile, or either of them with the "
-        "micro-step replayed as CUDA graphs (training on one GPU). Null: all that the device and the trainer can have "
-        "are explored.",
-    )
-    executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
-        None,
-        description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
-    )
-    kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] | None = Field(
-        None,
-        description="What computes norms, rotation and gated activations of a transformers model: its own code, or the "
-        "package liger-kernel where it is installed and knows the model. Null: both, where a GPU can have them.",
     )
     allocator: Literal["default", "expandable_segments"] = Field(
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
@@ -167,15 +105,7 @@ class ExplorationRequest(LossAsked, Frozen):
         "and allocator where the request states none. Null: everything is explored, for `bexp.apply`.",
     )
     training: TrainingSpec = TrainingSpec()
-    sharding_levels: (
-        Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
-    ) = Field(
-        None,
-        description="Levels to choose among in place of training.sharding, `explore` for all; a list or `explore` "
-        "there means the same.",
-    )
     parallelism: ParallelismSpec = ParallelismSpec()
-    context_parallel: ContextParallelSpec = ContextParallelSpec()
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         None,
         description="Explore as if the device had only so much; default: the device's own memory, on CPU a share of "

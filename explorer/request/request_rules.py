@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.execution import Kernels
-from bexp.explorer.dimensions.options import is_flash
+from bexp.explorer.dimensions.attention import is_flash
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.spelling import did_you_mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.options import divisors
+from bexp.explorer.dimensions.micro_batch_size import divisors
 from bexp.explorer.request.device_rules import find_sharing_problem
 
 if TYPE_CHECKING:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bexp.explorer.dimensions.bta_tile import tiles_of
 from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
-from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import LOSS, Loss
-from bexp.explorer.dimensions.options import (
+from bexp.explorer.dimensions.micro_batch_size import (
     LADDER,
     MAX_MICRO_BATCH_SIZE,
     ExploreRange,
     divisors,
     ladder_between,
-    tiles_of,
 )
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant

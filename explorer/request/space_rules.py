@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.options import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
+from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
 from bexp.explorer.model.base import RuleError
 
 if TYPE_CHECKING:

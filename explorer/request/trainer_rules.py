@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import LOSS
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.model import DType

@@ -8,10 +8,12 @@ from enum import Enum
 from itertools import product
 from typing import Any, TypeVar
 
-from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
+from bexp.explorer.dimensions.attention import is_flash
+from bexp.explorer.dimensions.candidate import FIELDS, Candidate
 from bexp.explorer.dimensions.context_parallel import Sharing
-from bexp.explorer.dimensions.execution import WAITING_EXPERTS, Execution, Kernels
-from bexp.explorer.dimensions.options import is_flash
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.recompute import Recompute, offers_policy, refuse_number
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.parts import ExploredModel, ModelParts
@@ -42,7 +44,7 @@ class LegalSpace:
         return {
             **{name: value for name, value in self.model.variant._asdict().items() if value is not None},
             "num_candidates": len(self.candidates),
-            **dimension_values(self.candidates, DIMENSIONS),
+            **dimension_values(self.candidates, FIELDS),
         }
 
 

@@ -17,7 +17,7 @@ from bexp.explorer.cost.mesh_step import MeshComposer, MeshStep
 from bexp.explorer.cost.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost.step import memory_limit, required_bytes
 from bexp.explorer.cost.transfers import Transfers, transfer_components
-from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
+from bexp.explorer.dimensions.candidate import FIELDS, Candidate
 from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.device_report import DeviceReport
@@ -239,7 +239,7 @@ class MeshKnowledge:
             "num_query_groups": self.request.shapes.query_groups,
             "num_candidates": len(self.candidates),
             "num_meshes": len(meshes),
-            **dimension_values([point.candidate for point in self.candidates], DIMENSIONS),
+            **dimension_values([point.candidate for point in self.candidates], FIELDS),
             **dimension_values(meshes, [*Mesh.model_fields, "expert_mode"]),
         }
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bexp.explorer.cost.step import GIB, memory_limit
-from bexp.explorer.dimensions.options import divisors, named_sizes
+from bexp.explorer.dimensions.expert_modes import named_sizes
+from bexp.explorer.dimensions.micro_batch_size import divisors
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport

@@ -15,8 +15,8 @@ from bexp.explorer.cost.composition import Composition, Mask
 from bexp.explorer.cost.required_memory import predict_memory
 from bexp.explorer.cost.roofline import predict_component_seconds
 from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.options import BTASpec
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport

@@ -12,7 +12,8 @@ import numpy as np
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_component_table
 from bexp.explorer.cost.step import GIB, memory_limit, required_bytes, static_parts
-from bexp.explorer.dimensions.options import BTASpec, divisors
+from bexp.explorer.dimensions.bta_tile import BTASpec
+from bexp.explorer.dimensions.micro_batch_size import divisors
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.model.training import Sharding

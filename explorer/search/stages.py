@@ -8,7 +8,8 @@ import numpy as np
 
 from bexp.explorer.cost.composition import Mask
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE

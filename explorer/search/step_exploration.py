@@ -8,7 +8,7 @@ from typing import Literal
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.step import memory_limit, required_bytes, static_parts
-from bexp.explorer.dimensions.options import MAX_MICRO_BATCH_SIZE, Budget
+from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.parts import ExploredModel, ModelParts, Part
@@ -19,6 +19,7 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, SizeResult
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.request.budget import Budget
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.explore import explore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType, LayerKind

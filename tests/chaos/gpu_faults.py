@@ -32,9 +32,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bexp.explorer.dimensions.options import BTASpec, Budget
+from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.request.budget import Budget
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.storage.database import Database, open_database

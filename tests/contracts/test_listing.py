@@ -13,9 +13,9 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 
 from bexp.api.settings import ServiceSettings
-from bexp.explorer.dimensions.options import Budget
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.request.budget import Budget
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, JobSummary, get_summary
 from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs

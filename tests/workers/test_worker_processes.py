@@ -16,10 +16,11 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from bexp.explorer.dimensions.options import BTASpec, Budget
+from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.budget import Budget
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events

@@ -19,7 +19,8 @@ from bexp.explorer.cost.roofline import roofline_seconds
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.search.legal_space import (
     enumerate_candidates,

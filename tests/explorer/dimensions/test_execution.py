@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.model.target import BEXP
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.trainer import ATTENTION_OF, EXPERTS_OF

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.dimensions.execution import Execution, Kernels
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.request.request import ExplorationRequest
 
 CONFIG: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}

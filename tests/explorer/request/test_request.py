@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.dimensions.options import LADDER, ExploreRange
+from bexp.explorer.dimensions.micro_batch_size import LADDER, ExploreRange
 from bexp.explorer.request.request import ExplorationRequest
 
 MODEL: dict[str, Any] = {

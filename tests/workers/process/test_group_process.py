@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from bexp.child_process import PACKAGES_FOLDER, module_command
+from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
-from bexp.explorer.dimensions.options import BTASpec, Budget
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import TrialKind
+from bexp.explorer.request.budget import Budget
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events

@@ -6,7 +6,7 @@ from typing import cast
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import LOSS, Loss
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.transformers.settings import ON_HOST, Float8, Settings

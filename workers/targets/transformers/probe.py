@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend
 
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.explorer.dimensions.execution import WAITING_EXPERTS, Kernels
+from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import LOSSES, Loss
 from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.lengths import PACKED

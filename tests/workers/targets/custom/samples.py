@@ -9,11 +9,11 @@ from typing import Any
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.options import Budget
 from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.request.budget import Budget
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.targets.process import Served, answer
 from bexp.workers.instruments.failures import TrialFailedError

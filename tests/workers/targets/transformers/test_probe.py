@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.execution import Kernels
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
