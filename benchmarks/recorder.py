@@ -13,7 +13,7 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.search.feasibility import at_least
+from bexp.explorer.search.knowledge import at_least
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.replay.rows import ComponentRow
 

@@ -46,7 +46,7 @@ from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.trainers.trainer import DEFAULT_EXPERTS, TRAINERS, TrainerName, library_experts
 from bexp.trainer.recommended_setup import RecommendedSetup
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 LOGIT_BYTES = 2 + 4 + 4
 """A full logit in bfloat16, its float32 copy, and the gradient of that."""

@@ -24,9 +24,8 @@ from bexp.api.cli.explore import WorkerDevice
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.local_run import LocalRun, check_devices, named_devices
 from bexp.api.cli.results import terminal_width
-from bexp.api.cli.tune_answer import TuneAnswer, check_writable
+from bexp.api.cli.tune_answer import TuneAnswer, check_writable, describe_training
 from bexp.api.cli.tuned_command import TunedCommand
-from bexp.api.cli.worst_batch import describe_training
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import wrap
 from bexp.explorer.model.target import name_local_target

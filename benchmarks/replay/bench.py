@@ -14,7 +14,7 @@ from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 
 @dataclass(frozen=True, slots=True)

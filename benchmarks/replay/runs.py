@@ -25,7 +25,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.samplers import STOCK_SAMPLERS
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 OURS = "bexp"
 SAMPLERS = (OURS, *STOCK_SAMPLERS)

@@ -18,7 +18,7 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 COMPILED_AGAIN = 0.4
 """Of what compiling takes, the share that it takes again in another process or model."""

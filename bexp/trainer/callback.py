@@ -7,20 +7,28 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback as _Callback
 
 from bexp.explorer.records.run_report import RunReport
-from bexp.trainer.argument_differences import length_difference, size_difference
-from bexp.trainer.model_setup import applied_to, device_name, inner_model, versions
+from bexp.trainer.argument_differences import (
+    argument_differences,
+    length_difference,
+    recomputes_layers,
+    size_difference,
+)
+from bexp.trainer.model_setup import Report, applied_to, device_name, inner_model, versions
 from bexp.trainer.recommended_setup import RecommendedSetup, Source
-from bexp.trainer.run_differences import run_differences
-from bexp.trainer.seen_batches import SeenBatches
+from bexp.trainer.trained_weights import differences_of_training
 from bexp.transformers.graph import GraphedForward, graphed
+from bexp.transformers.recompute import is_checkpointing
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3
@@ -295,3 +303,82 @@ def _reset_peak() -> None:
 def _wait() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def run_differences(setup: RecommendedSetup, args: Any, model: nn.Module | None, done: Report | None) -> Iterator[str]:
+    """Yield what differs, one line each; the size and the length of micro-batches are left out, as data decide them.
+
+    `done` is what `bexp.apply` did to `model`. Without a model, its weights and its own checkpointing are not compared.
+    """
+    yield from argument_differences(setup, args)
+    if recomputes_layers(args):
+        yield from _checkpointing_difference(setup, "full")
+    elif done is not None:
+        yield from _checkpointing_difference(setup, done.recommendation.settings.recompute)
+    elif model is not None:
+        yield from _checkpointing_difference(setup, "full" if is_checkpointing(model) else "none")
+    if model is not None:
+        inner = inner_model(model)
+        yield from differences_of_training(inner, setup)
+
+
+def _checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterator[str]:
+    """Yield that a run recomputes its layers by another policy than was measured."""
+    measured = setup.settings.recompute
+    if setup.own_code or run_policy == measured:
+        return
+    if run_policy == "full":
+        yield (
+            f"gradient checkpointing recomputes every layer, in place of the recommended recomputation '{measured}': "
+            "switch it off in TrainingArguments"
+        )
+    else:
+        yield f"recomputation '{run_policy}', not '{measured}'"
+
+
+_FLATTENED = ("position_ids", "cu_seq_lens_q")
+"""Arguments of a forward pass that tell documents apart in one row, whose width says nothing of their length."""
+
+
+class SeenBatches:
+    """Notes the micro-batches of a model in training, by their shapes; the first one's mask is read as well.
+
+    `longest` is the largest number of tokens in a sequence, 0 before the first micro-batch. `padded` says whether the
+    first one was padded, None if that is not known: one sequence without padding may be one of unequal length.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0
+        self.padded: bool | None = None
+        self._hook: RemovableHandle | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Note what `model` is given from now on."""
+        self._hook = model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def stop(self) -> None:
+        """Note nothing more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def padding_difference(self, setup: RecommendedSetup) -> Iterator[str]:
+        """Yield that these micro-batches are padded where the measured ones were not, or the reverse."""
+        if self.padded is None or setup.batching is None:
+            return
+        if self.padded != (setup.batching in ("padded", "grouped")):
+            seen, measured = ("padded", "whole") if self.padded else ("whole", "padded")
+            yield f"{seen} sequences, not {measured} ones"
+
+    def _note(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        tokens = given.get("input_ids", args[0] if args else None)
+        if (
+            not model.training
+            or not isinstance(tokens, Tensor)
+            or any(given.get(name) is not None for name in _FLATTENED)
+        ):
+            return
+        if not self.longest:
+            mask = given.get("attention_mask")
+            has_gaps = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            self.padded = has_gaps or (None if tokens.numel() == tokens.shape[-1] else False)
+        self.longest = max(self.longest, tokens.shape[-1])

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 from transformers.trainer_callback import EarlyStoppingCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import PredictionOutput
@@ -21,12 +22,21 @@ from transformers.trainer_utils import PredictionOutput
 from bexp.explorer.cost.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
-from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, freeze_imports, measured, serving
+from bexp.tune.measuring import (
+    ACCUMULATION,
+    Clock,
+    Ranks,
+    describe_parameters,
+    freeze_imports,
+    measured,
+    peak_bytes,
+    reset_peak,
+    serving,
+)
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
 from bexp.tune.placeholders import APPLY, text_of
 from bexp.tune.trainer_accumulation import TrainerCheck
 from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
-from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
 
 _OFF = {
     "report_to": [],
@@ -61,7 +71,7 @@ def patch(module: ModuleType) -> None:
         if APPLY in choice():
             with refusing():
                 _refuse_model_init(self)
-            apply_to = import_module("bexp.tune.applied_settings").apply_choice
+            apply_to = import_module("bexp.tune.applied_trainer").apply_choice
             apply_to(self.model, choice(), self.args.per_device_train_batch_size)
 
     @wraps(train)
@@ -174,7 +184,7 @@ def _usable(trainer: Any) -> list[str] | None:
     """What `bexp.apply` can do to a model that is as the command has it, if the trial asks for that."""
     if choice().get(APPLY) != "none":
         return None
-    found: list[str] = import_module("bexp.tune.applied_settings").usable(trainer.model)
+    found: list[str] = import_module("bexp.tune.applied_trainer").usable(trainer.model)
     return found
 
 
@@ -255,3 +265,70 @@ def _measure(
         trainer.remove_callback(steps)
         trainer.training_step, trainer._get_train_sampler = step, original
     return clock.figures()
+
+
+def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
+    """The longest batch that an evaluation can have; None if there is no dataset that can be read in any order."""
+    found = _datasets(trainer)
+    if not found:
+        return None
+    return {
+        "batch_size": trainer.args.per_device_eval_batch_size,
+        "length": max(max(lengths.widths, default=0) for _, lengths in found),
+    }
+
+
+def evaluate_longest(trainer: Any) -> dict[str, float]:
+    """Run that batch as `evaluate` does, with the state of the optimizer that the training has left; read the peak.
+
+    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added. If there are
+    several datasets, each is evaluated by itself, and the highest of their peaks counts.
+    """
+    return {"peak_bytes": max(_peak(trainer, dataset, lengths) for dataset, lengths in _datasets(trainer))}
+
+
+def _peak(trainer: Any, dataset: Any, lengths: Lengths) -> float:
+    arguments = trainer.args
+    number = arguments.per_device_eval_batch_size * arguments.world_size
+    places = lengths.longest(number) if lengths.is_known else [place % len(dataset) for place in range(number)]
+    model = trainer.model if trainer.model_wrapped is None else trainer.model_wrapped
+    loss_only = arguments.prediction_loss_only or trainer.compute_metrics is None
+    reset_peak(arguments.device)
+    model.eval()
+    kept = 0
+    for inputs in trainer.get_eval_dataloader(Subset(dataset, places)):
+        _, logits, labels = trainer.prediction_step(model, inputs, loss_only)
+        kept = max(kept, _kept_bytes(trainer, logits, labels, math.ceil(len(dataset) / number)))
+    model.train()
+    return peak_bytes(arguments.device)[0] + kept
+
+
+def _kept_bytes(trainer: Any, logits: Any, labels: Any, num_batches: int) -> int:
+    """Bytes of the outputs of other batches, if all are as long; a second copy is there while they are put together."""
+    arguments = trainer.args
+    if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+        logits = trainer.preprocess_logits_for_metrics(logits, labels)
+    if getattr(arguments, "batch_eval_metrics", False):  # metrics take each batch, and nothing is kept
+        return 0
+    batches = min(num_batches, arguments.eval_accumulation_steps or num_batches)
+    copies = 2 if getattr(arguments, "eval_do_concat_batches", True) else 1
+    one = sum(tensor.numel() * tensor.element_size() for tensor in _tensors((logits, labels)))
+    return copies * (batches - 1) * one * int(arguments.world_size)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _datasets(trainer: Any) -> list[tuple[Any, Lengths]]:
+    """The datasets that can be read in any order, each with the lengths of its samples."""
+    found = trainer.eval_dataset
+    each = found.values() if isinstance(found, dict) else [found]
+    readable = [one for one in each if hasattr(one, "__len__") and hasattr(one, "__getitem__") and len(one)]
+    return [(one, Lengths.of(one)) for one in readable]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
@@ -9,7 +10,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.mesh import ParallelismSpec
-from bexp.explorer.dimensions.micro_batch_size import MicroBatch, MicroBatchChoice
+from bexp.explorer.dimensions.micro_batch_size import MicroBatch, MicroBatchChoice, divisors
 from bexp.explorer.model.base import is_false, is_null
 from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
 from bexp.explorer.model.lengths import Batching, Lengths
@@ -19,10 +20,10 @@ from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.model.target import LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
 from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
+from bexp.explorer.request.device_rules import find_sharing_problem
 from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
 from bexp.explorer.request.labels import Labels
 from bexp.explorer.request.request_rules import MESH_RULES, RULES
-from bexp.explorer.request.requested_devices import RequestedDevices
 from bexp.explorer.request.requested_space import RequestedSpace
 from bexp.explorer.request.shorthands import expand_shorthands
 from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
@@ -260,3 +261,65 @@ class ExplorationRequest(DimensionsAsked):
             return self
         training = self.training.model_copy(update={"sharding": level})
         return self.model_copy(update={"training": training, "sharding_levels": None})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedDevices:
+    """The devices of a request: data-parallel groups of c devices that share sequences, or meshes."""
+
+    asked: ExplorationRequest
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether they form meshes."""
+        return self.asked.num_devices > 1 and self.asked.parallelism.needs_mesh
+
+    @property
+    def context_parallel_sizes(self) -> tuple[int, ...]:
+        """How many devices may share a sequence, ascending."""
+        sizes = self.asked.context_parallel.sizes
+        if sizes == "explore":
+            every = divisors(self.asked.num_devices)
+            return tuple(size for size in every if find_sharing_problem(self.asked, size) is None)
+        return tuple(sorted(set(sizes)))
+
+    def needed(self, available: int | None = None) -> int:
+        """Return how many devices a worker must have to explore this.
+
+        It needs the largest of the listed context-parallel sizes. With `explore` it needs two devices that can share a
+        sequence, or as many as it began with, which `available` says, so that a resumed exploration finds the same.
+        An exploration that began with all its devices needs them all, because what they exchange is part of what it
+        learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
+        """
+        every = self.asked.num_devices
+        if self.is_mesh or len(self.asked.space.sharding_choices) > 1:
+            return every
+        if available is not None and self.asked.mode == "train" and available >= every:
+            return every
+        sizes = self.context_parallel_sizes
+        if self.asked.context_parallel.sizes != "explore":
+            return max(sizes)
+        if available is None:
+            return next((size for size in sizes if size > 1), 1)
+        return max((size for size in sizes if size <= available), default=1)
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Number of devices that share one optimizer step.
+
+        Training state is sharded over all devices. This includes devices that share sequences, because their gradients
+        are reduced together anyway.
+        """
+        return self.asked.num_devices if self.asked.training.sharding.level >= 1 else 1
+
+    @property
+    def batch_share(self) -> float:
+        """One device's share of the effective batch, as a real number of whole sequences.
+
+        It is the same for every context-parallel size, because c devices that share sequences process c times as many.
+        """
+        return self.asked.effective_batch_size / self.asked.num_devices
+
+    def data_parallel_size(self, context_parallel_size: int) -> int:
+        """Number of groups of devices that process sequences of their own."""
+        return self.asked.num_devices // context_parallel_size

@@ -5,14 +5,23 @@ A rule may rely on the rules before it. The rules of the model and its target st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.attention import is_flash
-from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
 from bexp.explorer.model.base import RuleError
+
+if TYPE_CHECKING:
+    from bexp.explorer.request.request import ExplorationRequest
+from collections.abc import Callable
+
+from bexp.explorer.dimensions.attention import is_flash
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.spelling import did_you_mean
+from bexp.explorer.model.optimizers import BITSANDBYTES
+from bexp.explorer.model.quantization import PLAIN, Quantization, own_method
+from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, OWN_ATTENTION, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.device_rules import check_mesh, check_parallelism, check_sharding, check_sharing
@@ -25,19 +34,170 @@ from bexp.explorer.request.execution_rules import (
     check_policies_of_mode,
 )
 from bexp.explorer.request.legal_meshes import check_expert_modes, check_meshes
-from bexp.explorer.request.length_rules import check_lengths
-from bexp.explorer.request.quantization_rules import check_quantization
-from bexp.explorer.request.space_rules import (
-    check_combinations,
-    check_largest_tile,
-    check_micro_batch_sizes,
-    check_tiles,
-)
 from bexp.explorer.request.trainer_rules import check_trainer
 from bexp.explorer.trainers.trainer import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
 
-if TYPE_CHECKING:
-    from bexp.explorer.request.request import ExplorationRequest
+MAX_COMBINATIONS = 3072
+"""The most combinations of micro-batch, tile and recomputation; back ends multiply them by about ten."""
+
+MAX_SHARED_COMBINATIONS = 2 * MAX_COMBINATIONS
+"""The same limit with context parallelism and sharding counted in."""
+
+
+def check_largest_tile(request: ExplorationRequest) -> None:
+    """The cap on tiles divides a stated batch."""
+    largest = request.bta.max_tile
+    if largest is not None and request.batch_size is not None and request.batch_size % largest:
+        message = f"bta.max_tile ({largest}) must divide batch_size ({request.batch_size})"
+        raise RuleError(message, "bta.max_tile", "batch_size")
+
+
+def check_micro_batch_sizes(request: ExplorationRequest) -> None:
+    """At least one micro-batch size is left: one size with a stated batch divides what a device gets of it."""
+    if request.space.micro_batch_sizes:
+        return
+    size = max(request.devices.context_parallel_sizes)
+    who = "each device" if size == 1 else f"each group of {size} devices"
+    share, asked = request.effective_batch_size // request.devices.data_parallel_size(size), request.micro_batch_choice
+    legal = [size for size in divisors(share) if size <= MAX_MICRO_BATCH_SIZE]
+    nearest = nearest_sizes(asked, legal) if isinstance(asked, int) else ()
+    raise RuleError(
+        f"micro_batch_size ({asked}) does not divide what {who} gets of the batch: {share} sequences of batch_size "
+        f"({request.batch_size}) over num_devices ({request.num_devices}); the nearest that divide it: "
+        f"{' and '.join(map(str, nearest))}. A list or a range is independent of the batch",
+        "micro_batch_size",
+        "batch_size",
+        "num_devices",
+    )
+
+
+def check_tiles(request: ExplorationRequest) -> None:
+    """At least one tile is left, and each listed tile divides a micro-batch size."""
+    tiles = {tile for m in request.space.micro_batch_sizes for tile in request.space.tiles_for(m)}
+    if not tiles:
+        raise RuleError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space", "bta")
+    unused = [tile for tile in request.bta.tiles or () if tile not in tiles]
+    if unused:
+        message = f"bta.tiles: {unused[0]} is no factor of any micro-batch size of the space"
+        raise RuleError(message, "bta.tiles", "micro_batch_size")
+
+
+def check_combinations(request: ExplorationRequest) -> None:
+    """Some recomputation policy can be combined with the tiles, and the space is small enough to be enumerated."""
+    combinations = _count_combinations(request)
+    if combinations == 0:
+        named = "' and '".join(request.space.recompute_policies)
+        raise RuleError(
+            f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already",
+            "bta.enable",
+            "recompute",
+        )
+    if combinations > MAX_COMBINATIONS:
+        raise RuleError(
+            f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
+            f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
+        )
+    ways, levels = len(request.space.sharings), len(request.space.sharding_choices)
+    shared = combinations * ways * levels
+    if shared > max(MAX_SHARED_COMBINATIONS, combinations):
+        raise RuleError(
+            f"context_parallel and sharding: with {ways} pairs of a size and a layout and {levels} levels of "
+            f"sharding the space has {shared} combinations; at most {MAX_SHARED_COMBINATIONS} are explored: "
+            "restrict sizes, layouts, sharding_levels, micro_batch_size, bta or recompute"
+        )
+
+
+def _count_combinations(request: ExplorationRequest) -> int:
+    """Return the number of combinations of micro-batch, tile and recomputation."""
+    space = request.space
+    tilings = [tile is not None for m in space.micro_batch_sizes for tile in space.tiles_for(m)]
+    tiled = sum(tilings)
+    untiled = len(tilings) - tiled
+    return (untiled and untiled * len(space.policies_for(None))) + (tiled and tiled * len(space.policies_for(1)))
+
+
+OWN = "hf_config.quantization_config"
+PLAIN_WEIGHTS = f"quantization: {PLAIN} measures plain weights"
+
+
+def check_quantization(request: ExplorationRequest) -> None:
+    """Quantised weights are a transformers model's, whole on a device, and trained through adapters alone."""
+    name, target = request.quantization, request.target_name
+    if name not in (None, PLAIN) and target != TRANSFORMERS:
+        raise RuleError(f"quantization '{name}' needs target '{TRANSFORMERS}'", "quantization", "target")
+    if target != TRANSFORMERS or name == PLAIN:
+        return
+    _check_checkpoint(request)
+    quantized = request.quantized
+    if quantized is not None and request.mode == "train":
+        _check_training(request, quantized)
+
+
+def _check_checkpoint(request: ExplorationRequest) -> None:
+    """A checkpoint that is quantised already is loaded as it is."""
+    method, name = own_method(request.hf_config), request.quantization
+    if method is None:
+        return
+    quantized = request.quantized
+    if method == BITSANDBYTES:
+        if quantized is None or not quantized.is_own:
+            raise RuleError(f"must state either load_in_4bit or load_in_8bit; {PLAIN_WEIGHTS}", OWN)
+        if name not in (None, quantized.name):
+            raise RuleError(
+                f"the weights of config.json have {quantized.bits} bits already; {PLAIN_WEIGHTS}", "quantization", OWN
+            )
+    elif name is not None:
+        raise RuleError(
+            f"the weights of config.json are quantised already, by '{shortened(method)}'; {PLAIN_WEIGHTS}",
+            "quantization",
+            OWN,
+        )
+    elif request.mode == "train" and request.training.lora is not None:
+        raise RuleError(
+            f"adapters on weights that '{shortened(method)}' quantises are not measured; {PLAIN_WEIGHTS}",
+            OWN,
+            "training.lora",
+        )
+
+
+def _check_training(request: ExplorationRequest, quantized: Quantization) -> None:
+    field = OWN if quantized.is_own else "quantization"
+    if request.training.lora is None:
+        raise RuleError(
+            f"weights in {quantized.bits} bits cannot be trained themselves: add training.lora, whose adapters are "
+            f"trained in their place; {PLAIN_WEIGHTS}",
+            field,
+            "training.lora",
+        )
+    if request.training.precision != "pure":
+        raise RuleError(
+            "weights beside quantised ones are in float32, as peft prepares them: leave precision out",
+            "training.precision",
+            field,
+        )
+    if request.space.highest_sharding is not Sharding.NONE:
+        raise RuleError("quantised weights are measured without sharding", field, "training.sharding")
+
+
+def check_lengths(request: ExplorationRequest) -> None:
+    """Texts of unequal length are measured eagerly on one device, with the transformers library's classes."""
+    if request.lengths is None:
+        if request.batching is not None:
+            raise RuleError("batching needs lengths: without them every sequence is full", "batching", "lengths")
+        return
+    if request.target_name != TRANSFORMERS:
+        raise RuleError(f"texts of unequal length need target '{TRANSFORMERS}'", "lengths", "target")
+    if request.num_devices > 1:
+        raise RuleError("texts of unequal length are measured on one device", "lengths", "num_devices")
+    if request.space.executions != (Execution.EAGER,):
+        field = "execution" if request.executions is None else "executions"
+        raise RuleError(
+            "texts of unequal length run with execution 'eager': other lengths would be compiled or captured anew",
+            field,
+            "lengths",
+        )
+    if request.batching in PACKED and request.bta.is_named:
+        raise RuleError("attention tiles divide padded rows, not packed ones", "bta", "batching")
 
 
 def check_model_of_target(request: ExplorationRequest) -> None:

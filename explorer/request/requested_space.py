@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from bexp.explorer.dimensions.dimension import Place
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
+
+if TYPE_CHECKING:
+    from bexp.explorer.request.request import ExplorationRequest
+from dataclasses import dataclass
 
 from bexp.explorer.dimensions.bta_tile import tiles_of
 from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
-from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import LOSS, Loss
 from bexp.explorer.dimensions.micro_batch_size import (
     LADDER,
@@ -20,11 +26,6 @@ from bexp.explorer.dimensions.micro_batch_size import (
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.default_space import default_executions, default_kernels, place_of
-
-if TYPE_CHECKING:
-    from bexp.explorer.request.request import ExplorationRequest
-
 
 FEW_DIVISORS = 4
 """With fewer divisors than this, other sizes are compared with them."""
@@ -211,3 +212,41 @@ class RequestedSpace:
     def drops_tokens(self) -> bool:
         """Whether the experts of some variant have a capacity."""
         return any(model.variant.capacity_factor is not None for model in self.variants())
+
+
+def default_executions(request: ExplorationRequest, device_kind: str | None) -> tuple[Execution, ...]:
+    """Return the executions to explore on a kind of device; None is one that is not known yet.
+
+    CUDA graphs are for training on one GPU. Lengths that differ from batch to batch would be compiled and captured
+    anew, so texts of unequal length run eagerly, as does what several devices compute together.
+    """
+    if _is_quick(request, device_kind) or request.lengths is not None or request.devices.is_mesh:
+        return (Execution.EAGER,)
+    if max(request.devices.context_parallel_sizes, default=1) > 1:
+        return (Execution.EAGER,)
+    trainer = request.runner
+    replays = trainer.graphs and request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
+    return tuple(
+        execution
+        for execution in Execution
+        if (trainer.compiled_layers or not execution.compiles) and (replays or not execution.replays)
+    )
+
+
+def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
+    """Return where the candidates of a request would run."""
+    is_quick = _is_quick(request, device_kind)
+    return Place(request.target_name, device_kind or request.device_kind, is_quick)
+
+
+def default_kernels(request: ExplorationRequest, device_kind: str | None) -> tuple[Kernels, ...]:
+    """Return what may compute norms, rotation and gated activations of a transformers model."""
+    if _is_quick(request, device_kind) or request.target_name != TRANSFORMERS or not request.runner.liger:
+        return (Kernels.LIBRARY,)
+    return tuple(Kernels)
+
+
+def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:
+    """Whether only eager code and the library's own loss are explored: on a CPU, if asked, and for other targets."""
+    is_cpu = "cpu" in (device_kind, request.device_kind)
+    return request.quick or is_cpu or request.target_name not in (BEXP, TRANSFORMERS)

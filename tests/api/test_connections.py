@@ -15,9 +15,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from bexp.api.connections import BACKLOG, allow_connections
-from bexp.api.listener import Server
-from bexp.api.process_log import OneLineFormatter, RateFilter
+from bexp.api.listener import BACKLOG, OneLineFormatter, RateFilter, Server, allow_connections
 from bexp.api.settings import Limits, ServiceSettings
 from tests.api.serving import Served
 from tests.api.test_serve import started

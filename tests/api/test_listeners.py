@@ -270,9 +270,8 @@ def run_limited(stack: ExitStack, *arguments: str, **variables: str) -> tuple[su
 
 KNOWN = {
     "api/listener.py": {"uvicorn", "listen"},
-    "api/connections.py": {"uvicorn"},
     "workers/profiler/distributed/message_queue.py": {"create_server"},  # of the processes of a group, on loopback
-    "workers/targets/custom/training_line.py": {"listen"},  # a Unix socket in a folder of this user's
+    "workers/targets/custom/command.py": {"listen"},  # a Unix socket in a folder of this user's
 }
 SERVERS = {"uvicorn", "hypercorn", "gunicorn", "socketserver", "http.server", "xmlrpc.server", "wsgiref", "aiohttp"}
 SERVES = {"listen", "create_server", "start_server", "start_unix_server", "start_http_server", "serve_forever"}

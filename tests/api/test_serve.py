@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 from bexp.api import serve as api_serve
 from bexp.api.cli import app
 from bexp.api.examples import REQUEST
-from bexp.api.listener import ListenError, Server, bind
-from bexp.api.process_log import OneLineFormatter, RateFilter
+from bexp.api.listener import ListenError, OneLineFormatter, RateFilter, Server, bind
 from bexp.api.serve import HOW_TO_ADMIT
 from bexp.api.settings import Limits, ServiceSettings
 from bexp.storage.database import open_database

@@ -12,7 +12,7 @@ from benchmarks.gains import gains, summarize
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.answers.answer import render_recommendation
 from bexp.explorer.search.explore import explore
-from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "tables" / "olmoe-zipf.jsonl"
 

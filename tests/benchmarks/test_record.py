@@ -17,7 +17,7 @@ from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler
-from bexp.workers.replay.device import RecordedDevice
+from bexp.workers.replay.profiler import RecordedDevice
 from bexp.workers.replay.recording import Recording, RecordingError
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers

@@ -14,7 +14,7 @@ from bexp.explorer.cost.step import static_parts
 from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.exports.registry import export
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.measure.cpu_storages import LiveStorages
+from bexp.measure.memory_meters import LiveStorages
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import resolve_config

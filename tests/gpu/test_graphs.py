@@ -25,7 +25,7 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.hardware import measure_hardware
 from bexp.workers.profiler.trials.whole_model import run_whole_model
-from bexp.workers.targets.reference.training_run import ReferenceTrainingRun
+from bexp.workers.targets.reference.target import ReferenceTrainingRun
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.trainer.recommendations import document
 

@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
+
+import sqlalchemy as sa
 
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.search.explore import explore
@@ -21,12 +24,63 @@ from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim
 from bexp.storage.notifications import Listener
 from bexp.storage.queue import Queue
-from bexp.storage.workers import WorkerInfo
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.lock import POLL_SECONDS, DeviceBusyError
-from bexp.workers.jobs.registration import Registration
 from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
+
+
+class Registration:
+    """Enters a worker in the list once `tell` is called, and renews the entry in a thread. Leaving the context ends it.
+
+    While the database is away, the worker goes on, and the thread enters it later.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._worker: WorkerInfo | None = None
+        self._every_seconds = (LIVE_WITHIN / 3).total_seconds()
+        self._ended = threading.Event()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name="registration", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._worker is None:
+            return
+        try:
+            forget_worker(self._database, self._worker.id)
+        except sa.exc.SQLAlchemyError as trouble:  # the entry expires
+            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, describe_trouble(trouble))
+
+    def tell(self, worker: WorkerInfo) -> None:
+        """Enter the worker as it is now."""
+        if worker != self._worker:
+            self._worker = worker
+            self._report()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._every_seconds):
+            self._report()
+
+    def _report(self) -> None:
+        with self._writing:
+            if self._worker is None:
+                return
+            try:
+                register_worker(self._database, self._worker)
+            except sa.exc.SQLAlchemyError as error:
+                reason = describe_trouble(error)
+                _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)
+
 
 _log = logging.getLogger(__name__)
 

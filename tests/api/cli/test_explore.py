@@ -19,8 +19,7 @@ from bexp.api.cli import explore
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.errors import CommandError
 from bexp.api.cli.local_run import usable_device_counts
-from bexp.api.cli.option_values import parse_micro_batch_size
-from bexp.api.cli.options import device_kind, read_request
+from bexp.api.cli.options import device_kind, parse_micro_batch_size, read_request
 from bexp.api.cli.submit import missing_target
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration

@@ -15,8 +15,7 @@ from rich.live import Live
 
 from bexp.api.cli import following
 from bexp.api.cli.following import LiveOutput
-from bexp.api.live import LiveView
-from bexp.api.live_chart import RateChart, axis_start
+from bexp.api.live import LiveView, RateChart, axis_start
 from bexp.api.local_worker import WorkerEndedError
 from bexp.api.stored import StoredExplorations
 from bexp.client.errors import ServiceError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.api.cli.worst_batch import (
+from bexp.api.cli.tune_answer import (
     describe_evaluation,
     describe_larger,
     describe_processes,

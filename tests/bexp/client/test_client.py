@@ -222,7 +222,7 @@ def test_a_service_that_never_answers_is_not_waited_for_once_more(monkeypatch: p
         now += 45.0
         raise httpx.ReadTimeout("silence", request=request)
 
-    monkeypatch.setattr("bexp.client.events.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("bexp.client.client.time", SimpleNamespace(monotonic=lambda: now))
     client = Client("http://service", transport=httpx.MockTransport(handler), sleep=lambda _: None)
     with client, pytest.raises(ServiceError, match="did not answer in time"):
         list(client.events("job1"))

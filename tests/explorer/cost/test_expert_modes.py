@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.expert_overlap import ExpertOverlap, run_beside
+from bexp.explorer.cost.mesh_layers import ExpertOverlap, run_beside
 from bexp.explorer.cost.shards import SPREAD_EXPERTS, busiest_device
 from bexp.explorer.cost.transfers import Transfer
 from bexp.explorer.dimensions.expert_modes import ExpertMode

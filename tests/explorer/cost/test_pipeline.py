@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.cost.mesh_step import balance_layers
 from bexp.explorer.cost.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
-from bexp.explorer.cost.pipeline_balance import balance_layers
 from bexp.explorer.cost.pipeline_order import Pass, rank_order
 from bexp.explorer.dimensions.mesh import Schedule
 

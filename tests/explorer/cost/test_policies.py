@@ -12,7 +12,7 @@ from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.space_rules import MAX_COMBINATIONS
+from bexp.explorer.request.request_rules import MAX_COMBINATIONS
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from tests.explorer.simulator import report
 

@@ -14,7 +14,7 @@ from bexp.explorer.exports.choice import choose
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.search.explore import explore
 from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "results" / "tables"
 

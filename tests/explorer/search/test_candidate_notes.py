@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.model.parts import Float8Layers
-from bexp.explorer.search.candidate_notes import candidate_notes
+from bexp.explorer.search.candidate_report import candidate_notes
 from tests.explorer.cost.described import candidate, device, request
 
 OWN = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}

@@ -10,7 +10,7 @@ from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.feasibility import at_least
+from bexp.explorer.search.knowledge import at_least
 from tests.explorer.explorations import pruned
 from tests.explorer.long_sequences import MODEL, request
 from tests.explorer.simulator import SimulatedDevice, report

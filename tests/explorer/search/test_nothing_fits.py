@@ -15,8 +15,8 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.feasibility import MOST_TOO_LARGE
 from bexp.explorer.search.history import HOPELESS_FAILURES
+from bexp.explorer.search.knowledge import MOST_TOO_LARGE
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.relaxations import find_relaxations
 from bexp.explorer.search.smallest_candidate import SmallestCandidate

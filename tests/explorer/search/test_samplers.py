@@ -8,7 +8,6 @@ import optuna
 import pytest
 
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.samplers import (
     STOCK_SAMPLERS,
@@ -16,6 +15,7 @@ from bexp.explorer.search.samplers import (
     StockCandidateSampler,
     StockSampler,
     make_sampler,
+    suggest_measurement,
 )
 from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import Params, Points, TrialStudy, params_of

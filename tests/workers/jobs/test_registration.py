@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.workers import WorkerInfo, forget_worker, list_workers, register_worker
-from bexp.workers.jobs.registration import Registration
+from bexp.workers.jobs.worker import Registration
 from tests.contracts.samples import make_worker
 from tests.waits import Waits
 
@@ -58,7 +58,7 @@ def test_a_worker_that_cannot_leave_the_list_ends(
     def fail(*_: object) -> None:
         raise away()
 
-    monkeypatch.setattr("bexp.workers.jobs.registration.forget_worker", fail)
+    monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
     with Registration(sqlite_database) as registration:
         registration.tell(WORKER)
     assert "worker w could not be removed from the list: refused" in caplog.text
@@ -67,7 +67,7 @@ def test_a_worker_that_cannot_leave_the_list_ends(
 def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_could_not_say(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("bexp.workers.jobs.registration.LIVE_WITHIN", timedelta(seconds=0.03))
+    monkeypatch.setattr("bexp.workers.jobs.worker.LIVE_WITHIN", timedelta(seconds=0.03))
     is_away = threading.Event()
 
     def register(database: Database, worker: WorkerInfo) -> None:
@@ -75,7 +75,7 @@ def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_c
             raise away()
         register_worker(database, worker)
 
-    monkeypatch.setattr("bexp.workers.jobs.registration.register_worker", register)
+    monkeypatch.setattr("bexp.workers.jobs.worker.register_worker", register)
     with Registration(sqlite_database) as registration:
         registration.tell(WORKER)
         forget_worker(sqlite_database, "w")

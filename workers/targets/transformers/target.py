@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -15,10 +15,14 @@ from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.lengths import PACKED
+from bexp.explorer.model.model import DType
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.model.routing import RoutingSpec
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
@@ -31,9 +35,8 @@ from bexp.workers.targets.transformers.adapters import add_adapters
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.describe import describe_parts, with_quantized_weights
 from bexp.workers.targets.transformers.float8 import compare_float8
-from bexp.workers.targets.transformers.host_memory import require_host_memory
+from bexp.workers.targets.transformers.host_memory import full_host, require_host_memory
 from bexp.workers.targets.transformers.materialize import build_by_layers
 from bexp.workers.targets.transformers.measured_settings import (
     BY_OPERATION,
@@ -43,8 +46,8 @@ from bexp.workers.targets.transformers.measured_settings import (
     settings_of_component,
 )
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
-from bexp.workers.targets.transformers.optimizer_state import with_optimizer_state
 from bexp.workers.targets.transformers.packing import LEAK
+from bexp.workers.targets.transformers.parts import num_bytes
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.quantized import require_library
@@ -55,7 +58,7 @@ from bexp.workers.targets.transformers.training_run import (
     TransformersTrainingRun,
     embeddings_of,
 )
-from bexp.workers.targets.transformers.weight_bytes import count_quantized
+from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up, count_quantized
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 
@@ -343,3 +346,78 @@ def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
         raise UnsupportedTrialError("a routing is drawn with target 'bexp' only: here the model's own routers decide")
     if max(request.devices.context_parallel_sizes) > 1:
         raise UnsupportedTrialError("context parallelism is measured with target 'bexp' only")
+
+
+def describe_parts(
+    resolved: ResolvedModel, *, tiles: str | None, checkpointing: str | None, named: Mapping[str, str | None]
+) -> ModelParts:
+    """The parts of a model. The arguments say why it has no tiles, checkpoints, or policies by name."""
+    parameters = list({id(p): p for p in resolved.model.parameters()}.values())
+    policies = [Recompute.NONE]
+    if checkpointing is None:
+        policies += [policy for policy in Recompute if policy.layer_share > 0]
+    policies += [Recompute(name) for name, reason in named.items() if reason is None]
+    refused = {"tiles": tiles, "checkpointing": checkpointing, **named}
+    return ModelParts(
+        target=TRANSFORMERS,
+        target_version=resolved.config.version,
+        name=resolved.config.model_type,
+        class_name=resolved.config.model_class.__name__,
+        dtype=DType.BFLOAT16,
+        seq_length=resolved.config.seq_length,
+        layers=resolved.kinds,
+        kinds=resolved.layer_parts,
+        shell=resolved.shell_part,
+        output_bytes_per_token=resolved.hidden_bytes_per_token,
+        num_parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=num_bytes(parameters),
+        trainable_bytes=num_bytes(p for p in parameters if p.requires_grad),
+        policies=tuple(policies),
+        tiles=tiles is None,
+        unavailable={name: reason for name, reason in refused.items() if reason is not None},
+    )
+
+
+def with_quantized_weights(parts: ModelParts, found: PartWeights) -> ModelParts:
+    """The parts with the bytes that quantised weights really have."""
+    kinds = [kind.model_copy(update={"parameter_bytes": _total(found.layers[kind.name])}) for kind in parts.kinds]
+    weights = add_up([(1, found.shell), *((parts.layers.count(name), layer) for name, layer in found.layers.items())])
+    return parts.model_copy(
+        update={
+            "kinds": tuple(kinds),
+            "shell": parts.shell.model_copy(update={"parameter_bytes": _total(found.shell)}),
+            "parameter_bytes": sum(one.num_bytes for one in weights),
+            "weights": weights,
+        }
+    )
+
+
+def _total(weights: WeightsByKind) -> int:
+    return sum(one.num_bytes for one in weights.values())
+
+
+def with_optimizer_state(parts: ModelParts, name: str, optimizers: Iterable[OptimizerPart]) -> ModelParts:
+    """Return a model's parts with the bytes after a step of each of `optimizers`, as often as the model has it.
+
+    Raises:
+        UnsupportedTrialError: the optimizer does not work here, or the host cannot hold what it keeps there.
+    """
+    on_device = on_host = 0
+    for part in optimizers:
+        try:
+            optimizer = part.build()
+            assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
+            with torch.compiler.set_stance("force_eager"):  # compiled code has the same state, after seconds
+                optimizer.step()
+        except UnsupportedTrialError:
+            raise
+        except Exception as error:  # a library that is broken in any way
+            short = shortened(" ".join(str(error).split()), 200) or type(error).__name__
+            raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {short}") from error
+        on_device += part.count * optimizer.state_bytes
+        on_host += part.count * optimizer.host_bytes
+        for parameter in optimizer.parameters:
+            parameter.grad = None
+    if on_host and (reason := full_host(on_host, f"optimizer '{name}' needs")) is not None:
+        raise UnsupportedTrialError(reason)
+    return parts.model_copy(update={"optimizer_state_bytes": on_device, "optimizer_host_bytes": on_host or None})

@@ -33,8 +33,13 @@ from bexp.workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from bexp.workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
-from bexp.workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
+from bexp.workers.profiler.distributed.coordinator import (
+    Coordinator,
+    GroupEndedError,
+    merge_component,
+    merge_hardware,
+    merge_trial,
+)
 from tests.workers.profiler.samples import candidate, components_of, plan
 from tests.workers.profiler.test_session import HARDWARE
 

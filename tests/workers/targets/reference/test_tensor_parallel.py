@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.mesh_layers import MeshCandidate, MeshDecomposer
-from bexp.explorer.cost.mesh_state import HeldParameters
+from bexp.explorer.cost.mesh_step import HeldParameters
 from bexp.explorer.cost.shards import shard_of, spread_expert_model
 from bexp.explorer.cost.transfers import Transfers
 from bexp.explorer.dimensions.candidate import Candidate
@@ -24,9 +24,9 @@ from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.mesh_run import DecoderStage
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
-from bexp.workers.targets.reference.stage import DecoderStage
 from bexp.workers.targets.reference.target import BlockPasses
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
 

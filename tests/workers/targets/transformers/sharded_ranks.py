@@ -30,10 +30,9 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials import data_parallel_communication
-from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.measured_settings import settings_of
 from bexp.workers.targets.transformers.self_check import SelfCheck
-from bexp.workers.targets.transformers.target import TransformersTarget
+from bexp.workers.targets.transformers.target import TransformersTarget, describe_parts
 from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.waits import PATIENCE_SECONDS

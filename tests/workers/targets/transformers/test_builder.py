@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
+from bexp.workers.targets.transformers.target import describe_parts
 
 pytest.importorskip("transformers")
 
