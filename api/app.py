@@ -59,6 +59,25 @@ COMMON_PROBLEMS = examples.problems(
 )
 
 
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Raise a 422 that names the first query parameter that the route of `request` does not take."""
+    if not request.query_params:
+        return
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    known = set(_parameters(route.dependant))
+    for name in request.query_params:
+        if name not in known:
+            raise invalid_parameter(shortened(name), f"is no parameter of this route{did_you_mean(name, known)}")
+
+
+def _parameters(dependant: Dependant) -> Iterator[str]:
+    for field in dependant.query_params:
+        yield field.alias
+    for inner in dependant.dependencies:
+        yield from _parameters(inner)
+
+
 def _include_all() -> APIRouter:
     """Return all routes. FastAPI prepares them at the first request; applications that share them do so once.
 
@@ -132,22 +151,3 @@ def describe_api() -> dict[str, Any]:
 def _drop_default_error(responses: dict[str, Any]) -> None:
     if "application/json" in responses.get("422", {}).get("content", {}):
         del responses["422"]
-
-
-async def refuse_unknown_parameters(request: Request) -> None:
-    """Raise a 422 that names the first query parameter that the route of `request` does not take."""
-    if not request.query_params:
-        return
-    route = request.scope["route"]
-    assert isinstance(route, APIRoute)
-    known = set(_parameters(route.dependant))
-    for name in request.query_params:
-        if name not in known:
-            raise invalid_parameter(shortened(name), f"is no parameter of this route{did_you_mean(name, known)}")
-
-
-def _parameters(dependant: Dependant) -> Iterator[str]:
-    for field in dependant.query_params:
-        yield field.alias
-    for inner in dependant.dependencies:
-        yield from _parameters(inner)
