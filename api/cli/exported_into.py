@@ -8,17 +8,18 @@ from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.yaml_lines import UnchangeableError, change_values, read_values
-from bexp.explorer.exports.document import WHAT_ELSE
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.formats.trainers.reader import FILES, refusal_of, setting_of
-from bexp.explorer.formats.trainers.trainer_file import Setting
-from bexp.explorer.formats.translation import is_unset
+from bexp.explorer.formats.training_files import refusal_of, setting_of
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import lora_arguments
+from bexp.explorer.model.translation import is_unset
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import is_own_code
+from bexp.explorer.trainers.document import WHAT_ELSE
+from bexp.explorer.trainers.keys import Setting
+from bexp.explorer.trainers.registry import FILES
 
 ANY_MODEL = {"model_type": "llama", "dtype": DType.BFLOAT16.value}
 """Stands for a model of shapes: what a file says of the training does not depend on it."""

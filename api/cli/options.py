@@ -18,7 +18,7 @@ from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.lengths import Batching
 from bexp.explorer.model.target import name_local_target
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.trainer import TrainerName
+from bexp.explorer.trainers.registry import TrainerName
 
 Mode = Literal["train", "eval"]
 ExecutionMode = Literal["eager", "compile", "graph", "compile+graph", "explore"]

@@ -140,7 +140,7 @@ class RequestedSpace:
     def losses(self) -> tuple[Loss, ...]:
         """The ways to compute the loss of a model's own code, the library's first if it is among them."""
         explored = LOSS.explored(place_of(self.asked, self.device_kind))
-        return self.asked.losses or tuple(loss for loss in explored if loss in self.asked.runner.losses)
+        return self.asked.losses or tuple(loss for loss in explored if not self.asked.runner.lacks("loss", loss))
 
     @property
     def compiles(self) -> bool:
@@ -224,12 +224,11 @@ def default_executions(request: ExplorationRequest, device_kind: str | None) -> 
         return (Execution.EAGER,)
     if max(request.devices.context_parallel_sizes, default=1) > 1:
         return (Execution.EAGER,)
-    trainer = request.runner
-    replays = trainer.graphs and request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
+    replays = request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
     return tuple(
         execution
         for execution in Execution
-        if (trainer.compiled_layers or not execution.compiles) and (replays or not execution.replays)
+        if not request.runner.lacks("execution", execution) and (replays or not execution.replays)
     )
 
 
@@ -241,9 +240,9 @@ def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
 
 def default_kernels(request: ExplorationRequest, device_kind: str | None) -> tuple[Kernels, ...]:
     """Return what may compute norms, rotation and gated activations of a transformers model."""
-    if _is_quick(request, device_kind) or request.target_name != TRANSFORMERS or not request.runner.liger:
+    if _is_quick(request, device_kind) or request.target_name != TRANSFORMERS:
         return (Kernels.LIBRARY,)
-    return tuple(Kernels)
+    return tuple(kernels for kernels in Kernels if not request.runner.lacks("kernels", kernels))
 
 
 def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:

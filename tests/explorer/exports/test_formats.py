@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.exports.document import OF_THE_CODE, ExportDocument
-from bexp.explorer.exports.exploration import ExportError
-from bexp.explorer.exports.registry import FORMATS, export
+from bexp.explorer.exports.export import export
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.document import OF_THE_CODE, ExportDocument, ExportError
+from bexp.explorer.trainers.registry import FORMATS
 from tests.explorer.exports.samples import SHARDED, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import simulated
 

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from torch import nn
 
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
-from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
+from bexp.explorer.trainers.document import ExportError
 from bexp.transformers.recompute import chosen_layers
 from bexp.transformers.settings import Settings
 from tests.explorer.exports.samples import SHARDED, candidate, exploration

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from bexp.explorer.dimensions.mesh import Mesh, Schedule
-from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import FORMATS, export
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.plan import MeshPlan, PlainMesh
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trainer_formats import formats_for
+from bexp.explorer.search.trainer_terms import formats_for
+from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.registry import FORMATS
 from tests.contracts.samples import make_report
 from tests.explorer.exports.samples import candidate, recommendation
 from tests.explorer.exports.test_formats import flags
@@ -131,7 +133,7 @@ def test_torchtitan_is_told_the_mesh() -> None:
 
 
 def test_other_frameworks_take_only_data_parallelism() -> None:
-    with pytest.raises(ExportError, match=r"DeepSpeed cannot be told a mesh .*; megatron and torchtitan can"):
+    with pytest.raises(ExportError, match="cannot be told a mesh of devices; these can: torchtitan, megatron"):
         export("deepspeed", planned())
     plain = {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1, "data": 32}
     assert '"train_micro_batch_size_per_gpu": 4' in export("deepspeed", planned(**plain)).text

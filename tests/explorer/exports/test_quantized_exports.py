@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
 from bexp.explorer.model.quantization import WeightBytes
-from bexp.explorer.search.trainer_formats import formats_for
+from bexp.explorer.search.trainer_terms import formats_for
+from bexp.explorer.trainers.document import ExportError
 from tests.explorer.exports.samples import CONFIG, candidate, exploration
 
 LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "v_proj"]}

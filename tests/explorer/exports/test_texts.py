@@ -12,11 +12,11 @@ import yaml
 from torch import nn
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.exports.exploration import ExportError
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.export import export
 from bexp.explorer.records.recommendation import TextFigures
 from bexp.explorer.search.legal_space import EmptySpaceError, expressible
-from bexp.explorer.search.trainer_formats import formats_for
+from bexp.explorer.search.trainer_terms import formats_for
+from bexp.explorer.trainers.document import ExportError
 from tests.explorer.exports.samples import candidate, exploration
 
 LENGTHS = {512: 30, 3000: 10}

@@ -9,11 +9,11 @@ import yaml
 
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.formats.trainers.reader import FILES as KNOWN
-from bexp.explorer.formats.trainers.reader import base_model, find_trainer
+from bexp.explorer.formats.training_files import base_model, find_trainer
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
-from tests.explorer.formats.trainers.samples import FILES, beside_its_model
+from bexp.explorer.trainers.registry import FILES as KNOWN
+from tests.explorer.formats.trainer_files import FILES, beside_its_model
 
 
 def read(name: str, overrides: dict[str, Any] | None = None, **changes: Any) -> ExplorationRequest:
@@ -302,7 +302,7 @@ def test_whose_file_it_is() -> None:
         assert find_trainer(file, name) == name
         assert base_model(name, file) == "models/Llama-3.2-1B"
     assert find_trainer(files["axolotl"], None) == find_trainer(files["axolotl"], "bexp") == "axolotl"
-    with pytest.raises(FormatError, match="model_name_or_path: say whose file this is: --trainer llamafactory or trl"):
+    with pytest.raises(FormatError, match="model_name_or_path: say whose file this is: --trainer trl or llamafactory"):
         find_trainer(files["trl"], None)
     others: list[dict[str, Any]] = [{"model": {}, "batch_size": 8}, {"model_type": "llama"}, {"runconfig": {}}]
     for other in others:

@@ -6,16 +6,16 @@ parser, so it stands last.
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.mesh import Mesh, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.exports.document import ExportDocument, shell_export
-from bexp.explorer.exports.exploration import ExportError
-from bexp.explorer.exports.script import other_optimizer_notes
-from bexp.explorer.exports.sharding_communication import gathering_notes
-from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.trainers.document import ExportDocument, ExportError, shell_export
+from bexp.explorer.trainers.script import gathering_notes, other_optimizer_notes
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import MESHES, expresses
+from bexp.explorer.trainers.trainer import Trainer
 
 VARIABLE = "TORCHTITAN_FLAGS"
 
@@ -24,7 +24,7 @@ Flags = list[tuple[str, ...]]
 
 def render_release(settings: TrainerSettings) -> ExportDocument:
     """Return the flags of torchtitan 0.3."""
-    local, piped = settings.micro_batch_size, settings.mesh is not None and settings.mesh.mesh.pipeline > 1
+    local, piped = settings.micro_batch_size, settings.has_pipeline
     batch: Flags = [
         ("--training.local_batch_size", str(local * (settings.grad_accum_steps or 1) if piped else local)),
     ]
@@ -75,15 +75,14 @@ def _render(settings: TrainerSettings, batch: Flags) -> ExportDocument:
     flags.append((f"activation_checkpoint:{'full' if settings.recompute is Recompute.FULL else 'none'}",))
     notes = [f'run: ... --module MODULE --config CONFIG "${{{VARIABLE}[@]}}", with a config of this model']
     notes += other_optimizer_notes(settings)
-    piped = settings.mesh is not None and settings.mesh.mesh.pipeline > 1
-    if not piped:  # a pipeline runs all micro-batches of a step as one batch
+    if not settings.has_pipeline:  # a pipeline runs all micro-batches of a step as one batch
         notes += gathering_notes(settings)
         if not sharded and settings.data_parallel_size > 1 and settings.grad_accum_steps != 1:
             notes.append(
                 "communication: gradients are reduced in each accumulation step, and not once a step as measured"
             )
-    if settings.mesh is not None and piped:
-        stages = ", ".join(map(str, settings.mesh.layers_per_stage))
+    else:
+        stages = ", ".join(map(str, settings.layers_per_stage))
         notes.append(f"layers of each stage: {stages}; set parallelism.module_fqns_per_model_part in the config")
     if settings.chunked_loss:
         notes.append("loss: measured in chunks, so keep ChunkedLossWrapper in the config, as torchtitan's own have it")
@@ -97,10 +96,9 @@ def _dtype_flags(settings: TrainerSettings) -> Flags:
     return [("--training.dtype", str(settings.dtype if settings.precision == "pure" else DType.FLOAT32))]
 
 
-def _mesh_flags(plan: MeshPlan | None) -> Flags:
-    if plan is None:
+def _mesh_flags(mesh: Mesh | None) -> Flags:
+    if mesh is None:
         return []
-    mesh = plan.mesh
     flags: Flags = [("--parallelism.tensor_parallel_degree", str(mesh.tensor))]
     if mesh.pipeline > 1:
         schedule = "Interleaved1F1B" if mesh.schedule is Schedule.INTERLEAVED else "1F1B"
@@ -109,3 +107,19 @@ def _mesh_flags(plan: MeshPlan | None) -> Flags:
     if mesh.expert > 1:
         flags.append(("--parallelism.expert_parallel_degree", str(mesh.expert)))
     return flags
+
+
+TORCHTITAN = Trainer(
+    name="torchtitan",
+    title="torchtitan",
+    formats={"torchtitan": render_release, "torchtitan-main": render_main},
+    expresses=expresses(
+        context_parallel={"zigzag"},
+        parallelism={MESHES},
+        loss={"library", "chunked"},
+        execution={Execution.EAGER, Execution.COMPILE},
+        adapters=(),
+        batching=(),
+    ),
+    allocator="expandable_segments",  # its run_train.sh sets it
+)

@@ -6,9 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bexp.explorer.formats.document import Location, Problem
 from bexp.explorer.model.spelling import shortened
 
+Location = tuple[str | int, ...]
+"""Keys and indices from the top of a document."""
+Problem = tuple[Location, str]
+"""Where, and what is wrong there."""
 MAX_NAMED_KEYS = 12
 
 

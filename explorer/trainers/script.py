@@ -1,14 +1,12 @@
-"""What a person's script sets by itself, as lines of a header."""
+"""What a person's script sets by itself, and what a trainer does otherwise than was measured, as lines of a header."""
 
 from __future__ import annotations
 
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.exports.sharding_communication import reduces_each_batch
-from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.model.quantization import Quantization
 from bexp.explorer.model.training import LoRASpec, Sharding, lora_arguments
-from bexp.explorer.search.trainer_terms import halves_experts
+from bexp.explorer.trainers.settings import TrainerSettings
 
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(..., fused=True)",
@@ -82,13 +80,22 @@ def expert_notes(settings: TrainerSettings) -> list[str]:
 
 def plain_expert_notes(settings: TrainerSettings) -> list[str]:
     """Return that a trainer keeps experts which are not quantised in other formats than were measured."""
-    trainer = settings.trainer
-    if settings.quantization is None or not halves_experts(trainer, settings.report):
+    if settings.quantization is None or not settings.halves_experts:
         return []
     return [
-        f"memory: {trainer.title} by itself keeps experts that are not quantised in {settings.dtype}; they were "
+        f"memory: {settings.title} by itself keeps experts that are not quantised in {settings.dtype}; they were "
         "measured in float32, as peft prepares them"
     ]
+
+
+def gathering_notes(settings: TrainerSettings) -> list[str]:
+    """Return what FSDP adds to a step with ZeRO-2: it shards the parameters again after each backward.
+
+    Measured with ZeRO-2, parameters are gathered once a step: see `bexp.explorer.cost.collectives`.
+    """
+    if settings.sharding is not Sharding.ZERO2 or settings.grad_accum_steps == 1:
+        return []
+    return ["communication: parameters are gathered in each accumulation step, and not once a step as measured"]
 
 
 def quantization_config(quantized: Quantization) -> str:
@@ -106,7 +113,7 @@ def lora_config(lora: LoRASpec) -> str:
 
 
 def _accumulation(settings: TrainerSettings) -> str:
-    if reduces_each_batch(settings):
+    if settings.reduces_each_batch:
         plugin = f"GradientAccumulationPlugin(num_steps={settings.grad_accum_steps}, sync_each_batch=True)"
         return f"gradient_accumulation_plugin={plugin}"
     return f"gradient_accumulation_steps={settings.grad_accum_steps}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.exports.document import ExportDocument, python_export
-from bexp.explorer.exports.script import length_notes, model_notes, optimizer_notes
-from bexp.explorer.exports.sharding_communication import gathering_notes
-from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.trainer import HALF_NAMES
+from bexp.explorer.trainers.back_ends import HALF_NAMES, LIBRARY_EXPERTS, TORCH_CHOICE
+from bexp.explorer.trainers.document import ExportDocument, python_export
+from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes, optimizer_notes
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import DIFFERENT_LAYERS, FIRST_LAYERS, OTHER_LIBRARIES, SHARES, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
 
 KERNELS = {
     "flash": "FLASH_ATTENTION",
@@ -106,3 +108,19 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 def _strategy(sharding: Sharding) -> str:
     return "FULL_SHARD" if sharding is Sharding.ZERO3 else "SHARD_GRAD_OP"
+
+
+LIGHTNING = Trainer(
+    name="lightning",
+    title="Lightning",
+    formats={"lightning": render},
+    expresses=expresses(
+        attention={TORCH_CHOICE, *KERNELS},
+        experts=LIBRARY_EXPERTS,
+        recompute={Recompute.NONE, Recompute.FULL, *SHARES, FIRST_LAYERS, DIFFERENT_LAYERS},
+        execution={Execution.EAGER, Execution.COMPILE},
+        optimizer={OTHER_LIBRARIES},
+        sharded_adapters=(),  # its FSDP makes one tensor of a layer's parameters
+    ),
+    targets=LIBRARY_RUNS_IT,
+)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from bexp.explorer.exports.header import ALLOCATOR_VARIABLE
-from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.trainers.settings import TrainerSettings
+
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 
 OF_THE_CODE = frozenset(
     {
@@ -21,19 +22,27 @@ OF_THE_CODE = frozenset(
 )
 """Fields of precision, compilation and recomputation. A target that a person has written decides them by itself."""
 
-
 WHAT_ELSE = "and what decides the learning"
 """How the line ends that lists what a part of a configuration lacks; a whole one has it."""
 
 
+class ExportError(ValueError):
+    """There is nothing to export yet, or nothing that a trainer could run; the message says what is missing."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExportDocument:
-    """A file. `header` is for people; `has_header` says that the text holds it as comments."""
+    """A file."""
 
     text: str
     media_type: str
     header: tuple[str, ...]
+    """For people."""
     has_header: bool = True
+    """Whether the text holds the header as comments."""
+
+
+Render = Callable[[TrainerSettings], ExportDocument]
 
 
 def json_export(settings: TrainerSettings, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:

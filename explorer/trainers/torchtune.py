@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.formats.trainers.trainer_file import (
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.keys import (
     OFFLOADING,
     OTHER_TRAINING,
     OTHER_WEIGHTS,
@@ -18,9 +20,11 @@ from bexp.explorer.formats.trainers.trainer_file import (
     must_be,
     number,
     one_of,
-    same,
+    read_alone,
     words,
 )
+from bexp.explorer.trainers.terms import FRACTIONAL_ALPHA, LORA, OTHER_LIBRARIES, expresses
+from bexp.explorer.trainers.trainer import Trainer
 
 _MODULES = {"output_proj": "o_proj"}
 """Names of torchtune's modules that transformers calls otherwise."""
@@ -52,27 +56,27 @@ def _formats(said: Formats) -> tuple[str, str | None]:
     return said.weights or "bfloat16", "pure"
 
 
-TORCHTUNE = TrainerFile(
+FILE = TrainerFile(
     model="checkpointer.checkpoint_dir",
-    settings={
-        "checkpointer.checkpoint_dir": (Setting.MODEL, same),
-        "model._component_": (Setting.ADAPTERS, _has_adapters),
-        "model.lora_rank": (Setting.R, same),
-        "model.lora_alpha": (Setting.ALPHA, same),
-        "model.lora_dropout": (Setting.DROPOUT, same),
-        "model.lora_attn_modules": (Setting.MODULES, _modules),
-        "model.apply_lora_to_mlp": (Setting.MODULES, if_on(["gate_proj", "up_proj", "down_proj"])),
-        "model.apply_lora_to_output": (Setting.MODULES, if_on(["lm_head"])),
-        "model.use_dora": (Setting.DORA, flag),
-        "tokenizer.max_seq_len": (Setting.SEQ_LENGTH, same),
-        "dataset.packed": (Setting.PACKING, flag),
-        "batch_size": (Setting.MICRO_BATCH_SIZE, number),
-        "gradient_accumulation_steps": (Setting.STEPS, number),
-        "optimizer._component_": (Setting.OPTIMIZER, one_of(_OPTIMIZERS)),
-        "loss._component_": (Setting.LOSS, one_of(_LOSSES)),
-        "dtype": (Setting.WEIGHTS, one_of({"bf16": "bfloat16", "fp32": "float32"})),
-        "compile": (Setting.COMPILE, flag),
-        "enable_activation_checkpointing": (Setting.RECOMPUTATION, flag),
+    keys={
+        "checkpointer.checkpoint_dir": read_alone(Setting.MODEL),
+        "model._component_": read_alone(Setting.ADAPTERS, _has_adapters),
+        "model.lora_rank": read_alone(Setting.R),
+        "model.lora_alpha": read_alone(Setting.ALPHA),
+        "model.lora_dropout": read_alone(Setting.DROPOUT),
+        "model.lora_attn_modules": read_alone(Setting.MODULES, _modules),
+        "model.apply_lora_to_mlp": read_alone(Setting.MODULES, if_on(["gate_proj", "up_proj", "down_proj"])),
+        "model.apply_lora_to_output": read_alone(Setting.MODULES, if_on(["lm_head"])),
+        "model.use_dora": read_alone(Setting.DORA, flag),
+        "tokenizer.max_seq_len": read_alone(Setting.SEQ_LENGTH),
+        "dataset.packed": read_alone(Setting.PACKING, flag),
+        "batch_size": read_alone(Setting.MICRO_BATCH_SIZE, number),
+        "gradient_accumulation_steps": read_alone(Setting.STEPS, number),
+        "optimizer._component_": read_alone(Setting.OPTIMIZER, one_of(_OPTIMIZERS)),
+        "loss._component_": read_alone(Setting.LOSS, one_of(_LOSSES)),
+        "dtype": read_alone(Setting.WEIGHTS, one_of({"bf16": "bfloat16", "fp32": "float32"})),
+        "compile": read_alone(Setting.COMPILE, flag),
+        "enable_activation_checkpointing": read_alone(Setting.RECOMPUTATION, flag),
         "ac_mode": must_be("full", reason="selective recomputation is not measured for torchtune"),
     },
     defaults={Setting.OPTIMIZER: "adamw_torch_fused", Setting.LOSS: "chunked"},
@@ -98,4 +102,20 @@ TORCHTUNE = TrainerFile(
     shards=True,
     note="torchtune has layers of its own and no export: set batch_size, gradient_accumulation_steps, compile and "
     "enable_activation_checkpointing as the answer says; its tokens/s and memory are those of transformers' layers",
+)
+
+
+TORCHTUNE = Trainer(
+    name="torchtune",
+    title="torchtune",
+    file=FILE,
+    expresses=expresses(
+        sharding={Sharding.NONE, Sharding.ZERO3},
+        loss={"library", "chunked"},
+        execution={Execution.EAGER, Execution.COMPILE},
+        optimizer={OTHER_LIBRARIES},
+        adapters={LORA, FRACTIONAL_ALPHA},
+        batching={"padded", "packed"},
+    ),
+    precisions=("pure",),
 )

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import ExportDocument, yaml_export
-from bexp.explorer.exports.script import other_optimizer_notes
-from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.document import ExportDocument, yaml_export
+from bexp.explorer.trainers.script import other_optimizer_notes
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import TILES, expresses
+from bexp.explorer.trainers.trainer import Trainer
+
+BTA_FLAGS = {
+    "csx.debug.ini.ws_opt_enable_bta": "enable",
+    "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
+}
+"""What they set of a request's `bta`."""
+MICRO_BATCH_FLAG = "csx.performance.micro_batch_size"
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -28,3 +38,18 @@ def render(settings: TrainerSettings) -> ExportDocument:
         values["trainer"]["fit"] = {"train_dataloader": {"batch_size": settings.batch_size}}
     notes = ["add the model, the optimizer and the data to these sections", *other_optimizer_notes(settings)]
     return yaml_export(settings, values, notes)
+
+
+CEREBRAS = Trainer(
+    name="cerebras",
+    title="Cerebras Model Zoo",
+    formats={"cerebras": render},
+    expresses=expresses(
+        recompute={Recompute.NONE},
+        sharding={Sharding.NONE},
+        bta_tile={TILES},
+        loss={"library", "chunked"},  # the system's compiler decides how the loss is computed
+        adapters=(),
+        batching=(),
+    ),
+)

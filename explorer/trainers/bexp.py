@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bexp.explorer.exports.document import ExportDocument, python_export
-from bexp.explorer.exports.script import PREPARE, lora_config, quantization_config
-from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.loss import LOSSES
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.optimizers import LIBRARY, ON_HOST_NOTE
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS, OUR_EXPERTS, TORCH_KERNELS
+from bexp.explorer.trainers.document import ExportDocument, python_export
+from bexp.explorer.trainers.script import PREPARE, lora_config, quantization_config
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import (
+    DIFFERENT_LAYERS,
+    FIRST_LAYERS,
+    LAYER_GROUPS,
+    ON_HOST,
+    OTHER_LIBRARIES,
+    TILES,
+    expresses,
+)
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
 
 _CODE = '''\
 import json
@@ -65,15 +81,15 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
     """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
-    request = settings.request.model_dump(mode="json", include=_COMPARED)
-    training = settings.request.training
-    request["training"] = training.model_dump(mode="json", include=_TRAINED)
+    training, asked = settings.training, settings.request
+    request = {key: value for key, value in asked.items() if key in _COMPARED}
+    request["training"] = {key: value for key, value in asked["training"].items() if key in _TRAINED}
     if settings.quantization is not None:
         request["quantization"] = settings.quantization.name  # a config.json is cut down to its numbers
-    if settings.request.target_name == TRANSFORMERS:
+    if settings.target_name == TRANSFORMERS:
         request["training"]["precision"] = settings.precision
     request["training"]["optimizer"] = training.optimizer.model_dump(mode="json", exclude_defaults=True)
-    request |= settings.request.explored.as_fields(settings.seq_length)
+    request |= settings.model
     candidate = settings.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": settings.recompute.value}
     for key, kept in (("attention_backend", settings.attention), ("expert_backend", settings.experts)):
         # The reader leaves a model that was measured whole as it is.
@@ -84,8 +100,30 @@ def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
         told["texts"] = {"tokens_per_sequence": settings.tokens_per_sequence}
     return {
         "recommendation": told,
-        "hardware": settings.report.hardware.model_dump(mode="json", include={"device_name", "versions"})
-        if settings.report is not None
+        "hardware": settings.hardware.model_dump(mode="json", include={"device_name", "versions"})
+        if settings.hardware is not None
         else None,
         "request": request,
     }
+
+
+BEXP_APPLY = Trainer(
+    name="bexp",
+    title="bexp.apply",
+    formats={"python": render},
+    expresses=expresses(
+        bta_tile={TILES},
+        recompute={*Recompute, FIRST_LAYERS, LAYER_GROUPS, DIFFERENT_LAYERS} - {Recompute.QKV},
+        attention=LIBRARY_ATTENTION | TORCH_KERNELS,
+        experts=LIBRARY_EXPERTS | {*OUR_EXPERTS, *(f"bexp_{name}" for name in OUR_EXPERTS)},
+        sharding=Sharding,
+        loss=LOSSES,
+        execution=Execution,
+        kernels=Kernels,
+        optimizer={OTHER_LIBRARIES, ON_HOST},
+        batching={"padded", "grouped", *PACKED},
+    ),
+    targets=LIBRARY_RUNS_IT,
+    precisions=("pure", "autocast", "float8_tensorwise", "float8_rowwise"),
+)
+"""transformers' Trainer, or any loop, with `bexp.apply`."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.exports.document import ExportDocument, yaml_export
-from bexp.explorer.exports.script import script_notes
-from bexp.explorer.exports.sharding_communication import gathering_notes
-from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.trainer import HALF_NAMES
+from bexp.explorer.trainers.back_ends import HALF_NAMES, LIBRARY_ATTENTION, LIBRARY_EXPERTS
+from bexp.explorer.trainers.document import ExportDocument, yaml_export
+from bexp.explorer.trainers.script import gathering_notes, script_notes
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -44,3 +46,17 @@ def _distributed_type(settings: TrainerSettings) -> str:
     if settings.sharding is not Sharding.NONE:
         return "FSDP"
     return "MULTI_CPU" if settings.device_kind == "cpu" else "MULTI_GPU"
+
+
+ACCELERATE = Trainer(
+    name="accelerate",
+    title="accelerate",
+    formats={"accelerate": render},
+    expresses=expresses(
+        attention=LIBRARY_ATTENTION,
+        experts=LIBRARY_EXPERTS,
+        execution={Execution.EAGER, Execution.COMPILE},
+        optimizer={OTHER_LIBRARIES},
+    ),
+    targets=LIBRARY_RUNS_IT,
+)
