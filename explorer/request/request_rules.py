@@ -111,9 +111,11 @@ def _count_combinations(request: ExplorationRequest) -> int:
     """Return the number of combinations of micro-batch, tile and recomputation."""
     space = request.space
     tilings = [tile is not None for m in space.micro_batch_sizes for tile in space.tiles_for(m)]
-    tiled = sum(tilings)
-    untiled = len(tilings) - tiled
-    return (untiled and untiled * len(space.policies_for(None))) + (tiled and tiled * len(space.policies_for(1)))
+    if not tilings:
+        return 0
+    policies, tiled = space.recompute_policies, sum(tilings)
+    num_tiled = len([policy for policy in policies if not policy.untiled_only])
+    return (len(tilings) - tiled) * len(policies) + tiled * num_tiled
 
 
 OWN = "hf_config.quantization_config"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
-from bexp.explorer.dimensions.loss import LOSSES, Loss
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.dimensions.kernels import KERNELS, Kernels
+from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.lengths import PACKED, Batching
 from bexp.explorer.model.model import DType
@@ -174,6 +176,19 @@ class Trainer:
         else:
             by_share = by_share[-1:]
         return by_share[0] if by_share else Recompute.NONE
+
+    @property
+    def expressible(self) -> Mapping[str, Collection[Any]]:
+        """The values of each choice that it can express."""
+        return {
+            LOSS.name: self.losses,
+            EXECUTION.name: [
+                one
+                for one in Execution
+                if (self.compiled_layers or not one.compiles) and (self.graphs or not one.replays)
+            ],
+            KERNELS.name: tuple(Kernels) if self.liger else (Kernels.LIBRARY,),
+        }
 
     def nearest_loss(self, loss: Loss) -> Loss:
         """Return the loss that it computes in place of one: another that holds no logits if it has one."""
