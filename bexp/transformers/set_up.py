@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.transformers.attention import set_attention
 from bexp.transformers.experts import leave_eager, set_experts
 from bexp.transformers.float8 import set_float8
@@ -20,6 +23,9 @@ from bexp.transformers.recompute import LAYERS_KEPT, is_checkpointing, set_recom
 from bexp.transformers.settings import OPERATION_POLICIES, Settings
 from bexp.transformers.tiling import set_tile
 from bexp.transformers.undo import Changes
+
+if missing := [c.name for c in CHOICES if c.settings is None and find_spec(f"bexp.transformers.{c.name}") is None]:
+    raise TypeError(f"nothing sets {', '.join(missing)} on a model: write bexp/transformers/{missing[0]}.py")
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,10 @@ def _steps(
         steps.append(("gradient checkpointing: switched off", lambda: stop_checkpointing(module, changes)))
     if settings.recompute != "none" and not core:
         steps.append((f"recomputation: {settings.recompute}", lambda: set_recompute(module, settings, changes)))
+    for name, value in settings.others:
+        steps.append(
+            (f"{name}: {value}", partial(import_module(f"bexp.transformers.{name}").set_up, module, value, changes))
+        )
     if settings.loss != "library" and not is_layer(module):
         steps.append((f"loss: {settings.loss}", lambda: set_loss(module, settings.loss, changes, chunk=chunk)))
     if settings.compile:

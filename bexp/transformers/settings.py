@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.loss import LOSSES, Loss
 
 Kernels = Literal["library", "liger"]
@@ -46,6 +49,7 @@ class Settings:
     `graph` replays the micro-step of a whole model as CUDA graphs.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
     `float8`: the recipe of torchao by which linear layers of the decoder layers are computed, None for their own dtype.
+    `others`: values of further dimensions by name, which `bexp.transformers.NAME.set_up` sets.
     """
 
     attention: str | None = None
@@ -58,6 +62,27 @@ class Settings:
     kernels: Kernels = "library"
     graph: bool = False
     float8: Float8 | None = None
+    others: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, choices: Mapping[str, Any], **fields: Any) -> Settings:
+        """Return the settings of these values of choices, by dimension, and of these fields."""
+        others = []
+        for choice in CHOICES:
+            value = choices.get(choice.name, choice.plain)
+            if choice.settings is not None:
+                fields |= choice.settings(value)
+            elif value != choice.plain:
+                others.append((choice.name, value))
+        return cls(**fields, others=tuple(others))
+
+    def run_as(self, execution: str) -> Settings:
+        """Return these settings with another execution: `eager`, `compile`, `graph` or `compile+graph`."""
+        try:
+            runs = EXECUTION.read(execution)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        return replace(self, compile=runs.compiles, graph=runs.replays)
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""

@@ -205,8 +205,8 @@ class Component(Frozen):
 
     @property
     def is_fused(self) -> bool:
-        """Whether its small operations are fused where others' are not: by the compiler, or by liger's kernels."""
-        return self.backend is not None and self.backend.fusing is not None
+        """Whether it is not the plain code: the compiler's or liger's, for instance, fuses small operations."""
+        return self.backend is not None and bool(self.backend.marks)
 
     @property
     def variant(self) -> tuple[int | None, float | None]:

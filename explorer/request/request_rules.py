@@ -5,18 +5,14 @@ A rule may rely on the rules before it. The rules of the model and its target st
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
-from bexp.explorer.model.base import RuleError
-
-if TYPE_CHECKING:
-    from bexp.explorer.request.request import ExplorationRequest
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.attention import is_flash
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
+from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import BITSANDBYTES
@@ -36,6 +32,10 @@ from bexp.explorer.request.execution_rules import (
 from bexp.explorer.request.legal_meshes import check_expert_modes, check_meshes
 from bexp.explorer.request.trainer_rules import check_trainer
 from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
+
+if TYPE_CHECKING:
+    from bexp.explorer.request.request import ExplorationRequest
+
 
 MAX_COMBINATIONS = 3072
 """The most combinations of micro-batch, tile and recomputation; back ends multiply them by about ten."""
@@ -111,9 +111,11 @@ def _count_combinations(request: ExplorationRequest) -> int:
     """Return the number of combinations of micro-batch, tile and recomputation."""
     space = request.space
     tilings = [tile is not None for m in space.micro_batch_sizes for tile in space.tiles_for(m)]
-    tiled = sum(tilings)
-    untiled = len(tilings) - tiled
-    return (untiled and untiled * len(space.policies_for(None))) + (tiled and tiled * len(space.policies_for(1)))
+    if not tilings:
+        return 0
+    policies, tiled = space.recompute_policies, sum(tilings)
+    num_tiled = len([policy for policy in policies if not policy.untiled_only])
+    return (len(tilings) - tiled) * len(policies) + tiled * num_tiled
 
 
 OWN = "hf_config.quantization_config"

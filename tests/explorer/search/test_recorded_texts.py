@@ -120,12 +120,12 @@ def test_refusals_of_a_space_are_as_recorded() -> None:
     assert parts.parts is not None
     for kernels in ((), (BackendSupport(name="liger", usable=False, reason="it is not installed"),)):
         with pytest.raises(EmptySpaceError) as refused:
-            enumerate_candidates(req, parts.model_copy(update={"kernels": kernels}), parts.parts)
+            enumerate_candidates(req, parts.model_copy(update={"choices": {"kernels": kernels}}), parts.parts)
         found.append(["kernels", str(refused.value)])
     losses = (BackendSupport(name="library", usable=False, reason="it differs"),)
     req = ExplorationRequest.model_validate({**of_parts, "losses": ["library"]})
     with pytest.raises(EmptySpaceError) as refused:
-        enumerate_candidates(req, parts.model_copy(update={"losses": losses}), parts.parts)
+        enumerate_candidates(req, parts.model_copy(update={"choices": {"loss": losses}}), parts.parts)
     found.append(["losses", str(refused.value)])
     check_recorded(TEXTS / "refusals.json", found)
 

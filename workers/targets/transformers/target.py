@@ -112,7 +112,7 @@ class TransformersTarget:
             leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
-        kernels, losses = probe.kernel_supports(), probe.loss_supports()
+        choices = probe.choice_supports()
         named, checkpointing = set(self._request.recompute or ()), probe.layer_recompute_refusal()
         parts = describe_parts(
             self._resolved,
@@ -145,9 +145,7 @@ class TransformersTarget:
             hardware=hardware,
             attention_backends=attention,
             expert_backends=experts,
-            kernels=kernels,
-            executions=probe.execution_supports(),
-            losses=losses,
+            choices=choices,
             default_attention=probe.default_attention,
             default_experts=default if default in usable else next(iter(usable), None),
             parts=parts,
