@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.context_parallel import Sharing
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.model import DType
@@ -87,14 +88,13 @@ def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]
     for name in request.expert_backends or ():
         if name not in DEFAULT_EXPERTS:
             yield "expert_backends", "experts", library_experts(name)
-    yield from (("kernels", "kernels", kernels) for kernels in request.kernels or ())
+    for choice in CHOICES:
+        field = choice.name if choice.asked is None or choice.named(request) is None else choice.asked
+        yield from ((field, choice.name, value) for value in request.space.values_of(choice))
     if request.space.drops_tokens:
         yield "capacity_factors", "capacity_factor", True
     if request.model is not None and training.loss.kind == "chunked":
         yield "training.loss", "loss", "chunked"
-    yield from (("losses", "loss", loss) for loss in request.losses or ())
-    field = "execution" if request.executions is None else "executions"
-    yield from ((field, "execution", execution) for execution in request.space.executions)
     yield "training.optimizer.name", "optimizer", training.optimizer
     yield "training.lora", "adapters", training.lora
     yield "batching" if request.batching else "lengths", "batching", request.batching_of_texts

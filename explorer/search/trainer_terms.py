@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
 from bexp.explorer.dimensions.context_parallel import Sharing
+from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType, LayerKind
@@ -151,9 +152,9 @@ def find_missing(
         "recompute": Policy(candidate.recompute, layers_differ(request, report)),
         "attention": attention,
         "experts": experts,
-        "loss": loss_of(candidate, request),
-        "execution": request.execution_of(candidate),
-        "kernels": candidate.kernels,
+        **{choice.name: getattr(candidate, choice.fields[0]) for choice in CHOICES},
+        LOSS.name: loss_of(candidate, request),
+        EXECUTION.name: request.execution_of(candidate),
         "sharding": sharding,
         "sharded_adapters": ShardedAdapters(request.training.lora, sharding),
         "context_parallel": Sharing(candidate.context_parallel_size, candidate.context_parallel_layout),

@@ -10,11 +10,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bexp.explorer.dimensions.candidate import DIMENSIONS
+from bexp.explorer.dimensions.candidate import CHOICES, DIMENSIONS
 from bexp.explorer.dimensions.context_parallel import Sharing
-from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.kernels import Kernels
-from bexp.explorer.dimensions.loss import LOSS
+from bexp.explorer.dimensions.dimension import Choice
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import LoRASpec, OptimizerSpec, Sharding
 from bexp.explorer.trainers.back_ends import TORCH_CHOICE
@@ -96,7 +94,13 @@ def _named(value: Any) -> Iterable[Hashable]:
     return () if value is None else (value,)
 
 
+def _of(choice: Choice[Any]) -> Term:
+    """Return the term of a dimension whose values have names: a trainer that says nothing of it has the plain one."""
+    return Term(lambda value, lacking: choice.words(value), _named, frozenset({choice.plain}))
+
+
 TERMS: Mapping[str, Term] = {
+    **{choice.name: _of(choice) for choice in CHOICES},
     "bta_tile": Term(
         lambda tile, lacking: TILES if tile is True else f"{TILES} of {tile} sequences",
         _present(TILES),
@@ -118,13 +122,6 @@ TERMS: Mapping[str, Term] = {
         lambda name, lacking: f"the expert kernels '{name}'",
         _named,
         frozenset({"grouped_mm"}),
-    ),
-    "loss": Term(lambda loss, lacking: LOSS.words(loss), usual=frozenset({LOSS.plain})),
-    "execution": Term(lambda execution, lacking: f"execution '{execution}'", usual=frozenset({Execution.EAGER})),
-    "kernels": Term(
-        lambda kernels, lacking: f"the kernels of {kernels}",
-        _named,
-        frozenset({Kernels.LIBRARY}),
     ),
     "sharding": Term(
         lambda level, lacking: f"the sharding level '{level}'",
