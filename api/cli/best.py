@@ -118,7 +118,7 @@ def _print_export(
     if into is not None and export_format is not None and request is not None:
         from bexp.api.cli.exported_into import exported_into  # noqa: PLC0415 - it reads files, which takes long to import
 
-        text, comments = exported_into(into, export_format, text, request)
+        text, comments = exported_into(into, find_format(export_format).trainer.name, text, request)
         notes = [*comments, *notes]
     typer.echo(text, nl=False)
     for note in notes:

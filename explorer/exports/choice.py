@@ -22,7 +22,7 @@ from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.trainer_terms import find_missing, needs_logits, refusal_of
+from bexp.explorer.search.trainer_terms import answer_refusal, find_missing, needs_logits
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.registry import TRAINERS
@@ -60,8 +60,10 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
 
     Raises ExportError if no candidate divides a stated batch, or if the trainer can be told none that fits.
     """
-    if (lacking := refusal_of(trainer, known, request)) is not None:
-        able = [name for name, other in TRAINERS.items() if other.formats and refusal_of(other, known, request) is None]
+    if (lacking := answer_refusal(trainer, known, request)) is not None:
+        able = [
+            name for name, other in TRAINERS.items() if other.formats and answer_refusal(other, known, request) is None
+        ]
         hint = f"; these can: {', '.join(able)}" if able else ""
         raise ExportError(f"{trainer.title} cannot be told {lacking}{hint}")
     if known.plan is not None:

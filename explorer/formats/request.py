@@ -46,7 +46,7 @@ def parse_request(
     """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
 
     `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side. In their
-    place a trainer's own file may stand there, under the trainer's name: `axolotl`, `llamafactory`, `trl`, `torchtune`.
+    place a trainer's own file may stand there, under the trainer's name.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.

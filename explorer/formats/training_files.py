@@ -60,7 +60,7 @@ def setting_of(name: str, key: str) -> Setting | None:
     return None if known is None or known.read is None else known.setting
 
 
-def refusal_of(name: str, key: str) -> str | None:
+def why_refused(name: str, key: str) -> str | None:
     """Return why a key of a trainer's own file is refused where it is set; None for other keys."""
     return next((why for pattern, why in FILES[name].refused.items() if is_among(key, (pattern,))), None)
 
@@ -95,7 +95,7 @@ class StatedTraining:
         """
         stated, file, unknown, uncut = cls(name), FILES[name], [], False
         for key, value in _values(file, translation.section(document, (name,)).values):
-            reason = refusal_of(name, key)
+            reason = why_refused(name, key)
             if value is None:
                 uncut |= setting_of(name, key) is Setting.SEQ_LENGTH
             elif (known := file.keys.get(key)) is not None and known.read is not None:

@@ -174,7 +174,7 @@ def find_missing(
     return missing
 
 
-def refusal_of(trainer: Trainer, recommendation: Recommendation, request: ExplorationRequest | None) -> str | None:
+def answer_refusal(trainer: Trainer, recommendation: Recommendation, request: ExplorationRequest | None) -> str | None:
     """Return what `trainer` cannot express of an answer and of all that was explored with it, in words.
 
     Without the request, what the answer alone says.
@@ -218,7 +218,7 @@ def _leaves_a_rest(recommendation: Recommendation, request: ExplorationRequest) 
 
 def _can_hold(trainer: Trainer, recommendation: Recommendation, request: ExplorationRequest | None) -> bool:
     """Whether a trainer can express what the answer has in common with all that was explored."""
-    if refusal_of(trainer, recommendation, request) is not None:
+    if answer_refusal(trainer, recommendation, request) is not None:
         return False
     if request is None:
         return True

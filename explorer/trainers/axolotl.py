@@ -160,6 +160,7 @@ KEYS = {
 FILE = TrainerFile(
     model="base_model",
     keys=KEYS,
+    program=r"(?:.*/)?axolotl(?:\.cli\.train)?",
     defaults={
         Setting.MICRO_BATCH_SIZE: 1,
         Setting.SEQ_LENGTH: 512,

@@ -128,11 +128,12 @@ class TrainerFile:
     """Whether several devices share parameters and states."""
     note: str | None = None
     """What everyone is told who has such a file."""
+    program: str | None = None
+    """A pattern of what starts the trainer with its file, in a command; None if `bexp tune` changes no such file."""
 
-    @property
-    def settings(self) -> dict[str, tuple[Setting | None, Read]]:
-        """The keys that are read."""
-        return {name: (key.setting, key.read) for name, key in self.keys.items() if key.read is not None}
+    def name_of(self, setting: Setting) -> str:
+        """Return the key that an export writes for a setting."""
+        return next(name for name, key in self.keys.items() if key.setting is setting and key.write is not None)
 
 
 def _of_adapters(setting: Setting) -> Write:

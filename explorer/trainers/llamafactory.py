@@ -143,6 +143,7 @@ KEYS = {
 FILE = TrainerFile(
     model="model_name_or_path",
     keys=KEYS,
+    program=r"(?:.*/)?(?:llamafactory-cli|lmf)",
     defaults={
         Setting.MICRO_BATCH_SIZE: 8,
         Setting.SEQ_LENGTH: 2048,

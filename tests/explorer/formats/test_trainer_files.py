@@ -12,7 +12,6 @@ from bexp.explorer.formats.request import parse_request
 from bexp.explorer.formats.training_files import base_model, find_trainer
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.registry import FILES as KNOWN
 from tests.explorer.formats.trainer_files import FILES, beside_its_model
 
 
@@ -318,9 +317,3 @@ def test_a_request_beside_a_file_does_not_say_the_same_again() -> None:
     assert (asked.budget.max_trials, asked.training.sharding) == (3, Sharding.ZERO2)
     with pytest.raises(FormatError, match=r"axolotl: says what batching says as well: keep one"):
         parse_request(document | {"batching": "padded", "lengths": [[8, 9]]})
-
-
-def test_no_key_is_both_read_and_harmless() -> None:
-    for name, file in KNOWN.items():
-        assert not file.settings.keys() & file.harmless, name
-        assert not file.settings.keys() & file.refused.keys(), name
