@@ -13,22 +13,12 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS, TORCH_CHOICE
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.trainers.keys import (
-    KERNELS,
-    OFFLOADING,
-    OTHER_ADAPTERS,
-    OTHER_LOSS,
-    OTHER_MODEL,
-    OTHER_OPTIMIZER,
-    OTHER_TRAINING,
-    OTHER_WEIGHTS,
-    PARALLEL,
-    PART_OF_WEIGHTS,
     QLORA,
-    SHARDING,
     Formats,
     Key,
     Setting,
     TrainerFile,
+    Why,
     because,
     fields_of,
     flag,
@@ -57,7 +47,7 @@ def _half(value: Any) -> bool:
 
 def _recomputes(value: Any) -> bool:
     if isinstance(value, str) and value.startswith("offload"):
-        raise ValueError(f"{OFFLOADING}: say true")
+        raise ValueError(f"{Why.OFFLOADING}: say true")
     return flag(value)
 
 
@@ -152,7 +142,7 @@ KEYS = {
     "sdp_attention": read_alone(Setting.ATTENTION, if_on("sdpa")),
     "flex_attention": read_alone(Setting.ATTENTION, if_on("flex_attention")),
     "eager_attention": read_alone(Setting.ATTENTION, if_on("eager")),
-    "nf4_backend": must_be("bitsandbytes", reason=OTHER_WEIGHTS),
+    "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
     "fsdp_version": written_alone(lambda settings: None if settings.sharding is Sharding.NONE else 2),
     "fsdp_config": written_alone(_fsdp_config),
     "accelerator_config": written_alone(accelerator_config),
@@ -170,38 +160,38 @@ FILE = TrainerFile(
     formats=_formats,
     refused=because(
         {
-            SHARDING: "deepspeed deepcompile fsdp fsdp_config",
-            PARALLEL: (
+            Why.SHARDING: "deepspeed deepcompile fsdp fsdp_config",
+            Why.PARALLEL: (
                 "sequence_parallel_degree context_parallel_size context_parallel tensor_parallel_size dp_shard_size "
                 "expert_parallel_size"
             ),
-            OFFLOADING: "activation_offloading layer_offloading ple_cpu_offload",
-            OTHER_TRAINING: (
+            Why.OFFLOADING: "activation_offloading layer_offloading ple_cpu_offload",
+            Why.OTHER_TRAINING: (
                 "rl trl reward_model process_reward_model diffusion_lm diffusion ebft kd_trainer processor_type "
                 "is_multimodal trainer_cls use_pose"
             ),
-            OTHER_WEIGHTS: (
+            Why.OTHER_WEIGHTS: (
                 "fp16 float16 fp8 qat quantization gptq bnb_config_kwargs use_onebitllms model_quantization_config "
                 "quantize_moe_experts fp32_norms embeddings_skip_upcast"
             ),
-            OTHER_ADAPTERS: (
+            Why.OTHER_ADAPTERS: (
                 "lora_model_dir lora_rank_pattern peft_layers_to_transform peft_layer_replication peft "
                 "peft_trainable_token_indices mixlora_* mora relora lora_fp32_gradients"
             ),
             "adapters are measured in float32, which is the default: remove it": "peft_autocast_adapter_dtype",
-            PART_OF_WEIGHTS: "unfrozen_parameters freeze_mm_modules lisa_n_layers spectrum_*",
-            OTHER_OPTIMIZER: "torchdistx_path optim_target_modules",
-            KERNELS: (
+            Why.PART_OF_WEIGHTS: "unfrozen_parameters freeze_mm_modules lisa_n_layers spectrum_*",
+            Why.OTHER_OPTIMIZER: "torchdistx_path optim_target_modules",
+            Why.KERNELS: (
                 "xformers_attention sage_attention s2_attention flash_attn_* fused_attn_kernel liger_* "
                 "large_head_attention lora_*_kernel use_kernels tiled_mlp use_scattermoe use_sonicmoe "
                 "llama4_linearized_experts expert_backend unsloth_* gemma4_hybrid_attn_impl"
             ),
-            OTHER_LOSS: (
+            Why.OTHER_LOSS: (
                 "cut_cross_entropy chunked_cross_entropy use_eaft use_dft dft_* neftune_noise_alpha "
                 "noisy_embedding_alpha"
             ),
             "what plugins change is not measured: remove them": "plugins",
-            OTHER_MODEL: "overrides_of_model_config overrides_of_model_kwargs rope_scaling scaling_softmax",
+            Why.OTHER_MODEL: "overrides_of_model_config overrides_of_model_kwargs rope_scaling scaling_softmax",
             "this recomputation is not measured; gradient_checkpointing is explored": "selective_checkpointing",
             "rows without padding are measured for sample_packing alone": "batch_flattening",
             "an exploration finds the size: remove it": "auto_find_batch_size",

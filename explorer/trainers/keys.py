@@ -66,6 +66,25 @@ class Setting(StrEnum):
     EXPERTS = "experts"
 
 
+class Why(StrEnum):
+    """Why a key of a file is refused where it is set."""
+
+    KERNELS = "these kernels are not measured for this trainer: remove it"
+    SHARDING = (
+        "sharding and its launcher are not read from this file: remove it here, and say --num-devices with "
+        "--set training.sharding=zero2 or zero3"
+    )
+    PARALLEL = "devices that share a sequence, a layer or a pipeline are not measured for this trainer"
+    OFFLOADING = "what moves to the host's memory is not measured"
+    OTHER_TRAINING = "only supervised fine-tuning, with the loss of the next token, is measured"
+    OTHER_WEIGHTS = "other number formats of weights are not measured; those of bitsandbytes in 4 and 8 bits are"
+    OTHER_ADAPTERS = "such adapters are not measured: LoRA, DoRA and rsLoRA of new adapters are"
+    OTHER_OPTIMIZER = "this optimizer is not measured: see `bexp explore --help` (--optim), or `bexp tune -- COMMAND`"
+    OTHER_LOSS = "this loss is not measured"
+    OTHER_MODEL = "the model is measured as its config.json says: make the change there"
+    PART_OF_WEIGHTS = "training a part of the weights is not measured; all of them, or LoRA, are"
+
+
 EXPLORED = (Setting.RECOMPUTATION, Setting.ATTENTION, Setting.EXPERTS)
 """What an exploration chooses beside the micro-batch, whatever a file says."""
 LORA_FIELDS = (
@@ -273,19 +292,3 @@ def must_be(*allowed: Any, reason: str, write: Write | None = None) -> Key:
             raise ValueError(reason)
 
     return Key(None, read, write)
-
-
-KERNELS = "these kernels are not measured for this trainer: remove it"
-SHARDING = (
-    "sharding and its launcher are not read from this file: remove it here, and say --num-devices with "
-    "--set training.sharding=zero2 or zero3"
-)
-PARALLEL = "devices that share a sequence, a layer or a pipeline are not measured for this trainer"
-OFFLOADING = "what moves to the host's memory is not measured"
-OTHER_TRAINING = "only supervised fine-tuning, with the loss of the next token, is measured"
-OTHER_WEIGHTS = "other number formats of weights are not measured; those of bitsandbytes in 4 and 8 bits are"
-OTHER_ADAPTERS = "such adapters are not measured: LoRA, DoRA and rsLoRA of new adapters are"
-OTHER_OPTIMIZER = "this optimizer is not measured: see `bexp explore --help` (--optim), or `bexp tune -- COMMAND`"
-OTHER_LOSS = "this loss is not measured"
-OTHER_MODEL = "the model is measured as its config.json says: make the change there"
-PART_OF_WEIGHTS = "training a part of the weights is not measured; all of them, or LoRA, are"

@@ -11,20 +11,11 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.trainers.back_ends import TORCH_CHOICE
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.trainers.keys import (
-    KERNELS,
-    OFFLOADING,
-    OTHER_ADAPTERS,
-    OTHER_LOSS,
-    OTHER_MODEL,
-    OTHER_OPTIMIZER,
-    OTHER_TRAINING,
-    OTHER_WEIGHTS,
-    PARALLEL,
-    PART_OF_WEIGHTS,
     Formats,
     Key,
     Setting,
     TrainerFile,
+    Why,
     because,
     fields_of,
     flag,
@@ -127,10 +118,10 @@ KEYS = {
     "use_rslora": key(Setting.RSLORA, flag),
     "quantization_bit": Key(Setting.BITS, one_of({"4": 4, "8": 8}), _loaded_bits),
     "quantization_method": must_be(
-        *("bnb", "bitsandbytes"), reason=OTHER_WEIGHTS, write=lambda settings: _loaded_bits(settings) and "bnb"
+        *("bnb", "bitsandbytes"), reason=Why.OTHER_WEIGHTS, write=lambda settings: _loaded_bits(settings) and "bnb"
     ),
     "quantization_type": must_be(
-        "nf4", reason=OTHER_WEIGHTS, write=lambda settings: "nf4" if _loaded_bits(settings) == 4 else None
+        "nf4", reason=Why.OTHER_WEIGHTS, write=lambda settings: "nf4" if _loaded_bits(settings) == 4 else None
     ),
     "double_quantization": Key(Setting.NESTED, flag, lambda settings: _loaded_bits(settings) == 4 or None),
     "pure_bf16": Key(Setting.PURE, flag, _is_pure),
@@ -158,16 +149,16 @@ FILE = TrainerFile(
         **REFUSED,
         **because(
             {
-                PARALLEL: "use_mca use_hyper_parallel sequence_parallel_size",
-                OFFLOADING: "use_kt kt_*",
-                OTHER_TRAINING: "reward_model ref_model use_asft_loss predict_with_generate",
-                OTHER_LOSS: "use_dft_loss use_eaft_loss",
-                OTHER_WEIGHTS: "fp8 upcast_layernorm upcast_lmhead_output",
-                OTHER_ADAPTERS: "adapter_name_or_path oft_*",
-                PART_OF_WEIGHTS: "freeze_trainable_modules freeze_extra_modules use_llama_pro",
-                OTHER_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini use_muon",
-                KERNELS: "use_unsloth use_unsloth_gc enable_liger_kernel shift_attn use_v1_kernels",
-                OTHER_MODEL: "rope_scaling mixture_of_depths",
+                Why.PARALLEL: "use_mca use_hyper_parallel sequence_parallel_size",
+                Why.OFFLOADING: "use_kt kt_*",
+                Why.OTHER_TRAINING: "reward_model ref_model use_asft_loss predict_with_generate",
+                Why.OTHER_LOSS: "use_dft_loss use_eaft_loss",
+                Why.OTHER_WEIGHTS: "fp8 upcast_layernorm upcast_lmhead_output",
+                Why.OTHER_ADAPTERS: "adapter_name_or_path oft_*",
+                Why.PART_OF_WEIGHTS: "freeze_trainable_modules freeze_extra_modules use_llama_pro",
+                Why.OTHER_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini use_muon",
+                Why.KERNELS: "use_unsloth use_unsloth_gc enable_liger_kernel shift_attn use_v1_kernels",
+                Why.OTHER_MODEL: "rope_scaling mixture_of_depths",
             }
         ),
     },

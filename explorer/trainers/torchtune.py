@@ -7,13 +7,10 @@ from typing import Any
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.keys import (
-    OFFLOADING,
-    OTHER_TRAINING,
-    OTHER_WEIGHTS,
-    PARALLEL,
     Formats,
     Setting,
     TrainerFile,
+    Why,
     because,
     flag,
     if_on,
@@ -83,11 +80,11 @@ FILE = TrainerFile(
     formats=_formats,
     refused=because(
         {
-            OTHER_WEIGHTS: "model.quantize_base quantizer.*",
-            OFFLOADING: "enable_activation_offloading fsdp_cpu_offload",
+            Why.OTHER_WEIGHTS: "model.quantize_base quantizer.*",
+            Why.OFFLOADING: "enable_activation_offloading fsdp_cpu_offload",
             "an optimizer that steps in the backward pass is not measured": "optimizer_in_bwd",
-            PARALLEL: "tensor_parallel_dim context_parallel_dim tensor_parallel_plan.*",
-            OTHER_TRAINING: "teacher_model.* kd_loss.* reward_checkpointer.* ref_checkpointer.* policy_model.*",
+            Why.PARALLEL: "tensor_parallel_dim context_parallel_dim tensor_parallel_plan.*",
+            Why.OTHER_TRAINING: "teacher_model.* kd_loss.* reward_checkpointer.* ref_checkpointer.* policy_model.*",
         }
     ),
     harmless=words(

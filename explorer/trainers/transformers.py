@@ -19,16 +19,11 @@ from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS
 from bexp.explorer.trainers.deepspeed import read_config
 from bexp.explorer.trainers.document import ExportDocument, Render, json_export
 from bexp.explorer.trainers.keys import (
-    KERNELS,
-    OTHER_LOSS,
-    OTHER_OPTIMIZER,
-    OTHER_WEIGHTS,
-    PARALLEL,
-    SHARDING,
     UNKNOWN_FIELD,
     Batch,
     Key,
     Setting,
+    Why,
     Write,
     fields_of,
     flag,
@@ -145,12 +140,12 @@ LORA: Mapping[str, Key] = {
 }
 """Adapters by the names that Axolotl and TRL share."""
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), SHARDING),
-    "parallelism_config": PARALLEL,
-    "fp16": OTHER_WEIGHTS,
-    "use_liger_kernel": KERNELS,
-    "neftune_noise_alpha": OTHER_LOSS,
-    "optim_target_modules": OTHER_OPTIMIZER,
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), Why.SHARDING),
+    "parallelism_config": Why.PARALLEL,
+    "fp16": Why.OTHER_WEIGHTS,
+    "use_liger_kernel": Why.KERNELS,
+    "neftune_noise_alpha": Why.OTHER_LOSS,
+    "optim_target_modules": Why.OTHER_OPTIMIZER,
     "auto_find_batch_size": "an exploration finds the size: remove it",
 }
 HARMLESS = words(

@@ -11,12 +11,11 @@ from typing import Any
 from bexp.explorer.model.model import DType
 from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS
 from bexp.explorer.trainers.keys import (
-    OFFLOADING,
-    OTHER_WEIGHTS,
     Formats,
     Key,
     Setting,
     TrainerFile,
+    Why,
     because,
     flag,
     key,
@@ -90,8 +89,8 @@ KEYS = {
     "use_dora": read_alone(Setting.DORA, flag),
     "use_rslora": read_alone(Setting.RSLORA, flag),
     "use_bnb_nested_quant": read_alone(Setting.NESTED, flag),
-    "bnb_4bit_quant_type": must_be("nf4", reason=OTHER_WEIGHTS),
-    "bnb_4bit_quant_storage": must_be("uint8", reason=OTHER_WEIGHTS),
+    "bnb_4bit_quant_type": must_be("nf4", reason=Why.OTHER_WEIGHTS),
+    "bnb_4bit_quant_storage": must_be("uint8", reason=Why.OTHER_WEIGHTS),
     "attn_implementation": read_alone(Setting.ATTENTION),
 }
 FILE = TrainerFile(
@@ -120,7 +119,7 @@ FILE = TrainerFile(
         **REFUSED,
         **because(
             {
-                OFFLOADING: "activation_offloading",
+                Why.OFFLOADING: "activation_offloading",
                 "say dtype and attn_implementation at the top of the file instead": "model_init_kwargs",
                 "remove it, and round the lengths that you state up to it": "pad_to_multiple_of",
                 "is for several devices of old models: remove it": "ignore_bias_buffers",
