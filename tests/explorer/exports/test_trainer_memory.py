@@ -114,10 +114,3 @@ def test_nothing_is_counted_for_adapters_and_a_persons_own_code() -> None:
     own = own_exploration(512)
     assert own.request is not None
     assert unmeasured_bytes(deepspeed, own.request, own.report, candidate(), 8 * NUMBER) == 0
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("pure", "bfloat16"), ("autocast", "float32"), ("master", "float32")])
-def test_torchtitan_is_told_the_format_of_the_weights(precision: str, dtype: str) -> None:
-    for name in ("torchtitan", "torchtitan-main"):
-        assert f"--training.dtype {dtype}" in export(name, exploration(training={"precision": precision})).text
-    assert "--training.dtype" not in export("torchtitan", own_exploration(512)).text

@@ -160,25 +160,6 @@ def test_a_file_that_cuts_no_text_needs_a_length() -> None:
         assert read(name, {"model.seq_length": 512}, **change).seq_length == 512
 
 
-def test_embeddings_that_llamafactory_trains_with_a_new_vocabulary() -> None:
-    for change in ({"resize_vocab": True}, {"add_special_tokens": "<a>,<b>"}):
-        lora = read("llamafactory", **change).training.lora
-        assert lora is not None
-        assert lora.modules_to_save == ("embed_tokens", "lm_head")
-    named = read("llamafactory", resize_vocab=True, additional_target="embed_tokens").training.lora
-    assert named is not None
-    assert named.modules_to_save == ("embed_tokens",)
-
-
-def test_the_loss_in_chunks_of_trl_is_said_not_to_be_measured() -> None:
-    changes: tuple[dict[str, Any], ...] = ({}, {"loss_type": "chunked_nll"})
-    for change in changes:
-        asked = read("trl", **change)
-        assert asked.losses == ("library",)
-        assert any("is not measured" in notice and "sets loss_type: nll" in notice for notice in asked.notices)
-    assert not any("chunked_nll" in notice for notice in read("trl", loss_type="nll").notices)
-
-
 def test_another_trainer_beside_a_file_is_refused() -> None:
     for document, overrides in (({}, {"trainer": "trl"}), ({"trainer": "trl"}, {})):
         with pytest.raises(FormatError, match="is a file of axolotl, and the trainer that is named is trl"):
@@ -211,13 +192,6 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
     assert read("axolotl, QLoRA", world_size=4).batch_size == 64
     assert read("axolotl", gradient_accumulation_steps=None, batch_size=6).batch_size == 6
     assert read("torchtune", {"num_devices": 2}, compile=False).training.sharding is Sharding.ZERO3
-
-
-def test_compilation_and_loss_of_torchtune() -> None:
-    assert (read("torchtune").execution, read("torchtune").losses) == ("compile", ("chunked",))
-    plain = read("torchtune", loss___component_="torch.nn.CrossEntropyLoss", compile=False)
-    assert (plain.execution, plain.losses) == (None, ("library",))
-    assert any("no export" in notice for notice in plain.notices)
 
 
 @pytest.mark.parametrize(
