@@ -20,7 +20,7 @@ from bexp.explorer.formats.request import parse_request
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-OTHERS = ("README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/skills/bexp/SKILL.md")
+OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/skills/bexp/SKILL.md")
 PAGES = [*DOCS, *(ROOT / name for name in OTHERS)]
 LONGEST_README = 150
 MOST_WORDS = 30_000
@@ -36,7 +36,7 @@ GROUPS = {"targets"}
 
 
 def _blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```(?:{language})\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def _code(page: Path) -> str:
@@ -90,9 +90,9 @@ def test_requests_that_are_shown_are_accepted(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_that_is_shown_is_python_and_what_it_takes_from_bexp_exists(page: Path) -> None:
-    for block in _blocks(page, "python"):
+    for block in _blocks(page, "py|python"):
         ast.parse(block)
-    code = "\n".join([*_blocks(page, "python"), *re.findall(r"`(bexp\.[^`\n]+)`", page.read_text())])
+    code = "\n".join([*_blocks(page, "py|python"), *re.findall(r"`(bexp\.[^`\n]+)`", page.read_text())])
     for name in set(re.findall(r"(?<![\w/.\"-])bexp\.([A-Za-z_]\w*)", code)) - GROUPS:
         assert hasattr(bexp, name) or importlib.util.find_spec(f"bexp.{name}"), f"bexp.{name}"
 
