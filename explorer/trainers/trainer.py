@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.dimensions.kernels import KERNELS, Kernels
 from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
@@ -108,6 +109,7 @@ class Trainer:
     meshes: bool = False
     capacity: bool = False
     tiles: bool = False
+    further: bool = False
     losses: frozenset[Loss] = frozenset({"library"})
     compiled_layers: bool = False
     graphs: bool = False
@@ -180,7 +182,7 @@ class Trainer:
     @property
     def expressible(self) -> Mapping[str, Collection[Any]]:
         """The values of each choice that it can express."""
-        return {
+        known: dict[str, Collection[Any]] = {
             LOSS.name: self.losses,
             EXECUTION.name: [
                 one
@@ -189,6 +191,8 @@ class Trainer:
             ],
             KERNELS.name: tuple(Kernels) if self.liger else (Kernels.LIBRARY,),
         }
+        others = {choice.name: choice.values if self.further else (choice.plain,) for choice in CHOICES}
+        return {**others, **known}
 
     def nearest_loss(self, loss: Loss) -> Loss:
         """Return the loss that it computes in place of one: another that holds no logits if it has one."""
@@ -226,6 +230,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         first_layers=True,
         layer_groups=True,
         sharding=frozenset(Sharding),
+        further=True,
         tiles=True,
         losses=frozenset(LOSSES),
         compiled_layers=True,
