@@ -13,6 +13,7 @@ import typer
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.files import read_document, read_lengths, with_model
+from bexp.explorer.dimensions.candidate import DimensionsAsked
 from bexp.explorer.formats.document import FormatError, read_field
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.lengths import Batching
@@ -189,7 +190,13 @@ Headroom = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    _option(CHOICES, "K=V", "Set any field of a request, such as batching=packed; may be repeated.", name="--set"),
+    _option(
+        CHOICES,
+        "K=V",
+        "Set any field of a request, such as batching=packed; may be repeated. What is explored is restricted by "
+        f"{', '.join(DimensionsAsked.model_fields)}.",
+        name="--set",
+    ),
 ]
 MaxSeconds = Annotated[
     float | None,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.kernels import Kernels
-from bexp.explorer.dimensions.loss import LOSSES
+from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.optimizers import LIBRARY, ON_HOST_NOTE
@@ -117,9 +115,7 @@ BEXP_APPLY = Trainer(
         attention=LIBRARY_ATTENTION | TORCH_KERNELS,
         experts=LIBRARY_EXPERTS | {*OUR_EXPERTS, *(f"bexp_{name}" for name in OUR_EXPERTS)},
         sharding=Sharding,
-        loss=LOSSES,
-        execution=Execution,
-        kernels=Kernels,
+        **{choice.name: choice.values for choice in CHOICES},
         optimizer={OTHER_LIBRARIES, ON_HOST},
         batching={"padded", "grouped", *PACKED},
     ),

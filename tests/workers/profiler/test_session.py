@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.shards import SPREAD_EXPERTS
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType

@@ -11,16 +11,17 @@ from operator import attrgetter
 from typing import Any
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, block_recompute
-from bexp.explorer.cost.mesh_costs import BlockCost, DeviceShare, TogetherCost, compose_layer
-from bexp.explorer.cost.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
-from bexp.explorer.cost.mesh_step import MeshComposer, MeshStep
-from bexp.explorer.cost.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost.step import memory_limit, required_bytes
-from bexp.explorer.cost.transfers import Transfers, transfer_components
 from bexp.explorer.dimensions.candidate import FIELDS, Candidate
 from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS, ExpertMode
 from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.meshes.costs import BlockCost, DeviceShare, TogetherCost, compose_layer
+from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer, optimizer_component
+from bexp.explorer.meshes.posterior import Expected
+from bexp.explorer.meshes.shard_costs import predict_shard_bytes, predict_shard_seconds
+from bexp.explorer.meshes.step import MeshComposer, MeshStep
+from bexp.explorer.meshes.transfers import Transfers, transfer_components
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
@@ -29,7 +30,6 @@ from bexp.explorer.records.recommendation import beside_whole
 from bexp.explorer.request.legal_meshes import legal_meshes
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import dimension_values, expressible, usable_attention, usable_backends
-from bexp.explorer.search.mesh_posterior import Expected
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""

@@ -12,7 +12,10 @@ import numpy as np
 
 from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN, ShardingCommunication, Unit
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.mesh_costs import (
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.cost.step import GatheredBytes, MemoryParts, gathered_of_units
+from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.meshes.costs import (
     Costs,
     DeviceShare,
     LayerCost,
@@ -21,12 +24,9 @@ from bexp.explorer.cost.mesh_costs import (
     compose_layer,
     stage_costs,
 )
-from bexp.explorer.cost.mesh_layers import MeshBlocks, MeshCandidate, MeshDecomposer, Sort
-from bexp.explorer.cost.parameters import count_parameters
-from bexp.explorer.cost.pipeline import PipelineRun, StageCosts, pipeline_seconds
-from bexp.explorer.cost.step import GatheredBytes, MemoryParts, gathered_of_units
-from bexp.explorer.cost.transfers import Group
-from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.meshes.layers import MeshBlocks, MeshCandidate, MeshDecomposer, Sort
+from bexp.explorer.meshes.pipeline import PipelineRun, StageCosts, pipeline_seconds
+from bexp.explorer.meshes.transfers import Group
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.training import OptimizerSpec, Sharding

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind, Operation
-from bexp.explorer.cost.transfers import Group
+from bexp.explorer.meshes.knowledge import MeshKnowledge
+from bexp.explorer.meshes.posterior import Expected
+from bexp.explorer.meshes.transfers import Group
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge
-from bexp.explorer.search.mesh_posterior import Expected
-from tests.explorer.search.test_mesh_answers import MODEL
+from tests.explorer.meshes.test_answers import MODEL
 from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
 
 

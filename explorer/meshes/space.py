@@ -14,11 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.mesh_layers import MeshCandidate
-from bexp.explorer.cost.mesh_step import MeshStep
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.dimensions.mesh import MeshRun
+from bexp.explorer.meshes.check import MeshChecks
+from bexp.explorer.meshes.knowledge import MeshKnowledge, RankedCandidate
+from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.posterior import sample_throughput
+from bexp.explorer.meshes.relaxations import explain_no_mesh_fits, find_mesh_relaxations
+from bexp.explorer.meshes.report import recommend_mesh
+from bexp.explorer.meshes.step import MeshStep
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -26,11 +31,6 @@ from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, timeout_seconds
 from bexp.explorer.search.confidence import confidences
 from bexp.explorer.search.event_messages import whole_model_event
-from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
-from bexp.explorer.search.mesh_posterior import sample_throughput
-from bexp.explorer.search.mesh_relaxations import explain_no_mesh_fits, find_mesh_relaxations
-from bexp.explorer.search.mesh_report import recommend_mesh
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.suggestion import Suggestion

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.mesh_step import MeshStep
+from bexp.explorer.meshes.step import MeshStep
 
 NUM_SAMPLES = 512
 EXCHANGE_ERROR = 0.05

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost.mesh_step import MeshStep
+from bexp.explorer.meshes.knowledge import MeshKnowledge
+from bexp.explorer.meshes.posterior import HOST_ERROR, Expected, sample_throughput
+from bexp.explorer.meshes.step import MeshStep
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge
-from bexp.explorer.search.mesh_posterior import HOST_ERROR, Expected, sample_throughput
 from tests.explorer.simulator import report
 
 WIDTHS = {"hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost.mesh_step import balance_layers
-from bexp.explorer.cost.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
-from bexp.explorer.cost.pipeline_order import Pass, rank_order
 from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.meshes.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
+from bexp.explorer.meshes.pipeline_order import Pass, rank_order
+from bexp.explorer.meshes.step import balance_layers
 
 SIZES = [(2, 2), (2, 6), (4, 4), (4, 12), (8, 16)]
 

@@ -6,20 +6,20 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from bexp.explorer.cost.mesh_layers import MeshCandidate
-from bexp.explorer.cost.mesh_step import MeshStep, reduces_late
-from bexp.explorer.cost.pipeline import PipelineRun, TimedPass
-from bexp.explorer.cost.pipeline_order import Pass
 from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.meshes.check import MeshChecks
+from bexp.explorer.meshes.knowledge import MeshKnowledge, RankedCandidate
+from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.pipeline import PipelineRun, TimedPass
+from bexp.explorer.meshes.pipeline_order import Pass
+from bexp.explorer.meshes.step import MeshStep, reduces_late
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score
-from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
 
 MOST_ALTERNATIVES = 5
 

@@ -18,17 +18,17 @@ from bexp.explorer.cost.parameters import (
     repeated_beside_experts,
     repeated_in_attention,
 )
-from bexp.explorer.cost.shards import (
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.recompute import recomputed_layers
+from bexp.explorer.meshes.shards import (
     SHARED_EXPERTS,
     SPREAD_EXPERTS,
     expert_rows,
     shared_expert_model,
     tensor_shard,
 )
-from bexp.explorer.cost.transfers import Group, Transfer, Transfers
-from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import Mesh
-from bexp.explorer.dimensions.recompute import recomputed_layers
+from bexp.explorer.meshes.transfers import Group, Transfer, Transfers
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest

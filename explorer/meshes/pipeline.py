@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bexp.explorer.cost.pipeline_order import Pass, PipelineAction, rank_order
 from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.meshes.pipeline_order import Pass, PipelineAction, rank_order
 
 SETTLED_ROUNDS = 4
 """Rounds of micro-batches after which a further round adds the same time as the one before."""

@@ -9,23 +9,23 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.mesh_layers import MeshCandidate
-from bexp.explorer.cost.mesh_step import MeshStep
 from bexp.explorer.cost.parameters import count_parameters
-from bexp.explorer.cost.shards import (
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.meshes.knowledge import MeshKnowledge
+from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.shards import (
     SHARED_EXPERTS,
     SPREAD_EXPERTS,
     expert_rows,
     shard_of,
 )
-from bexp.explorer.cost.step import static_parts
-from bexp.explorer.cost.transfers import ASSUMED_BYTES_PER_SECOND
+from bexp.explorer.meshes.step import MeshStep
+from bexp.explorer.meshes.transfers import ASSUMED_BYTES_PER_SECOND
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routes import draw_batch_routes
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from tests.explorer.simulator import report
 
 MODEL: dict[str, Any] = {

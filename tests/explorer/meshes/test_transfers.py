@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.cost.components import ExchangeSpec, Operation
-from bexp.explorer.cost.transfers import ASSUMED_BYTES_PER_SECOND, Group, Transfers
+from bexp.explorer.meshes.transfers import ASSUMED_BYTES_PER_SECOND, Group, Transfers
 
 
 def broadcasts(*points: tuple[int, float], kind: str = "cuda") -> Transfers:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost.mesh_layers import Block, MeshBlocks, Sort
-from bexp.explorer.cost.pipeline import StageCosts
 from bexp.explorer.cost.step import GatheredBytes
-from bexp.explorer.cost.transfers import Transfer
 from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.meshes.layers import Block, MeshBlocks, Sort
+from bexp.explorer.meshes.pipeline import StageCosts
+from bexp.explorer.meshes.transfers import Transfer
 
 NORMED = {ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN}
 """Blocks that begin with a norm and end with the sum of the residual."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.dimensions.expert_modes import ExpertMode
+from bexp.explorer.meshes.knowledge import MeshKnowledge, mesh_candidates
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -14,7 +15,6 @@ from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge, mesh_candidates
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable
 from statistics import fmean
 
-from bexp.explorer.cost.mesh_layers import MeshCandidate
-from bexp.explorer.cost.mesh_step import MeshStep
 from bexp.explorer.dimensions.mesh import Mesh, MeshRun
+from bexp.explorer.meshes.knowledge import LEAST_ERROR, MeshKnowledge
+from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.posterior import COMPOSITION_ERROR, Expected
+from bexp.explorer.meshes.step import MeshStep
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.mesh_knowledge import LEAST_ERROR, MeshKnowledge
-from bexp.explorer.search.mesh_posterior import COMPOSITION_ERROR, Expected
 from bexp.explorer.search.whole_models import REFUTING
 
 MOST_RUN = 6

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost.pipeline import StageCosts, simulate_pipeline
 from bexp.explorer.dimensions.mesh import Schedule
-from bexp.explorer.search import mesh_report
+from bexp.explorer.meshes import report as mesh_report
+from bexp.explorer.meshes.pipeline import StageCosts, simulate_pipeline
 
 
 def test_a_picture_of_many_ranks_shows_some_of_them() -> None:
