@@ -44,7 +44,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.trainer_terms import find_missing
-from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS, library_experts
+from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS
 from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.registry import FORMATS, TRAINERS
 from bexp.trainer.recommended_setup import RecommendedSetup
@@ -87,11 +87,7 @@ def for_trainer(request: ExplorationRequest, name: str) -> ExplorationRequest:
     """Return the request for a trainer, without what it cannot be told, with the sizes that divide the batch."""
     trainer, document = TRAINERS[name], request.model_dump(mode="json")
     document["training"] = {key: value for key, value in document["training"].items() if key != "loss"}
-    experts = [
-        b
-        for b in request.expert_backends or ()
-        if b in DEFAULT_EXPERTS or not trainer.lacks("experts", library_experts(b))
-    ]
+    experts = [b for b in request.expert_backends or () if b in DEFAULT_EXPERTS or not trainer.lacks("experts", b)]
     policies = [policy.value for policy in request.recompute or () if trainer.has_policy(policy)]
     document |= {"trainer": name, "micro_batch_size": "auto", "expert_backends": experts or None}
     document |= {"recompute": policies or None}

@@ -11,7 +11,7 @@ from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import OptimizerSpec, Precision, Sharding
-from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS, TORCH_KERNELS, library_experts
+from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS, TORCH_KERNELS
 from bexp.explorer.trainers.registry import TRAINERS
 from bexp.explorer.trainers.terms import Policy, ShardedAdapters
 from bexp.explorer.trainers.trainer import Trainer
@@ -87,7 +87,7 @@ def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]
             yield "attention_backends", "attention", name
     for name in request.expert_backends or ():
         if name not in DEFAULT_EXPERTS:
-            yield "expert_backends", "experts", library_experts(name)
+            yield "expert_backends", "experts", name
     for choice in CHOICES:
         field = choice.name if choice.asked is None or choice.named(request) is None else choice.asked
         yield from ((field, choice.name, value) for value in request.space.values_of(choice))

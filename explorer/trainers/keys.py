@@ -255,6 +255,8 @@ def names(value: Any) -> Any:
     if isinstance(value, str):
         found = [name.strip() for name in value.split(",") if name.strip()]
         return "all-linear" if found in (["all"], ["all-linear"]) else found
+    if not isinstance(value, list):
+        raise ValueError("must be a list of names")  # noqa: TRY004 - a value of the file, not of the code
     return value
 
 

@@ -15,7 +15,7 @@ from bexp.explorer.dimensions.context_parallel import Sharing
 from bexp.explorer.dimensions.dimension import Choice
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import LoRASpec, OptimizerSpec, Sharding
-from bexp.explorer.trainers.back_ends import TORCH_CHOICE
+from bexp.explorer.trainers.back_ends import TORCH_CHOICE, library_experts
 
 SHARES = frozenset({Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75})
 FIRST_LAYERS, LAYER_GROUPS = "layers_N", "groups_N"
@@ -120,7 +120,7 @@ TERMS: Mapping[str, Term] = {
     ),
     "experts": Term(
         lambda name, lacking: f"the expert kernels '{name}'",
-        _named,
+        lambda name: _named(name and library_experts(name)),
         frozenset({"grouped_mm"}),
     ),
     "sharding": Term(

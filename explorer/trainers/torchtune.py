@@ -15,6 +15,7 @@ from bexp.explorer.trainers.keys import (
     flag,
     if_on,
     must_be,
+    names,
     number,
     one_of,
     read_alone,
@@ -45,7 +46,8 @@ def _has_adapters(value: Any) -> bool:
 
 
 def _modules(value: Any) -> Any:
-    return [_MODULES.get(str(name), str(name)) for name in value] if isinstance(value, list) else value
+    found = names(value)
+    return [_MODULES.get(str(name), str(name)) for name in found] if isinstance(found, list) else found
 
 
 def _formats(said: Formats) -> tuple[str, str | None]:

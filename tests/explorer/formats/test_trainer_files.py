@@ -252,6 +252,10 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ),
         ("torchtune", {"loss___component_": "torchtune.rlhf.loss.DPOLoss"}, "loss._component_", "is not measured"),
         ("torchtune", {"enable_activation_offloading": True}, "enable_activation_offloading", "host's memory"),
+        ("trl", {"attn_implementation": ["sdpa"]}, "attn_implementation", "is not measured"),
+        ("axolotl", {"experts_implementation": {"name": "eager"}}, "experts_implementation", "is not measured"),
+        ("torchtune", {"model__lora_attn_modules": 4}, "model.lora_attn_modules", "must be a list of names"),
+        ("axolotl, QLoRA", {"lora_target_linear": True, "lora_target_modules": 4}, "lora_target_modules", "of names"),
     ],
 )
 def test_what_is_not_measured_is_refused_at_its_key(name: str, changes: dict[str, Any], field: str, words: str) -> None:
