@@ -25,7 +25,7 @@ from bexp.explorer.trainers.keys import (
     QLORA,
     Batch,
     Formats,
-    Read,
+    Key,
     Setting,
     TrainerFile,
     is_among,
@@ -57,7 +57,7 @@ def base_model(name: str, document: Mapping[str, Any]) -> str:
 def setting_of(name: str, key: str) -> Setting | None:
     """Return what a key of a trainer's own file sets; None for keys that are not read."""
     known = FILES[name].keys.get(key)
-    return None if known is None or known.read is None else known.setting
+    return None if known is None else known.setting
 
 
 def why_refused(name: str, key: str) -> str | None:
@@ -98,8 +98,8 @@ class StatedTraining:
             reason = why_refused(name, key)
             if value is None:
                 uncut |= setting_of(name, key) is Setting.SEQ_LENGTH
-            elif (known := file.keys.get(key)) is not None and known.read is not None:
-                stated._take(key, value, known.setting, known.read, translation)
+            elif (known := file.keys.get(key)) is not None and known.is_read:
+                stated._take(key, value, known, translation)
             elif reason is not None:
                 if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
                     translation.refuse(stated.at(key), reason)
@@ -127,9 +127,9 @@ class StatedTraining:
         keys = [key for key in FILES[self.name].keys if setting_of(self.name, key) is setting]
         return self.at(self.keys.get(setting) or keys[0]) if keys else (self.name,)
 
-    def _take(self, key: str, value: Any, setting: Setting | None, read: Read, translation: Translation) -> None:
+    def _take(self, key: str, value: Any, known: Key, translation: Translation) -> None:
         try:
-            found = read(value)
+            found, setting = value if known.read is None else known.read(value), known.setting
         except ValueError as error:
             translation.refuse(self.at(key), str(error))
             return

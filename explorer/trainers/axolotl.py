@@ -28,10 +28,7 @@ from bexp.explorer.trainers.keys import (
     names,
     number,
     one_of,
-    read_alone,
-    same,
     words,
-    written_alone,
 )
 from bexp.explorer.trainers.script import expert_notes, gathering_notes
 from bexp.explorer.trainers.settings import TrainerSettings
@@ -58,22 +55,14 @@ def _formats(said: Formats) -> tuple[str, str | None]:
     return "bfloat16", "pure" if said.has_adapters else None
 
 
-def _has_flash(settings: TrainerSettings) -> bool:
-    return (settings.attention or "").startswith("flash_attention")
-
-
-def _packs(settings: TrainerSettings) -> bool:
-    return settings.batching == "packed"
-
-
 def _varlen(settings: TrainerSettings) -> bool | None:
     """A mask of blocks was measured, and it has kernels for variable lengths."""
-    return False if _packs(settings) and settings.attention in (None, TORCH_CHOICE) else None
+    return False if settings.packs and settings.attention in (None, TORCH_CHOICE) else None
 
 
 def _real_batches(settings: TrainerSettings) -> bool | None:
     """Without them the packed rows of a micro-batch are one, which kernels for variable lengths need."""
-    return not _has_flash(settings) if _packs(settings) else None
+    return not settings.has_flash_attention if settings.packs else None
 
 
 def _groups(settings: TrainerSettings) -> bool | None:
@@ -94,23 +83,23 @@ def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
 
 
 KEYS = {
-    "base_model": read_alone(Setting.MODEL),
+    "base_model": Key(Setting.MODEL),
     "micro_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
     "gradient_accumulation_steps": key(Setting.STEPS, number),
-    "batch_size": read_alone(Setting.DEVICE_BATCH, number),
-    "world_size": read_alone(Setting.DEVICES, number),
+    "batch_size": Key(Setting.DEVICE_BATCH, number),
+    "world_size": Key(Setting.DEVICES, number),
     "bf16": Key(Setting.HALF, _half, lambda settings: settings.dtype is DType.BFLOAT16),
-    "bfloat16": read_alone(Setting.HALF, _half),
-    "fp16": written_alone(lambda settings: settings.dtype is DType.FLOAT16 or None),
+    "bfloat16": Key(Setting.HALF, _half),
+    "fp16": Key(write=lambda settings: settings.dtype is DType.FLOAT16 or None),
     "optimizer": key(Setting.OPTIMIZER),
-    "optim_args": written_alone(optimizer_arguments),
+    "optim_args": Key(write=optimizer_arguments),
     "sequence_len": key(Setting.SEQ_LENGTH),
     "sample_packing": key(Setting.PACKING, flag),
     # It drops texts that are longer than a sequence by itself.
-    "excess_length_strategy": written_alone(lambda settings: settings.batching and "truncate"),
-    "sdpa_varlen": written_alone(_varlen),
-    "pad_to_sequence_len": Key(Setting.FULL_ROWS, flag, lambda settings: settings.batching and _packs(settings)),
-    "multipack_real_batches": written_alone(_real_batches),
+    "excess_length_strategy": Key(write=lambda settings: settings.batching and "truncate"),
+    "sdpa_varlen": Key(write=_varlen),
+    "pad_to_sequence_len": Key(Setting.FULL_ROWS, flag, lambda settings: settings.batching and settings.packs),
+    "multipack_real_batches": Key(write=_real_batches),
     "group_by_length": Key(Setting.ORDER, flag, _groups),
     "adapter": Key(Setting.ADAPTERS, one_of({"lora": True, "qlora": QLORA}), _adapter),
     "lora_r": LORA["lora_r"],
@@ -118,7 +107,7 @@ KEYS = {
     # Its own kernels of adapters, which it uses by itself, are not measured.
     **dict.fromkeys(
         ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
-        written_alone(lambda settings: None if settings.lora is None else False),
+        Key(write=lambda settings: None if settings.lora is None else False),
     ),
     "load_in_4bit": LORA["load_in_4bit"],
     "load_in_8bit": LORA["load_in_8bit"],
@@ -135,17 +124,16 @@ KEYS = {
     "experts_implementation": key(Setting.EXPERTS),
     "gradient_checkpointing_kwargs": Key(
         Setting.RECOMPUTATION_DETAILS,
-        same,
-        lambda settings: None if settings.recompute is Recompute.NONE else {"use_reentrant": False},
+        write=lambda settings: None if settings.recompute is Recompute.NONE else {"use_reentrant": False},
     ),
-    "flash_attention": read_alone(Setting.ATTENTION, if_on("flash_attention_2")),
-    "sdp_attention": read_alone(Setting.ATTENTION, if_on("sdpa")),
-    "flex_attention": read_alone(Setting.ATTENTION, if_on("flex_attention")),
-    "eager_attention": read_alone(Setting.ATTENTION, if_on("eager")),
+    "flash_attention": Key(Setting.ATTENTION, if_on("flash_attention_2")),
+    "sdp_attention": Key(Setting.ATTENTION, if_on("sdpa")),
+    "flex_attention": Key(Setting.ATTENTION, if_on("flex_attention")),
+    "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
-    "fsdp_version": written_alone(lambda settings: None if settings.sharding is Sharding.NONE else 2),
-    "fsdp_config": written_alone(_fsdp_config),
-    "accelerator_config": written_alone(accelerator_config),
+    "fsdp_version": Key(write=lambda settings: None if settings.sharding is Sharding.NONE else 2),
+    "fsdp_config": Key(write=_fsdp_config),
+    "accelerator_config": Key(write=accelerator_config),
 }
 FILE = TrainerFile(
     model="base_model",
@@ -230,7 +218,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
 def _precision_notes(settings: TrainerSettings) -> list[str]:
     """Return what Axolotl does to the number formats of weights that was not measured."""
     if settings.quantization is not None:  # it prepares them as peft does
-        if not (settings.attention or "").startswith("flash_attention"):
+        if not settings.has_flash_attention:
             return []
         return [
             f"memory: for flash attention Axolotl may cast norms, embeddings and output layer to {settings.dtype}; "

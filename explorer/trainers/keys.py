@@ -103,9 +103,14 @@ class Key:
     setting: Setting | None = None
     """What it sets; None where a request has no place for it."""
     read: Read | None = None
-    """None: it is written alone. In a person's file it is then refused, harmless or unknown, as the others are."""
+    """None: a value is taken as it is, where the key sets something."""
     write: Write | None = None
     """None: it is read alone, such as an older name."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is read: one that is written alone is refused, harmless or unknown in a person's file."""
+        return self.setting is not None or self.read is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +188,7 @@ _VALUES: Mapping[Setting, Write] = {
 """What an export says of a setting; None where it says nothing."""
 
 
-def same(value: Any) -> Any:
-    """Read or write a value as it is; the rules of a request check it."""
-    return value
-
-
-def key(setting: Setting, read: Read = same, write: Callable[[Any], Any] = same) -> Key:
+def key(setting: Setting, read: Read | None = None, write: Callable[[Any], Any] = lambda value: value) -> Key:
     """Return a key of both directions; `write` has what `read` returns, and undoes it."""
 
     def written(settings: TrainerSettings) -> Any:
@@ -198,19 +198,9 @@ def key(setting: Setting, read: Read = same, write: Callable[[Any], Any] = same)
     return Key(setting, read, written)
 
 
-def read_alone(setting: Setting, read: Read = same) -> Key:
-    """Return a key that is read, and not written."""
-    return Key(setting, read)
-
-
-def written_alone(write: Write) -> Key:
-    """Return a key that is written, and not read."""
-    return Key(write=write)
-
-
 def without_exports(keys: Mapping[str, Key]) -> dict[str, Key]:
     """Return keys that are read as these are, and not written."""
-    return {name: replace(known, write=None) for name, known in keys.items() if known.read is not None}
+    return {name: replace(known, write=None) for name, known in keys.items() if known.is_read}
 
 
 def fields_of(keys: Mapping[str, Key], settings: TrainerSettings) -> dict[str, Any]:

@@ -25,10 +25,8 @@ from bexp.explorer.trainers.keys import (
     names,
     negated,
     one_of,
-    read_alone,
     without_exports,
     words,
-    written_alone,
 )
 from bexp.explorer.trainers.script import expert_notes, gathering_notes, plain_expert_notes
 from bexp.explorer.trainers.settings import TrainerSettings
@@ -96,24 +94,22 @@ def _loaded_bits(settings: TrainerSettings) -> int | None:
 KEYS = {
     **BATCH,
     "disable_gradient_checkpointing": key(Setting.RECOMPUTATION, negated, negated),
-    "use_reentrant_gc": written_alone(lambda settings: False),
+    "use_reentrant_gc": Key(write=lambda settings: False),
     **OPTIMIZER,
     **AUTOCAST,
     **FSDP,
     **without_exports(CHECKPOINTING),
-    "torch_compile": read_alone(Setting.COMPILE, flag),
-    "model_name_or_path": read_alone(Setting.MODEL),
-    "stage": read_alone(Setting.PRETRAINING, one_of({"sft": False, "pt": True})),
+    "torch_compile": Key(Setting.COMPILE, flag),
+    "model_name_or_path": Key(Setting.MODEL),
+    "stage": Key(Setting.PRETRAINING, one_of({"sft": False, "pt": True})),
     "finetuning_type": Key(Setting.ADAPTERS, one_of({"lora": True, "full": False}), _finetuning_type),
     "lora_rank": key(Setting.R),
     "lora_alpha": key(Setting.ALPHA, write=int),  # others are refused
     "lora_target": Key(Setting.MODULES, names, _target),
     "lora_dropout": key(Setting.DROPOUT),
     "additional_target": key(Setting.SAVED, names, ",".join),
-    "resize_vocab": read_alone(Setting.RESIZED, if_on(True)),
-    **dict.fromkeys(
-        ("add_tokens", "add_special_tokens", "new_special_tokens_config"), read_alone(Setting.RESIZED, _is_given)
-    ),
+    "resize_vocab": Key(Setting.RESIZED, if_on(True)),
+    **dict.fromkeys(("add_tokens", "add_special_tokens", "new_special_tokens_config"), Key(Setting.RESIZED, _is_given)),
     "use_dora": key(Setting.DORA, flag),
     "use_rslora": key(Setting.RSLORA, flag),
     "quantization_bit": Key(Setting.BITS, one_of({"4": 4, "8": 8}), _loaded_bits),
@@ -126,7 +122,7 @@ KEYS = {
     "double_quantization": Key(Setting.NESTED, flag, lambda settings: _loaded_bits(settings) == 4 or None),
     "pure_bf16": Key(Setting.PURE, flag, _is_pure),
     "cutoff_len": key(Setting.SEQ_LENGTH),
-    "packing": Key(Setting.FULL_ROWS, flag, lambda settings: settings.batching and settings.batching == "packed"),
+    "packing": Key(Setting.FULL_ROWS, flag, lambda settings: settings.batching and settings.packs),
     "neat_packing": key(Setting.PACKING, flag),
     **ORDER,
     "flash_attn": key(Setting.ATTENTION, one_of(ATTENTION), _NAMES_OF_ATTENTION.__getitem__),

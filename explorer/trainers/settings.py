@@ -114,6 +114,16 @@ class TrainerSettings:
         return self.dtype is not DType.FLOAT32 and (self.precision in ("autocast", "upcast") or self.lora is not None)
 
     @property
+    def packs(self) -> bool:
+        """Whether texts are packed into full sequences."""
+        return self.batching == "packed"
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether attention is that of the package flash-attn, which takes rows of several texts without a mask."""
+        return (self.attention or "").startswith("flash_attention")
+
+    @property
     def states_length(self) -> bool:
         """Whether the tokens of a sequence are known; a target that a person has written may state none."""
         return self.seq_length > 1

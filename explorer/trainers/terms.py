@@ -101,10 +101,7 @@ def _of(choice: Choice[Any]) -> Term:
 
 TERMS: Mapping[str, Term] = {
     **{choice.name: _of(choice) for choice in CHOICES},
-    "bta_tile": Term(
-        lambda tile, lacking: TILES if tile is True else f"{TILES} of {tile} sequences",
-        _present(TILES),
-    ),
+    "bta_tile": Term(lambda tile, lacking: TILES if tile is True else f"{TILES} of {tile} sequences", _present(TILES)),
     "recompute": Term(
         lambda asked, lacking: (
             f"the recomputation policy '{asked.policy}'"
@@ -139,11 +136,7 @@ TERMS: Mapping[str, Term] = {
         _adapters_ask,
         frozenset({LORA, SINGLE_PARAMETERS, FRACTIONAL_ALPHA}),
     ),
-    "batching": Term(
-        lambda batching, lacking: f"{batching} texts",
-        _named,
-        frozenset({"padded", "grouped", "packed"}),
-    ),
+    "batching": Term(lambda batching, lacking: f"{batching} texts", _named, frozenset({"padded", "grouped", "packed"})),
     "capacity_factor": Term(lambda factor, lacking: CAPACITY, _present(CAPACITY)),
     "parallelism": Term(lambda is_mesh, lacking: MESHES, lambda is_mesh: (MESHES,) if is_mesh else ()),
 }

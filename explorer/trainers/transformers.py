@@ -32,11 +32,8 @@ from bexp.explorer.trainers.keys import (
     key,
     names,
     number,
-    read_alone,
-    same,
     turns_on,
     words,
-    written_alone,
 )
 from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes
 from bexp.explorer.trainers.settings import TrainerSettings
@@ -92,25 +89,25 @@ BATCH: Mapping[str, Key] = {
 }
 OPTIMIZER: Mapping[str, Key] = {
     "optim": key(Setting.OPTIMIZER),
-    "optim_args": written_alone(optimizer_arguments),
+    "optim_args": Key(write=optimizer_arguments),
 }
 AUTOCAST: Mapping[str, Key] = {
     "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16)),
-    "fp16": written_alone(autocast_in(DType.FLOAT16)),
+    "fp16": Key(write=autocast_in(DType.FLOAT16)),
 }
 CHECKPOINTING: Mapping[str, Key] = {
-    "gradient_checkpointing": read_alone(Setting.RECOMPUTATION, flag),
-    "gradient_checkpointing_kwargs": read_alone(Setting.RECOMPUTATION_DETAILS),
+    "gradient_checkpointing": Key(Setting.RECOMPUTATION, flag),
+    "gradient_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS),
     "activation_checkpointing": Key(Setting.RECOMPUTATION, flag, _checkpointing),
-    "activation_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS, same, _checkpointing_arguments),
+    "activation_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS, write=_checkpointing_arguments),
 }
 FSDP: Mapping[str, Key] = {
-    "fsdp": written_alone(lambda settings: settings.sharding is not Sharding.NONE or None),
-    "fsdp_config": written_alone(_fsdp_config),
-    "accelerator_config": written_alone(accelerator_config),
+    "fsdp": Key(write=lambda settings: settings.sharding is not Sharding.NONE or None),
+    "fsdp_config": Key(write=_fsdp_config),
+    "accelerator_config": Key(write=accelerator_config),
 }
 ORDER: Mapping[str, Key] = {
-    "group_by_length": read_alone(Setting.ORDER, flag),  # not since transformers 5.2
+    "group_by_length": Key(Setting.ORDER, flag),  # not since transformers 5.2
     "train_sampling_strategy": Key(
         Setting.ORDER,
         lambda value: value == "group_by_length",
@@ -119,7 +116,7 @@ ORDER: Mapping[str, Key] = {
 }
 ARGUMENTS: Mapping[str, Key] = {
     **BATCH,
-    "auto_find_batch_size": written_alone(lambda settings: False),
+    "auto_find_batch_size": Key(write=lambda settings: False),
     # It compiles the whole model, and no export asks for that.
     "torch_compile": Key(Setting.COMPILE, flag, lambda settings: False),
     **OPTIMIZER,

@@ -21,10 +21,8 @@ from bexp.explorer.trainers.keys import (
     key,
     must_be,
     one_of,
-    read_alone,
     without_exports,
     words,
-    written_alone,
 )
 from bexp.explorer.trainers.script import plain_expert_notes
 from bexp.explorer.trainers.settings import TrainerSettings
@@ -61,19 +59,15 @@ def _packing_strategy(value: Any) -> None:
         raise ValueError("rows that cut texts are not what TRL is told: say packing_strategy: bfd")
 
 
-def _packs(settings: TrainerSettings) -> bool:
-    return settings.batching == "packed"
-
-
 KEYS = {
     **ARGUMENTS,
     # It computes under autocast unless it is told not to.
     "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16, otherwise=False)),
-    "fp16": written_alone(autocast_in(DType.FLOAT16, otherwise=False)),
-    "packing": Key(Setting.PACKING, flag, _packs),
+    "fp16": Key(write=autocast_in(DType.FLOAT16, otherwise=False)),
+    "packing": Key(Setting.PACKING, flag, lambda settings: settings.packs),
     # Best-fit packing keeps documents apart by flattening a micro-batch into one row.
-    "padding_free": Key(Setting.PADDING_FREE, flag, _packs),
-    "packing_strategy": Key(None, _packing_strategy, lambda settings: "bfd" if _packs(settings) else None),
+    "padding_free": Key(Setting.PADDING_FREE, flag, lambda settings: settings.packs),
+    "packing_strategy": Key(None, _packing_strategy, lambda settings: "bfd" if settings.packs else None),
     # Of full logits; its default computes them in chunks.
     "loss_type": Key(
         Setting.LOSS,
@@ -82,16 +76,16 @@ KEYS = {
     ),
     "max_length": key(Setting.SEQ_LENGTH),
     **without_exports(LORA),
-    "model_name_or_path": read_alone(Setting.MODEL),
-    "dtype": read_alone(Setting.WEIGHTS, one_of(_DTYPES)),
-    "torch_dtype": read_alone(Setting.WEIGHTS, one_of(_DTYPES)),
-    "use_peft": read_alone(Setting.ADAPTERS, flag),
-    "use_dora": read_alone(Setting.DORA, flag),
-    "use_rslora": read_alone(Setting.RSLORA, flag),
-    "use_bnb_nested_quant": read_alone(Setting.NESTED, flag),
+    "model_name_or_path": Key(Setting.MODEL),
+    "dtype": Key(Setting.WEIGHTS, one_of(_DTYPES)),
+    "torch_dtype": Key(Setting.WEIGHTS, one_of(_DTYPES)),
+    "use_peft": Key(Setting.ADAPTERS, flag),
+    "use_dora": Key(Setting.DORA, flag),
+    "use_rslora": Key(Setting.RSLORA, flag),
+    "use_bnb_nested_quant": Key(Setting.NESTED, flag),
     "bnb_4bit_quant_type": must_be("nf4", reason=Why.OTHER_WEIGHTS),
     "bnb_4bit_quant_storage": must_be("uint8", reason=Why.OTHER_WEIGHTS),
-    "attn_implementation": read_alone(Setting.ATTENTION),
+    "attn_implementation": Key(Setting.ATTENTION),
 }
 FILE = TrainerFile(
     model="model_name_or_path",

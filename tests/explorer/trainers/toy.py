@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bexp.explorer.model.model import DType
 from bexp.explorer.trainers.document import ExportDocument, yaml_export
-from bexp.explorer.trainers.keys import Formats, Key, Setting, TrainerFile, fields_of, flag, key, number, read_alone
+from bexp.explorer.trainers.keys import Formats, Key, Setting, TrainerFile, fields_of, flag, key, number
 from bexp.explorer.trainers.settings import TrainerSettings
 from bexp.explorer.trainers.terms import expresses
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
 
 KEYS = {
-    "toy_model": read_alone(Setting.MODEL),
+    "toy_model": Key(Setting.MODEL),
     "rows": key(Setting.MICRO_BATCH_SIZE, number),
     "steps": key(Setting.STEPS, number),
     "tokens": key(Setting.SEQ_LENGTH),
