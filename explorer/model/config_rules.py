@@ -92,9 +92,9 @@ _DTYPE = re.compile(r"auto|half|float|double|(fp|bf|float|bfloat|u?int)\d+(_?e\d
 _CODE_KEYS = ("auto_map", "trust_remote_code")
 _OF_CODE = re.compile(
     r"auto_map|trust_remote_code|custom_pipelines|kernel_config|use_kernels|(use_(timm|pretrained)_)?backbone"
-    r"|_?(attn|experts)_implementation(_internal)?"
+    r"|_?(attn|experts)_implementation(_internal)?|attribute_map|sub_configs"
 )
-"""Keys that choose the code which a library runs, or have it fetch something."""
+"""Keys that choose the code which a library runs, have it fetch something, or say what another key means."""
 _OF_PLACE = re.compile(r"(.*_)?(name_or_path|path|repo(sitory)?(_id)?|revision|checkpoint|url|file|commit_hash)")
 """Keys whose texts say where something lies."""
 

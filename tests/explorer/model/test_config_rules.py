@@ -93,6 +93,8 @@ NAMES: list[dict[str, Any]] = [
     {"per_layer_config": {"0": {"attn_implementation": "owner/kernels"}}},
     {"auto_map": {"AutoModelForCausalLM": "owner/name--code.Model"}},
     {"text_config": {"auto_map": {"AutoModel": "code.Model"}}},
+    {"attribute_map": {"nobody_knows": "num_experts"}, "nobody_knows": 1 << 17},
+    {"text_config": {"sub_configs": {"vision_config": "Config"}}},
     {"name_or_path": "gpt2"},
     {"tokenizer_name_or_path": "gpt2"},
     {"base_model": "owner/name"},
