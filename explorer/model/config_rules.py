@@ -73,7 +73,7 @@ _KINDS: tuple[tuple[re.Pattern[str], _Kind], ...] = tuple(
         (r"(.*_)?(len|n_ctx|tokens?|ids?|idx|idxs|index|indices)(_.*)?", _TABLE),
         (r".*(sizes?|dims?|channels?|width|rank|kernel|units|embe?d|inner).*", _WIDTH),
         (r"(.*_)?(iters?|iterations|cycles|steps?|loops|passes|hash(es)?|functions|parts)", _TIMES),
-        (r"(.*_)?(layers?|blocks|depths?|stages|repeats)(_.*)?", _LAYERS),
+        (r"(.*_)?(layers?|blocks|depths?|stages|repeats)(_.*)?|attention_types", _LAYERS),
         (r"(.*_)?experts?(_.*)?", _EXPERTS),
         (r"languages", _ADAPTERS),
         (r"(.*_)?heads?(_.*)?", _HEADS),

@@ -46,6 +46,7 @@ def refusal(config: dict[str, Any]) -> tuple[str, str]:
         ({"layer_types": ["full_attention"] * 512}, "", ""),
         ({"layer_types": ["full_attention"] * 513}, "layer_types", "has 513 items; at most 512"),
         ({"text_config": {"layers_block_type": ["moe"] * 3_000}}, "text_config.layers_block_type", "at most 512"),
+        ({"attention_types": [[["global"], 600]]}, "attention_types.0.1", "from -512 to 512"),
         ({"suppress_tokens": [1] * (MAX_ITEMS + 1)}, "suppress_tokens", "at most 4,096"),
         ({"languages": [f"l{i}" for i in range(81)], "num_hidden_layers": 24}, "", ""),
         ({"languages": [f"l{i}" for i in range(200)], "num_hidden_layers": 24}, "num_hidden_layers", "at most 4,096"),

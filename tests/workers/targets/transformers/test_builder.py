@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -87,7 +88,7 @@ def test_preparation_reaches_every_model_that_is_built() -> None:
 def test_no_values_are_drawn_for_layers_that_are_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     initialization = import_module("transformers.initialization")
     drawn: list[torch.device] = []
-    draw = initialization.normal_
+    draw: Callable[..., Tensor] = initialization.normal_
 
     def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         drawn.append(tensor.device)
