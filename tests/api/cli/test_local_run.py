@@ -100,6 +100,23 @@ def test_all_but_what_has_succeeded_is_resumed(bexp: Run, queue: Queue, state: J
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"device_kind": "cuda"}, "the exploration needs a cuda device, and --device names cpu"),
+        ({"target": "elsewhere"}, "there is no target 'elsewhere' here"),
+    ],
+)
+def test_a_resume_leaves_what_no_worker_here_can_run(
+    bexp: Run, queue: Queue, fields: dict[str, Any], said: str
+) -> None:
+    job, _ = queue.enqueue(ExplorationRequest.model_validate(TINY | fields))
+    done = bexp("resume", job.id, "--device", "cpu")
+    assert (done.code, said in done.stderr) == (2, True)
+    stored = get_job(queue.database, job.id)
+    assert (stored.state, stored.cancel_requested) == (JobState.QUEUED, False)
+
+
+@pytest.mark.parametrize(
     ("fields", "device", "target", "options", "again"),
     [
         ({}, None, None, ["--num-devices", "1"], ""),
