@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bexp.api.resources import exploration_path
 from bexp.client.explorations import NO_RECOMMENDATION, NOT_FINISHED
-from bexp.explorer.exports.exploration import ExportError, UnknownFormatError
 from bexp.explorer.formats.document import FormatError
+from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.registry import UnknownFormatError
 from bexp.storage.jobs import JobNotFoundError
 from bexp.storage.pruning import JobNotFinishedError
 from bexp.storage.quotas import QueuedQuotaError, StoredQuotaError

@@ -15,7 +15,7 @@ from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trainer_formats import formats_for, own_formats
+from bexp.explorer.search.trainer_terms import formats_for, own_formats
 from bexp.storage.jobs import Job, JobState, JobSummary
 from bexp.storage.run_reports import StoredRunReport
 from bexp.storage.workers import KnownWorker, WorkerState

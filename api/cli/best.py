@@ -18,11 +18,10 @@ from bexp.client.explorations import Exploration, Explorations, Export, Result
 from bexp.explorer.answers.answer import is_provisional
 from bexp.explorer.answers.choices import no_dividing_text
 from bexp.explorer.answers.runs import render_run_report
-from bexp.explorer.exports.exploration import UnknownFormatError
-from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.model.amounts import slower_text
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FORMATS, UnknownFormatError, find_format
 
 
 def best(
@@ -119,7 +118,7 @@ def _print_export(
     if into is not None and export_format is not None and request is not None:
         from bexp.api.cli.exported_into import exported_into  # noqa: PLC0415 - it reads files, which takes long to import
 
-        text, comments = exported_into(into, export_format, text, request)
+        text, comments = exported_into(into, find_format(export_format).trainer.name, text, request)
         notes = [*comments, *notes]
     typer.echo(text, nl=False)
     for note in notes:

@@ -19,7 +19,7 @@ from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.lengths import Batching
 from bexp.explorer.model.target import name_local_target
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.trainer import TrainerName
+from bexp.explorer.trainers.registry import FILES, TRAINERS, TrainerName
 
 Mode = Literal["train", "eval"]
 ExecutionMode = Literal["eager", "compile", "graph", "compile+graph", "explore"]
@@ -57,8 +57,8 @@ Config = Annotated[
     typer.Argument(
         metavar="CONFIG",
         help="A request (YAML or JSON); a config.json of Hugging Face or its folder; a Cerebras or NeMo YAML; "
-        "Megatron's flags; a YAML of Axolotl, LLaMA-Factory, TRL or torchtune; - reads stdin. Options replace what it "
-        "says; defaults hold where neither says anything.",
+        f"Megatron's flags; a YAML of {_one_of(TRAINERS[name].title for name in FILES)}; - reads stdin. "
+        "Options replace what it says; defaults hold where neither says anything.",
         show_default=False,
     ),
 ]

@@ -24,7 +24,7 @@ from bexp.explorer.model.amounts import rate_text
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation
-from bexp.explorer.search.trainer_formats import own_formats
+from bexp.explorer.search.trainer_terms import own_formats
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""

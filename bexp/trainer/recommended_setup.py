@@ -13,7 +13,7 @@ from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.loss import LOSS
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.model.quantization import quantization_of
-from bexp.explorer.trainers.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
+from bexp.explorer.trainers.back_ends import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
 from bexp.transformers.settings import Float8, Settings
 

@@ -10,7 +10,6 @@ from bexp.explorer.answers.plan import mesh_text
 from bexp.explorer.answers.text import WIDTH, row, wrap
 from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.formats.trainers.reader import FILES
 from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.recommendation import (
@@ -21,7 +20,8 @@ from bexp.explorer.records.recommendation import (
     Recommendation,
 )
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trainer_formats import own_formats
+from bexp.explorer.search.trainer_terms import own_formats
+from bexp.explorer.trainers.registry import FILES
 
 LEAST_GAIN = 1.01
 """The least gain over the best candidate with stock kernels that is worth a word."""

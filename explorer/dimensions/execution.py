@@ -78,7 +78,7 @@ EXECUTION: Choice[Execution] = Choice(
     values=tuple(Execution),
     plain=Execution.EAGER,
     explored=_explored,
-    words=lambda execution: "compiled layers" if execution.compiles else "micro-steps as CUDA graphs",
+    words=lambda execution: f"execution '{execution}'",
     part=CodePart.LAYER,
     mark=lambda execution: COMPILED if execution.compiles else None,
     of_mark=lambda mark: Execution.COMPILE if mark == COMPILED else None,

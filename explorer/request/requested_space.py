@@ -205,7 +205,7 @@ def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
         is_eager=is_joint or request.lengths is not None,
         replays=replays,
         stated={EXECUTION.name: request.execution},
-        expressible=request.runner.expressible,
+        expressible=request.runner.expresses,
     )
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer.main
@@ -17,6 +18,8 @@ from bexp.api.cli import app
 from bexp.api.cli.commands import COMMANDS, load_command
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.model.training import Precision
+from bexp.explorer.trainers.registry import FORMATS
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -128,6 +131,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_fields_of_a_request_are_those_of_the_schema() -> None:
     assert request_page.PAGE.read_text() == request_page.render(), "run python -m benchmarks.request_page"
+
+
+def test_each_format_has_its_row_which_says_what_its_trainer_can_express() -> None:
+    page = (ROOT / "docs" / "exports.md").read_text().partition("## The formats")[2]
+    rows = {
+        name: cells
+        for first, *cells in re.findall(r"^\| (`.+?) \|" + r" (.+?) \|" * 5, page, flags=re.MULTILINE)
+        for name in re.findall(r"`([\w-]+)`", first)
+    }
+    assert rows.keys() == FORMATS.keys()
+    for name, (*_, sharding, precision) in rows.items():
+        trainer = FORMATS[name].trainer
+        levels = set(re.findall(r"zero\d", sharding))
+        assert not levels or levels == trainer.expresses["sharding"] - {"none"}, name
+        named = {one for one in get_args(Precision) if re.search(rf"\b{one}\b", precision)}
+        assert named <= set(trainer.precisions), name
 
 
 def test_messages_that_are_explained_are_printed_somewhere() -> None:

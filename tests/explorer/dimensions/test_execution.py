@@ -11,7 +11,7 @@ from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.dimensions.kernels import KERNELS, Kernels
 from bexp.explorer.model.target import BEXP
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.trainer import ATTENTION_OF, EXPERTS_OF
+from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 

@@ -13,13 +13,13 @@ from bexp.explorer.answers.answer import render_recommendation
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.exports.exploration import ExportSource
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.export import export
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import IRRELEVANT
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.study import params_of
-from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
+from bexp.explorer.trainers.registry import TRAINERS
 from bexp.storage.database import open_database
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
@@ -89,7 +89,7 @@ def main() -> None:
 
     source = ExportSource(job.id, asked, report, best)
     assert "toy=on" in "\n".join(export("python", source).header)
-    assert [name for name, one in TRAINERS.items() if "on" in one.expressible["toy"]] == [TrainerName.BEXP]
+    assert [name for name, one in TRAINERS.items() if "on" in one.expresses["toy"]] == ["bexp"]
 
     document = {"request": asked.model_dump(mode="json"), "recommendation": best.model_dump(mode="json")}
     setup = RecommendedSetup.read(json.loads(json.dumps(document)))
