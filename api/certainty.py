@@ -8,7 +8,7 @@ from typing import Any
 from bexp.client.explorations import Exploration, Result
 from bexp.explorer.answers.answer import is_provisional
 from bexp.explorer.answers.summary import surer_text
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.request.request import ExplorationRequest
 
 
@@ -41,10 +41,10 @@ def _not_measured(best: Recommendation, request: ExplorationRequest | None, num_
     if best.run_noise is None:
         yield "the noise between runs"
     for name, other in (
-        ("largest that fits", best.largest_micro_batch),
-        ("best with stock back ends", best.stock),
-        ("best without tiling", best.untiled),
-        ("best that divides the batch", best.dividing),
+        ("largest that fits", best.alternative(Role.LARGEST_MICRO_BATCH)),
+        ("best with stock back ends", best.alternative(Role.STOCK)),
+        ("best without tiling", best.alternative(Role.UNTILED)),
+        ("best that divides the batch", best.alternative(Role.DIVIDING)),
     ):
         if other is not None and other.predicted:
             yield f"all parts of the {name}; its throughput is predicted in part"

@@ -15,7 +15,7 @@ from bexp.explorer.answers.text import row
 from bexp.explorer.model.amounts import rate_text, seconds_text
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.spelling import shortened
-from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.explorer.records.recommendation import Alternative, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, whole_runs
 from bexp.explorer.search.confidence import confidence_score
@@ -49,9 +49,7 @@ class _Known:
         best = None if result is None else result.recommendation
         if best is None:
             raise CommandError(ExitCode.NO_ANSWER, f"exploration {self.job.id} has no recommendation")
-        self.chosen: Recommendation | DividingCandidate = best
-        if best.dividing is not None and best.dividing.candidate != best.candidate:
-            self.chosen = best.dividing
+        self.chosen = best if best.for_batch.candidate == best.candidate else best.for_batch
         trials = {job.id: [] if best.plan else list(client.trials(job.id)) for job in self.jobs}
         self.trials: list[Trial] = [trial for some in trials.values() for trial in some]
         self.without_run = [job.id for job in further if not whole_runs(self.chosen.candidate, trials[job.id])]
@@ -135,7 +133,7 @@ def _describe(known: _Known) -> str:
     side, ids = known.side, ", ".join(job.id for job in known.jobs)
     runs = f"{side.num_runs or 'no'} whole run{'' if side.num_runs == 1 else 's'}"
     candidate = known.chosen.candidate.describe()
-    if isinstance(known.chosen, DividingCandidate):
+    if isinstance(known.chosen, Alternative):
         candidate += ", the best that divides the batch"
     return (
         f"{known.job.model} {ids}, {candidate}: {rate_text(side.tokens_per_second)}, {runs}, noise {side.run_noise:.1%}"

@@ -21,7 +21,7 @@ from bexp.explorer.answers.runs import render_run_report
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.model.amounts import slower_text
-from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.explorer.records.recommendation import Alternative, CandidateFigures, Recommendation, Role
 from bexp.explorer.request.request import ExplorationRequest
 
 
@@ -76,16 +76,16 @@ def best(
         failed = job.state == "failed" and result is None
         code = ExitCode.SERVICE if failed else ExitCode.NO_ANSWER
         raise CommandError(code, f"no recommendation: {reason}", *others)
-    chosen = known.dividing if divides else known
+    chosen: CandidateFigures | None = known.alternative(Role.DIVIDING) if divides else known
     if export_format is not None:  # an export keeps the batch
-        chosen = known.dividing or known
+        chosen = known.for_batch
     if chosen is None:
         raise CommandError(ExitCode.NO_ANSWER, no_dividing_text(known, job.request))
-    size = chosen.candidate.micro_batch_size
-    if min_confidence is not None and chosen.confidence < min_confidence:
+    size, confidence = chosen.candidate.micro_batch_size, chosen.confidence or 0
+    if min_confidence is not None and confidence < min_confidence:
         raise CommandError(
             ExitCode.NO_ANSWER,
-            f"micro_batch_size {size} has confidence {chosen.confidence}, below --min-confidence {min_confidence}",
+            f"micro_batch_size {size} has confidence {confidence}, below --min-confidence {min_confidence}",
         )
     if exported is not None:
         _print_export(exported, export_format, into, job.request)
@@ -101,7 +101,7 @@ def best(
     for warning in () if exported is not None else _warnings(job, known, chosen):
         say(f"warning: {warning}")
     if not job.is_final:
-        say(f"confidence {chosen.confidence} out of 100; the exploration is {job.state}")
+        say(f"confidence {confidence} out of 100; the exploration is {job.state}")
 
 
 def _print_whole(client: Explorations, job: Exploration, result: Result | None, *, as_json: bool) -> None:
@@ -141,13 +141,13 @@ def _check_format(name: str | None, into: Path | None, *, prints_all: bool) -> N
         raise CommandError(ExitCode.USAGE, f"--format {name}: {error}") from error
 
 
-def _warnings(job: Exploration, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
+def _warnings(job: Exploration, known: Recommendation, chosen: CandidateFigures) -> Iterator[str]:
     """Yield what a script that reads the printed number alone would not know."""
-    other = known.dividing
-    if job.is_final and job.request is not None and is_provisional(chosen.confidence, job.request):
+    other = known.alternative(Role.DIVIDING)
+    if job.is_final and job.request is not None and is_provisional(chosen.confidence or 0, job.request):
         target = job.request.budget.confidence_target
         yield f"provisional: confidence {chosen.confidence} is below {target}, which was asked for"
-    if isinstance(chosen, DividingCandidate):
+    if isinstance(chosen, Alternative):
         if chosen.predicted:
             yield "predicted in part; an exploration with `--micro-batch-size auto` measures what divides the batch"
     elif known.nearest_batch_sizes and other is None:

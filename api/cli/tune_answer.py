@@ -24,7 +24,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.model.parts import EvaluationBatch, ModelParts, ProcessSpread, SampleLengths
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.measure.device_names import parse_devices
 from bexp.tune import link
 from bexp.tune.environment import on_devices, with_hook
@@ -207,7 +207,7 @@ def _changed(command: TunedCommand, values: Mapping[str, Any]) -> str:
 
 def _best(found: Recommendation) -> tuple[Candidate, float, int | None]:
     """The candidate that keeps the batch, if there is one, with its tokens/s and its accumulation steps."""
-    other = found.dividing
+    other = found.alternative(Role.DIVIDING)
     if found.grad_accum_steps is None and other is not None:
         return other.candidate, other.tokens_per_second, other.grad_accum_steps
     return found.candidate, found.expected_tokens_per_second, found.grad_accum_steps

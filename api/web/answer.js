@@ -48,6 +48,7 @@ const baseOfPlan = (best) =>
   `${format.mesh(best.plan.base_mesh)} micro_batch_size=${best.base.micro_batch_size} recompute=${best.base.recompute}`;
 
 function rows(best, exploration) {
+  const role = (name) => best.alternatives.find((other) => other.role === name);
   const list = el("dl", { class: "rows" });
   const row = (label, text) => list.append(el("div", {}, el("dt", {}, label), el("dd", {}, text)));
   const { request, report } = exploration;
@@ -83,25 +84,19 @@ function rows(best, exploration) {
     if (!other) return;
     const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
     const what = same ? ": it is the recommended one" : ` over ${format.describe(other.candidate)}${format.predicted(other.predicted)}`;
-    row(label, `${format.ratio(other.gain, best)}${what}`);
+    row(label, `${format.ratio(other.ratio, best)}${what}`);
   };
-  over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
-  over("stock best", best.stock);
-  if (best.untiled) row("without tiling", format.tiling(best, best.untiled));
-  over("whatever the batch", best.undivided);
-  if (best.runner_up) {
-    const rival = best.runner_up;
+  over("largest that fits", role("largest_without_recompute") ?? role("largest_micro_batch"));
+  over("stock best", role("stock"));
+  if (role("untiled")) row("without tiling", format.tiling(best, role("untiled")));
+  over("whatever the batch", role("undivided"));
+  if (role("runner_up")) {
+    const rival = role("runner_up");
     const speed = rival.whole_model ? `${format.rate(rival.whole_model.tokens_per_second)} as a whole model` : format.words(rival.outcome);
     row("runner-up", `${format.describe(rival.candidate)}: ${speed}`);
   }
-  for (const choice of best.memory_choices.slice(1)) {
-    if (choice.loss > 0) {
-      row(`within ${format.percent(choice.within, 0)}`,
-        `${format.bytes(choice.peak_bytes)}, ${format.slower(choice.loss)}: ${format.describe(choice.candidate)}`);
-    }
-  }
   if (request) row("allocator", request.allocator);
-  for (const note of best.notes) row("note", note);
+  for (const note of best.notes) row("note", note.text);
   return list;
 }
 
@@ -125,8 +120,6 @@ function planRows(plan, row) {
       el("pre", {}, text), "F forward, B backward, . waits; small letters: every second micro-batch"));
   }
   const others = [
-    ...(plan.expert_modes ?? []).map((one) => ["expert mode", one]),
-    ...plan.alternatives.map((one) => ["other mesh", one]),
   ];
   for (const [label, other] of others) {
     row(label, `${other.gain.toFixed(2)}x over ${format.mesh(other.mesh)} ${format.describe(other.candidate)}${format.predicted(other.predicted)}`);
@@ -134,13 +127,14 @@ function planRows(plan, row) {
 }
 
 function batchRows(best, request, row) {
+  const role = (name) => best.alternatives.find((other) => other.role === name);
   const asked = request?.batch_size ? `batch_size ${request.batch_size}` : "the batch_size";
   const steps = (count) => `${count} accumulation step${count === 1 ? "" : "s"}`;
-  const other = best.dividing;
+  const other = role("dividing");
   if (other) {
     const same = JSON.stringify(other.candidate) === JSON.stringify(best.candidate);
     row(`for ${asked}`, `micro_batch_size ${other.candidate.micro_batch_size} in ${steps(other.grad_accum_steps)}` +
-      (same ? "" : `, ${format.slower(other.loss, best.candidate.micro_batch_size)}, confidence ${other.confidence}`));
+      (same ? "" : `, ${format.slower(1 - 1 / other.ratio, best.candidate.micro_batch_size)}, confidence ${other.confidence}`));
   } else if (best.grad_accum_steps !== null) {
     row(`for ${asked}`, steps(best.grad_accum_steps));
   } else if (best.nearest_batch_sizes.length > 0) {

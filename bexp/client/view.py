@@ -103,7 +103,7 @@ class ExplorationView:
 
     def _other(self) -> Mapping[str, Any] | None:
         """The candidate that divides the batch, where a batch is stated that the recommended one does not divide."""
-        other = None if self.best is None else self.best.get("dividing")
+        other = None if self.best is None else _alternative(self.best, "dividing")
         return None if self.best is None or not other or other["candidate"] == self.best["candidate"] else other
 
     def _dividing(self) -> str | None:
@@ -136,6 +136,10 @@ class ExplorationView:
         names = ("micro_batch_size", "", "tokens/s" if own else "composed tokens/s", "")
         head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _alternative(best: Mapping[str, Any], role: str) -> Mapping[str, Any] | None:
+    return next((each for each in best.get("alternatives") or () if each["role"] == role), None)
 
 
 def describe(candidate: Mapping[str, Any]) -> str:

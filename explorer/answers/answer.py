@@ -18,7 +18,7 @@ from bexp.explorer.records.recommendation import (
     Answer,
     Recommendation,
     Relaxation,
-    RunnerUpCheck,
+    Role,
     TextFigures,
     VariantAnswer,
     WholeModelCheck,
@@ -100,23 +100,23 @@ def _recommendation_rows(
         *saving_rows(best),
         *_text_rows(best),
     ]
-    plain, largest = best.largest_without_recompute, best.largest_micro_batch
+    plain, largest = best.alternative(Role.LARGEST_WITHOUT_RECOMPUTE), best.alternative(Role.LARGEST_MICRO_BATCH)
     if plain is not None:
         lines.append(row("largest that fits", _alternative(best, plain)))
-    if largest is not None and largest != plain:
+    if largest is not None and (plain is None or largest.candidate != plain.candidate):
         lines.append(row("largest that fits" if plain is None else "  if recomputed", _alternative(best, largest)))
-    if best.stock is not None:
-        lines.append(row("stock best", _alternative(best, best.stock)))
-    if best.untiled is not None:
-        lines.append(row("without tiling", tiling_text(best, best.untiled)))
-    if best.undivided is not None:
-        lines.append(row("whatever the batch", _alternative(best, best.undivided)))
-    if best.runner_up is not None:
-        lines.append(row("runner-up", _runner_up(best, best.runner_up)))
+    if (stock := best.alternative(Role.STOCK)) is not None:
+        lines.append(row("stock best", _alternative(best, stock)))
+    if (untiled := best.alternative(Role.UNTILED)) is not None:
+        lines.append(row("without tiling", tiling_text(best, untiled)))
+    if (undivided := best.alternative(Role.UNDIVIDED)) is not None:
+        lines.append(row("whatever the batch", _alternative(best, undivided)))
+    if (runner_up := best.alternative(Role.RUNNER_UP)) is not None:
+        lines.append(row("runner-up", _runner_up(best, runner_up)))
     if best.plan is not None:
-        lines += expert_mode_rows(best.plan)
-        lines += other_mesh_rows(best.plan)
-    return lines + [row("note", note) for note in best.notes]
+        lines += expert_mode_rows(best)
+        lines += other_mesh_rows(best)
+    return lines + [row("note", note.text) for note in best.notes]
 
 
 def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
@@ -300,30 +300,30 @@ def _memory_rows(memory: MemoryParts) -> Iterable[str]:
 
 def _alternative(best: Recommendation, other: Alternative) -> str:
     if other.candidate == best.candidate:
-        return f"{best.ratio_text(other.gain)}: it is the recommended one"
+        return f"{best.ratio_text(other.ratio)}: it is the recommended one"
     predicted = ", predicted in part" if other.predicted else ""
     rate = rate_text(other.tokens_per_second)
-    return f"{best.ratio_text(other.gain)} over {other.candidate.describe()} ({rate}{predicted})"
+    return f"{best.ratio_text(other.ratio)} over {other.candidate.describe()} ({rate}{predicted})"
 
 
-def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:
+def _runner_up(best: Recommendation, rival: Alternative) -> str:
     name, check = rival.candidate.describe(), rival.whole_model
     if rival.mesh is not None:  # which names the sharding
         name = f"{rival.mesh.describe()} {rival.candidate.model_copy(update={'sharding': None}).describe()}"
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
     reached = f"{rate_text(check.tokens_per_second)} as a whole model"
-    return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{_gain(best, rival.gain)}"
+    return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{_gain(best, rival)}"
 
 
-def _gain(best: Recommendation, gain: float | None) -> str:
+def _gain(best: Recommendation, rival: Alternative) -> str:
     """Return how fast the recommended candidate is beside the runner-up; as fast, if only noise makes it slower."""
-    if gain is None:
+    if best.whole_model is None:
         return ""
-    if gain >= 1.0:
-        return f"; the recommended one is {best.ratio_text(gain, 3)} as fast"
+    if rival.ratio >= 1.0:
+        return f"; the recommended one is {best.ratio_text(rival.ratio, 3)} as fast"
     if best.prefer == "memory":
-        return f"; the recommended one is {best.ratio_text(gain, 3)} as fast and needs less memory"
+        return f"; the recommended one is {best.ratio_text(rival.ratio, 3)} as fast and needs less memory"
     return "; the recommended one is as fast, within the noise of such runs"
 
 

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 from bexp.explorer.answers.text import joined, row, steps_text
 from bexp.explorer.model.amounts import bytes_text, rate_text, slower_text
-from bexp.explorer.records.recommendation import Alternative, Recommendation
+from bexp.explorer.records.recommendation import WITHIN, Alternative, Recommendation, Role
 from bexp.explorer.request.request import ExplorationRequest
 
 
 def second_figure(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
     """Yield the line of the micro-batch that divides the stated batch, or the batch sizes that one divides."""
-    asked, size, other = _asked(request), best.candidate.micro_batch_size, best.dividing
+    asked, size, other = _asked(request), best.candidate.micro_batch_size, best.alternative(Role.DIVIDING)
     if other is None:
         if best.dividing_batch_sizes:
             yield no_dividing_text(best, request)
         return
-    steps = _steps(other.grad_accum_steps, request)
+    steps = _steps(other.grad_accum_steps or 1, request)
     if request is not None and request.keeps_batch:
         yield f"It makes {asked} in {steps}"
     elif other.candidate == best.candidate:
@@ -41,7 +41,7 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
         nearest = joined(best.nearest_batch_sizes)
         whole = f"whole micro-batches of {best.candidate.micro_batch_size}"
         yield row("batch", f"{_asked(request)} does not divide into {whole}; the nearest that do: {nearest}")
-    other = best.dividing
+    other = best.alternative(Role.DIVIDING)
     if other is not None and other.candidate != best.candidate:
         predicted = ", predicted in part: `--micro-batch-size auto` measures it" if other.predicted else ""
         figures = f"{rate_text(other.tokens_per_second)}, peak {bytes_text(other.expected_peak_bytes)}"
@@ -77,18 +77,21 @@ def _steps(count: int, request: ExplorationRequest | None) -> str:
 
 def saving_rows(best: Recommendation) -> Iterable[str]:
     """Yield the fastest candidate and the smallest peaks near it."""
-    if not best.memory_choices:
+    fastest = best.alternative(Role.FASTEST)
+    if fastest is None:
         return
-    fastest, *others = best.memory_choices
     chosen = f"memory is preferred: the fastest is {fastest.candidate.describe()}" if best.prefer == "memory" else None
-    fast = f"{bytes_text(fastest.peak_bytes)} at {rate_text(fastest.tokens_per_second)}"
+    fast = f"{bytes_text(fastest.expected_peak_bytes)} at {rate_text(fastest.tokens_per_second)}"
     yield row("memory or speed", f"{chosen}, {fast}" if chosen else f"{fast} is the fastest")
     before = fastest.candidate
-    for choice in others:
-        label = f"  within {choice.within:.0%}"
+    for role, within in WITHIN.items():
+        choice = best.alternative(role)
+        if choice is None:
+            continue
+        label = f"  within {within:.0%}"
         if choice.candidate == before:
             yield row(label, "nothing smaller is known" if before == fastest.candidate else "the same")
             continue
-        peak = bytes_text(choice.peak_bytes)
-        yield row(label, f"{peak}, {slower_text(choice.loss)}: {choice.candidate.describe()}")
+        peak, loss = bytes_text(choice.expected_peak_bytes), max(0.0, 1.0 - fastest.ratio / choice.ratio)
+        yield row(label, f"{peak}, {slower_text(loss)}: {choice.candidate.describe()}")
         before = choice.candidate

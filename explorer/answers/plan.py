@@ -10,6 +10,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.mesh import Mesh
 from bexp.explorer.model.amounts import rate_text, seconds_text
 from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.records.recommendation import Alternative, Recommendation, Role
 
 MOST_PARTS = 5
 
@@ -46,27 +47,26 @@ def picture_rows(plan: MeshPlan) -> Iterable[str]:
     yield "    F forward, B backward, . waits; small letters: every second micro-batch"
 
 
-def other_mesh_rows(plan: MeshPlan) -> Iterable[str]:
+def other_mesh_rows(best: Recommendation) -> Iterable[str]:
     """Yield the next best meshes."""
-    for other in plan.alternatives:
-        predicted = ", predicted in part" if other.predicted else ""
-        yield row(
-            "other mesh",
-            f"{other.gain:.2f}x over {other.mesh.describe()} micro_batch_size={other.candidate.micro_batch_size} "
-            f"recompute={other.candidate.recompute} ({rate_text(other.tokens_per_second)}{predicted})",
-        )
+    for other in best.alternatives_of(Role.OTHER_MESH):
+        yield row("other mesh", f"{other.ratio:.2f}x over {_on_mesh(other)}")
 
 
-def expert_mode_rows(plan: MeshPlan) -> Iterable[str]:
+def expert_mode_rows(best: Recommendation) -> Iterable[str]:
     """Yield by how much the expert mode beats the others, and experts that no devices share."""
-    for other in plan.expert_modes:
-        predicted = ", predicted in part" if other.predicted else ""
-        yield row(
-            "expert mode",
-            f"{_mode_text(plan.mesh)}: {other.gain:.2f}x over {_mode_text(other.mesh)}, {other.mesh.describe()} "
-            f"micro_batch_size={other.candidate.micro_batch_size} recompute={other.candidate.recompute} "
-            f"({rate_text(other.tokens_per_second)}{predicted})",
-        )
+    for other in best.alternatives_of(Role.EXPERT_MODE):
+        own, mode = (_mode_text(mesh) for mesh in (None if best.plan is None else best.plan.mesh, other.mesh))
+        yield row("expert mode", f"{own}: {other.ratio:.2f}x over {mode}, {_on_mesh(other)}")
+
+
+def _on_mesh(other: Alternative) -> str:
+    mesh = "" if other.mesh is None else other.mesh.describe()
+    predicted = ", predicted in part" if other.predicted else ""
+    return (
+        f"{mesh} micro_batch_size={other.candidate.micro_batch_size} recompute={other.candidate.recompute} "
+        f"({rate_text(other.tokens_per_second)}{predicted})"
+    )
 
 
 def base_text(plan: MeshPlan, base: Candidate) -> str:
@@ -74,8 +74,8 @@ def base_text(plan: MeshPlan, base: Candidate) -> str:
     return f"{plan.base_mesh.describe()} micro_batch_size={base.micro_batch_size} recompute={base.recompute}"
 
 
-def _mode_text(mesh: Mesh) -> str:
-    return mesh.expert_mode.value if mesh.expert > 1 else "no expert parallelism"
+def _mode_text(mesh: Mesh | None) -> str:
+    return mesh.expert_mode.value if mesh is not None and mesh.expert > 1 else "no expert parallelism"
 
 
 def _run(count: int, times: int) -> str:

@@ -14,11 +14,10 @@ from bexp.explorer.formats.trainers.reader import FILES
 from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.recommendation import (
-    CORES_ARE_SHARED,
-    NOISE_ENDS_SEARCH,
-    NOTHING_UNTILED,
     Answer,
+    NoteCode,
     Recommendation,
+    Role,
 )
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_formats import own_formats
@@ -58,10 +57,9 @@ def _rows(
     about = "" if best.whole_model is not None or best.candidate.is_whole else "about "
     rate = f"{about}{rate_text(best.expected_tokens_per_second)} per device"
     yield row("speed", f"{rate}{_shared_cores(best)}, {_gain(best, request)}")
-    if best.untiled is not None:
-        yield row("tiling", tiling_text(best, best.untiled))
-    elif NOTHING_UNTILED in best.notes:
-        yield row("tiling", NOTHING_UNTILED)
+    if (untiled := best.alternative(Role.UNTILED)) is not None:
+        yield row("tiling", tiling_text(best, untiled))
+    yield from (row("tiling", note.text) for note in best.notes if note.code is NoteCode.NOTHING_UNTILED)
     if best.dropped_share is not None:
         yield row("dropped", f"{best.dropped_share:.1%} of the token-expert pairs under this routing")
     reserved = f"{bytes_text(best.required_bytes)} with reserve, of {bytes_text(best.memory_limit_bytes)}"
@@ -74,8 +72,8 @@ def _rows(
 
 def _shared_cores(best: Recommendation) -> str:
     """Return that a run beside other processes is slower than its speed, which is in time of the processor."""
-    has_waited = any(CORES_ARE_SHARED in note for note in best.notes)
-    return " of processor time (slower while others use these cores)" if has_waited else ""
+    is_slower = best.says(NoteCode.SHARED_CORES)
+    return " of processor time (slower while others use these cores)" if is_slower else ""
 
 
 def changed_settings(candidate: Candidate, base: Candidate) -> str:
@@ -110,9 +108,9 @@ def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:
     if _is_of_file(request):
         plain = f" of the file with {_all_settings(best.base)}"
     over = f"{best.ratio_text(best.performance)} micro_batch_size {best.base.micro_batch_size}{plain}"
-    stock = best.stock
-    if stock is not None and stock.gain >= LEAST_GAIN and changed_settings(best.candidate, stock.candidate):
-        over += f", {best.ratio_text(stock.gain)} the best with stock kernels"
+    stock = best.alternative(Role.STOCK)
+    if stock is not None and stock.ratio >= LEAST_GAIN and changed_settings(best.candidate, stock.candidate):
+        over += f", {best.ratio_text(stock.ratio)} the best with stock kernels"
     return over
 
 
@@ -133,7 +131,7 @@ def surer_text(best: Recommendation, request: ExplorationRequest, served: int, *
     if served >= budget.confidence_target:  # a larger budget would get this answer again
         fresh = FRESH if for_program else "--fresh"
         return f"explore again with {fresh}: the search ended before its budget was spent"
-    if any(NOISE_ENDS_SEARCH in note for note in best.notes):
+    if best.says(NoteCode.NOISE):
         return "explore again when nothing else runs here: runs differ too much for more trials to help"
     limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
     fields = "budget.max_seconds or budget.max_trials (options --max-seconds, --max-trials)"

@@ -35,7 +35,7 @@ def _leaves_a_rest(recommendation: Recommendation, request: ExplorationRequest) 
     """Whether a stated batch is divided by no candidate that fits."""
     if request.batch_size is None or recommendation.plan is not None:
         return False
-    told = (recommendation.dividing or recommendation).candidate
+    told = recommendation.for_batch.candidate
     groups = request.devices.data_parallel_size(told.context_parallel_size)
     return request.batch_size % (told.micro_batch_size * groups) != 0
 
@@ -47,7 +47,7 @@ def _can_be_told(trainer: Trainer, recommendation: Recommendation, request: Expl
         return False
     if request is None:
         return True
-    told, batching = (recommendation.dividing or recommendation).candidate, request.batching_of_texts
+    told, batching = recommendation.for_batch.candidate, request.batching_of_texts
     return (
         trainer.lacks_adapters(request.training.lora) is None
         and (batching is None or batching in trainer.batchings)

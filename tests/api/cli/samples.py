@@ -12,14 +12,15 @@ from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import (
     Alternative,
     Answer,
-    DividingCandidate,
-    MemoryChoice,
+    Note,
+    NoteCode,
     Recommendation,
-    RunnerUpCheck,
+    Role,
     VariantAnswer,
     WholeModelCheck,
 )
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.alternatives import with_alternatives
 
 GIB = 1 << 30
 
@@ -60,12 +61,16 @@ CHECK = WholeModelCheck(
 )
 
 
-def alternative(of: Candidate, gain: float, *, predicted: bool = False) -> Alternative:
-    """A candidate over which the recommended one below has this gain."""
-    rate, composed = 11_500.0 / gain, 12_000.0 / gain
-    return Alternative(
-        candidate=of, tokens_per_second=rate, gain=gain, composed_tokens_per_second=composed, predicted=predicted
-    )
+def alternative(role: Role, of: Candidate, ratio: float, **changes: Any) -> Alternative:
+    """A candidate that the recommended one below is so many times as fast as."""
+    figures = {
+        "tokens_per_second": 11_500.0 / ratio,
+        "composed_tokens_per_second": 12_000.0 / ratio,
+        "grad_accum_steps": 24 // of.micro_batch_size,
+        "measured_peak_bytes": MEMORY.total,
+        "required_bytes": 6 * GIB,
+    }
+    return Alternative.model_validate({"role": role, "candidate": of, "ratio": ratio, **figures, **changes})
 
 
 RECOMMENDATION = Recommendation(
@@ -84,57 +89,37 @@ RECOMMENDATION = Recommendation(
     required_bytes=6 * GIB,
     memory_limit_bytes=8 * GIB,
     memory=MEMORY,
-    largest_micro_batch=alternative(BEST, 1.23),
-    largest_without_recompute=alternative(BASE, 1.12),
-    stock=alternative(BASE, 1.37, predicted=True),
     whole_model=CHECK,
-    runner_up=RunnerUpCheck(
-        candidate=BASE,
-        composed_tokens_per_second=12_000.0,
-        outcome=Outcome.OK,
-        gain=1.045,
-        whole_model=CHECK.model_copy(update={"tokens_per_second": 11_004.8}),
+    alternatives=(
+        alternative(Role.DIVIDING, BEST, 1.0, confidence=90, whole_model=CHECK),
+        alternative(Role.FASTEST, BEST, 1.0, whole_model=CHECK),
+        alternative(Role.WITHIN_1_PERCENT, BEST, 1.0, whole_model=CHECK),
+        alternative(Role.WITHIN_3_PERCENT, BASE, 11_500 / 11_250, measured_peak_bytes=2 * GIB),
+        alternative(Role.LARGEST_WITHOUT_RECOMPUTE, BASE, 1.12),
+        alternative(Role.LARGEST_MICRO_BATCH, BEST, 1.23),
+        alternative(Role.STOCK, BASE, 1.37, predicted=True),
+        alternative(
+            Role.RUNNER_UP,
+            BASE,
+            1.045,
+            outcome=Outcome.OK,
+            whole_model=CHECK.model_copy(update={"tokens_per_second": 11_004.8}),
+        ),
     ),
-    notes=("communication is not in the time",),
-    dividing=DividingCandidate(
-        candidate=BEST,
-        grad_accum_steps=6,
-        tokens_per_second=11_500.0,
-        loss=0.0,
-        confidence=90,
-        composed_tokens_per_second=12_000.0,
-        step_seconds=0.084,
-        peak_bytes=MEMORY.total,
-        required_bytes=6 * GIB,
-        whole_model=CHECK,
-    ),
-    memory_choices=tuple(
-        MemoryChoice(
-            within=within, candidate=of, tokens_per_second=rate, loss=loss, peak_bytes=peak, required_bytes=peak
-        )
-        for within, of, rate, loss, peak in (
-            (0.0, BEST, 11_500.0, 0.0, 5 * GIB),
-            (0.01, BEST, 11_500.0, 0.0, 5 * GIB),
-            (0.03, BASE, 11_250.0, 0.0217, 2 * GIB),
-        )
-    ),
+    notes=(Note(code=NoteCode.COMMUNICATION, text="communication is not in the time"),),
 )
-SMALLER = DividingCandidate(
-    candidate=BASE,
+SMALLER = alternative(
+    Role.DIVIDING,
+    BASE,
+    11_500 / 10_900,
     grad_accum_steps=25,
-    tokens_per_second=10_900.0,
-    loss=0.0522,
-    composed_tokens_per_second=11_400.0,
     confidence=71,
     predicted=True,
-    step_seconds=0.09,
-    peak_bytes=3 * GIB,
+    measured_peak_bytes=3 * GIB,
     required_bytes=4 * GIB,
 )
 """What divides a batch that the recommended candidate does not divide."""
-UNDIVIDED = RECOMMENDATION.model_copy(
-    update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28), "dividing": SMALLER}
-)
+UNDIVIDED = with_alternatives(RECOMMENDATION, SMALLER, grad_accum_steps=None, nearest_batch_sizes=(20, 28))
 ANSWER = Answer(
     variants=(VariantAnswer(num_query_groups=4, num_parameters=123_456, recommendation=RECOMMENDATION),),
     timings={"queue": 0.25, "timed": 3.5, "total": 4.0},

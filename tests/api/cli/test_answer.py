@@ -12,14 +12,15 @@ from bexp.explorer.dimensions.mesh import Mesh, Schedule
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.records.plan import MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
-    NOTHING_UNTILED,
     Answer,
+    Note,
+    NoteCode,
     Recommendation,
     Relaxation,
     RelaxationKind,
-    RunnerUpCheck,
+    Role,
     TextFigures,
     VariantAnswer,
 )
@@ -27,6 +28,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures
 from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, alternative, job_document
+from tests.explorer.alternatives import other_of, with_alternatives, without
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -76,7 +78,8 @@ def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_ru
 
 
 def test_more_trials_are_not_advised_where_noise_has_ended_the_search() -> None:
-    noisy = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}, 0.15), 95)
+    words = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}, 0.15), 95)
+    noisy = Note(code=NoteCode.NOISE, text=words)
     best = RECOMMENDATION.model_copy(update={"confidence": 3, "notes": (noisy,)})
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
     advice = usage_rows(Exploration.model_validate(job_document()), answer, best)[0]
@@ -148,19 +151,20 @@ def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() ->
 )
 def test_what_tiling_gained_or_cost_has_a_line_in_six_lines_and_in_all(gain: float, change: str) -> None:
     """No whole model of an untiled candidate ran, so that its blocks are compared with those of the recommended one."""
-    other = alternative(BEST.model_copy(update={"bta_tile": None}), gain)
-    beside = other.model_copy(update={"tokens_per_second": 11_500.0, "gain": 1.0})
-    tiled = answer_of(RECOMMENDATION.model_copy(update={"untiled": beside}))
+    other = alternative(Role.UNTILED, BEST.model_copy(update={"bta_tile": None}), gain)
+    beside = other.model_copy(update={"tokens_per_second": 11_500.0, "ratio": 1.0})
+    tiled = answer_of(with_alternatives(RECOMMENDATION, beside))
     said = f"{change} micro_batch_size=4 bta_tile=off recompute=none attention=flash experts=grouped_mm, as measured"
     assert f"without tiling {said} blocks compose both" in " ".join(render_answer(tiled, REQUEST).split())
     assert f"tiling {said} blocks compose both" in " ".join(render_summary(tiled, "a1b2", REQUEST).split())
-    nothing = answer_of(RECOMMENDATION.model_copy(update={"notes": (NOTHING_UNTILED,)}))
-    assert f"tiling {NOTHING_UNTILED}" in " ".join(render_summary(nothing, "a1b2", REQUEST).split())
+    note = Note(code=NoteCode.NOTHING_UNTILED, text="nothing is untiled")
+    nothing = answer_of(RECOMMENDATION.model_copy(update={"notes": (note,)}))
+    assert "tiling nothing is untiled" in " ".join(render_summary(nothing, "a1b2", REQUEST).split())
     assert "tiling" not in render_answer(ANSWER, REQUEST) + render_summary(ANSWER, "a1b2", REQUEST)
 
 
 def test_a_candidate_is_not_compared_with_itself_and_a_low_confidence_is_said_first() -> None:
-    alone = RECOMMENDATION.model_copy(update={"stock": alternative(BEST, 1.0), "confidence": 59})
+    alone = with_alternatives(RECOMMENDATION, alternative(Role.STOCK, BEST, 1.0), confidence=59)
     text = render_answer(answer_of(alone), REQUEST)
     assert "stock best        1.00x: it is the recommended one" in text
     assert "Provisional: confidence 59 is below 60, which was asked for." in text
@@ -184,7 +188,7 @@ def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
         "for the batch micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 10,900 tokens/s, "
         "peak 3.0 GiB, confidence 71, predicted in part: `--micro-batch-size auto` measures it"
     ) in text
-    none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
+    none = without(UNDIVIDED, Role.DIVIDING, dividing_batch_sizes=(20, 28))
     text = " ".join(render_answer(answer_of(none), REQUEST).split())
     assert "no micro-batch that fits divides batch_size 24; the nearest batch sizes with one are 20 and 28" in text
 
@@ -264,21 +268,16 @@ def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
 
 
 def test_a_runner_up_that_did_not_run_says_why() -> None:
-    rival = RunnerUpCheck(
-        candidate=BASE, composed_tokens_per_second=1.0, outcome=Outcome.OUT_OF_MEMORY, reason="too much"
-    )
-    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
+    rival = alternative(Role.RUNNER_UP, BASE, 1.0, outcome=Outcome.OUT_OF_MEMORY, reason="too much")
+    best = with_alternatives(RECOMMENDATION, rival)
     text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
     assert "experts=loop: out_of_memory as a whole model: too much" in text
 
 
 def test_the_runner_up_of_a_mesh_names_its_sharding_once() -> None:
-    failed = {"composed_tokens_per_second": 1.0, "outcome": Outcome.CRASHED, "reason": "too much"}
-    sharded = BASE.model_copy(update={"sharding": Sharding.ZERO1})
-    rival = RunnerUpCheck.model_validate(
-        {"candidate": sharded, "mesh": Mesh(data=2, sharding=Sharding.ZERO1), **failed}
-    )
-    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
+    sharded, mesh = BASE.model_copy(update={"sharding": Sharding.ZERO1}), Mesh(data=2, sharding=Sharding.ZERO1)
+    rival = alternative(Role.RUNNER_UP, sharded, 1.0, mesh=mesh, outcome=Outcome.CRASHED, reason="too much")
+    best = with_alternatives(RECOMMENDATION, rival)
     text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
     assert "data=2 sharding=zero1 micro_batch_size=1" in text
     assert text.count("sharding=zero1") == 1
@@ -304,20 +303,13 @@ def test_an_answer_of_several_devices_shows_their_mesh() -> None:
         fullest_rank=2,
         parts=(PlanPart(name="head(m=4)", share=0.9),),
         picture=PipelinePicture(seconds=0.25, ranks=(0, 2), lines=("FFff..BB", "..FFBBff")),
-        alternatives=(
-            MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
-        ),
-        expert_modes=(
-            MeshAlternative(
-                mesh=Mesh(data=64, expert=8, overlap_degree=2),
-                candidate=BASE,
-                tokens_per_second=4000,
-                gain=1.5,
-                predicted=False,
-            ),
-        ),
     )
-    best = RECOMMENDATION.model_copy(update={"plan": plan, "whole_model": None})
+    spread = Mesh(data=64, expert=8, overlap_degree=2)
+    others = (
+        alternative(Role.OTHER_MESH, BASE, 1.25, mesh=Mesh(data=64), predicted=True),
+        alternative(Role.EXPERT_MODE, BASE, 1.5, mesh=spread),
+    )
+    best = with_alternatives(RECOMMENDATION, *others, plan=plan, whole_model=None)
     text = " ".join(render_answer(answer_of(best), REQUEST).split())
     for part in (
         "mesh tensor=2 pipeline=4 (interleaved, 2 stages a rank) data=8 sharding=none on 64 devices",
@@ -353,7 +345,6 @@ def test_a_noisy_answer_states_its_noise_and_no_more_digits_than_it_supports() -
     ],
 )
 def test_a_runner_up_that_is_faster_within_the_tolerance_is_as_fast(prefer: str, said: str) -> None:
-    assert RECOMMENDATION.runner_up is not None
-    faster = RECOMMENDATION.runner_up.model_copy(update={"gain": 0.991})
-    found = RECOMMENDATION.model_copy(update={"runner_up": faster, "prefer": prefer})
+    faster = other_of(RECOMMENDATION, Role.RUNNER_UP).model_copy(update={"ratio": 0.991})
+    found = with_alternatives(RECOMMENDATION, faster, prefer=prefer)
     assert said in " ".join(" ".join(render_recommendation(found, REQUEST)).split())

@@ -22,6 +22,7 @@ from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import Trial
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import ANSWER, RECOMMENDATION, SMALLER, TINY, UNDIVIDED, job_document, result_document
+from tests.explorer.alternatives import with_alternatives
 from tests.explorer.search.test_comparison import whole_run
 
 Worker = Callable[..., AbstractContextManager[None]]
@@ -98,7 +99,9 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
     assert communication in certainty(two)["not_measured"]
     assert communication not in certainty(two, communication_seconds=0.01)["not_measured"]
     ran = {"micro_batch_size": 4, "attention_backend": "own", "num_query_groups": 1, "settings": "tf32=true"}
-    in_steps = certainty(whole_model=None, candidate=ran, dividing=SMALLER.model_dump(mode="json"))["not_measured"]
+    in_steps = certainty(whole_model=None, candidate=ran, alternatives=[SMALLER.model_dump(mode="json")])[
+        "not_measured"
+    ]
     assert not any("as a whole model" in line for line in in_steps)
     assert "all parts of the best that divides the batch; its throughput is predicted in part" in in_steps
     running = certainty(job_document("running"))["next_measurement"]["advice"]
@@ -129,17 +132,16 @@ def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callabl
     lines = " ".join(bexp("compare", job_id, "latest").stdout.split())
     assert said["speedup"] == pytest.approx(said["b"]["tokens_per_second"] / said["a"]["tokens_per_second"])
     assert f": {said['speedup']:.3f}x its speed" in lines
-    for side, of in (("a", UNDIVIDED.dividing), ("b", RECOMMENDATION)):
-        assert of is not None and said[side]["candidate"] == of.candidate.model_dump(mode="json")
+    for side, of in (("a", UNDIVIDED.for_batch), ("b", RECOMMENDATION)):
+        assert said[side]["candidate"] == of.candidate.model_dump(mode="json")
         assert of.candidate.describe() in lines
         assert f": {said[side]['tokens_per_second']:,.0f} tokens/s, " in lines
 
 
 def test_the_recommended_candidate_has_the_confidence_of_best(bexp: Run, explored: Callable[..., str]) -> None:
-    dividing = UNDIVIDED.dividing
-    assert dividing is not None and dividing.confidence != RECOMMENDATION.confidence
-    alike = dividing.model_copy(update={"candidate": RECOMMENDATION.candidate})
-    best = RECOMMENDATION.model_copy(update={"dividing": alike})
+    assert SMALLER.confidence != RECOMMENDATION.confidence
+    alike = SMALLER.model_copy(update={"candidate": RECOMMENDATION.candidate})
+    best = with_alternatives(RECOMMENDATION, alike)
     job_id = explored(
         ANSWER.model_copy(update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": best}),)})
     )
@@ -246,7 +248,7 @@ def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() 
 
 def test_a_command_that_was_not_run_again_has_the_speed_of_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"micro_batch_size": 4, "attention_backend": "own", "num_query_groups": 1, "settings": "tf32=true"}
-    best = {**RECOMMENDATION.model_dump(mode="json"), "candidate": own, "dividing": None, "whole_model": None}
+    best = {**RECOMMENDATION.model_dump(mode="json"), "candidate": own, "alternatives": (), "whole_model": None}
     known = Known(a=(), b=())
     monkeypatch.setattr(known, "result", lambda id: Result.model_validate(result_document(id=id, recommendation=best)))
     said, lines = known.compare("a", "b")

@@ -13,16 +13,18 @@ from bexp.explorer.answers.summary import render_summary
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.recommendation import (
-    CORES_ARE_SHARED,
-    NOISE_ENDS_SEARCH,
     Answer,
+    Note,
+    NoteCode,
     Recommendation,
+    Role,
     VariantAnswer,
     WholeModelCheck,
 )
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.request.request import ExplorationRequest
 from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
+from tests.explorer.alternatives import without
 
 
 def summary(best: Recommendation = RECOMMENDATION, request: ExplorationRequest | None = REQUEST, **more: Any) -> str:
@@ -72,7 +74,7 @@ def test_a_real_run_is_compared_with_the_figures_of_the_answer(whole: WholeModel
 
 
 def test_nothing_to_change_is_said_as_it_is() -> None:
-    plain = RECOMMENDATION.model_copy(update={"candidate": BASE, "performance": 1.0, "stock": None})
+    plain = without(RECOMMENDATION, Role.STOCK, candidate=BASE, performance=1.0)
     assert "nothing else to change" in summary(plain)
     assert "which is the base" in summary(plain)
     blocks = RECOMMENDATION.model_copy(update={"whole_model": None})
@@ -87,13 +89,13 @@ def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
     asked = ExplorationRequest.model_validate({**TINY, "budget": {**TINY["budget"], "confidence_target": 95}})
     assert "faster. Provisional: 95 was asked for; explore again with a higher --max-seconds" in summary(request=asked)
     assert "explore again with --fresh" in summary(request=asked, completed_target=95)
-    noisy = RECOMMENDATION.model_copy(update={"notes": (NOISE_ENDS_SEARCH,)})
+    noisy = RECOMMENDATION.model_copy(update={"notes": (Note(code=NoteCode.NOISE, text="so noisy"),)})
     assert "when nothing else runs here" in summary(noisy, asked)
 
 
 def test_speed_in_time_of_the_processor_says_so() -> None:
     assert "processor" not in summary()
-    shared = RECOMMENDATION.model_copy(update={"notes": (f"{CORES_ARE_SHARED}: threads waited",)})
+    shared = RECOMMENDATION.model_copy(update={"notes": (Note(code=NoteCode.SHARED_CORES, text="others run"),)})
     assert "per device of processor time (slower while others use these cores), " in summary(shared)
 
 
@@ -110,7 +112,7 @@ def test_settings_of_a_trainers_own_file_are_not_said_to_be_those_of_the_base(tr
     asked = REQUEST.model_copy(update={"trainer": trainer, "base_micro_batch_size": 2})
     base = BASE.model_copy(update={"micro_batch_size": 2, "expert_backend": None})
     best = base.model_copy(update={"micro_batch_size": 4})
-    said = summary(RECOMMENDATION.model_copy(update={"candidate": best, "base": base, "stock": None}), asked)
+    said = summary(without(RECOMMENDATION, Role.STOCK, candidate=best, base=base), asked)
     assert f"settings recompute=none attention={base.attention_backend}{writes} speed" in said
     assert f"micro_batch_size 2 of the file with recompute=none attention={base.attention_backend} memory" in said
 
@@ -125,7 +127,7 @@ def test_without_a_recommendation_the_reason_is_all() -> None:
 @pytest.mark.parametrize("whole_model", [None, RECOMMENDATION.whole_model])
 def test_code_of_a_persons_own_is_measured_whole(whole_model: WholeModelCheck | None) -> None:
     own = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
-    best = RECOMMENDATION.model_copy(update={"candidate": own, "whole_model": whole_model, "runner_up": None})
+    best = without(RECOMMENDATION, Role.RUNNER_UP, candidate=own, whole_model=whole_model)
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
     whole, summary = render_answer(answer, REQUEST), render_summary(answer, "job1", REQUEST)
     assert "in whole steps of its own code" in whole

@@ -14,9 +14,10 @@ from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer, _best, check_writa
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.records.recommendation import DividingCandidate
+from bexp.explorer.records.recommendation import Role
 from bexp.tune.placeholders import APPLY
 from tests.contracts.samples import make_recommendation
+from tests.explorer.alternatives import alternative
 
 VALUES = {SIZE: 8, STEPS: 4}
 
@@ -153,14 +154,11 @@ def test_what_apply_did_is_told_as_lines_of_python_and_not_as_a_flag() -> None:
 def test_the_answer_is_the_candidate_that_keeps_the_batch() -> None:
     """The fastest one may not divide it: then it has no accumulation steps, and the other has."""
     fastest = make_recommendation(3)
-    dividing = DividingCandidate(
-        candidate=make_recommendation(2).candidate,
-        **{"grad_accum_steps": 4, "tokens_per_second": 900.0, "loss": 0.1, "confidence": 50, "step_seconds": 1.0},
-        **{"peak_bytes": 1, "required_bytes": 1, "composed_tokens_per_second": 900.0},
-    )
-    of_both = fastest.model_copy(update={"grad_accum_steps": None, "dividing": dividing})
+    figures = {"grad_accum_steps": 4, "tokens_per_second": 900.0}
+    dividing = alternative(Role.DIVIDING, make_recommendation(2).candidate, **figures)
+    of_both = fastest.model_copy(update={"grad_accum_steps": None, "alternatives": (dividing,)})
     assert _best(of_both) == (dividing.candidate, 900.0, 4)
-    assert _best(of_both.model_copy(update={"dividing": None})) == (fastest.candidate, 1000.0, None)
+    assert _best(of_both.model_copy(update={"alternatives": ()})) == (fastest.candidate, 1000.0, None)
     assert _best(of_both.model_copy(update={"grad_accum_steps": 8})) == (fastest.candidate, 1000.0, 8)
 
 
