@@ -5,18 +5,14 @@ A rule may rely on the rules before it. The rules of the model and its target st
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
-from bexp.explorer.model.base import RuleError
-
-if TYPE_CHECKING:
-    from bexp.explorer.request.request import ExplorationRequest
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.attention import is_flash
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
+from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import BITSANDBYTES
@@ -36,6 +32,10 @@ from bexp.explorer.request.execution_rules import (
 from bexp.explorer.request.legal_meshes import check_expert_modes, check_meshes
 from bexp.explorer.request.trainer_rules import check_trainer
 from bexp.explorer.trainers.trainer import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
+
+if TYPE_CHECKING:
+    from bexp.explorer.request.request import ExplorationRequest
+
 
 MAX_COMBINATIONS = 3072
 """The most combinations of micro-batch, tile and recomputation; back ends multiply them by about ten."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from bexp.explorer.dimensions.dimension import Place
-from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.kernels import Kernels
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
-
-if TYPE_CHECKING:
-    from bexp.explorer.request.request import ExplorationRequest
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.bta_tile import tiles_of
 from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
+from bexp.explorer.dimensions.dimension import Place
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.loss import LOSS, Loss
 from bexp.explorer.dimensions.micro_batch_size import (
     LADDER,
@@ -25,7 +20,12 @@ from bexp.explorer.dimensions.micro_batch_size import (
 )
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
+
+if TYPE_CHECKING:
+    from bexp.explorer.request.request import ExplorationRequest
+
 
 FEW_DIVISORS = 4
 """With fewer divisors than this, other sizes are compared with them."""

@@ -81,7 +81,7 @@ def test_a_job_of_a_killed_command_waits_until_it_is_resumed(
     (job,) = list_jobs(queue.database)[0]
     assert job.state is JobState.QUEUED, "its worker had not begun"
     store(queue.database, job.id, own_worker_until=None)  # rather than wait for 30 s
-    queue.note_waiting(grace=timedelta(0))
+    queue.note_waiting(grace=timedelta(0), live_within=timedelta(0))  # the dead worker may have reported
     assert read_events(queue.database, job.id)[-1].message == "Waiting: its own worker has ended"
     assert "begin" not in idle.calls
     machine.run("resume", "latest", "--device", RECORDED)

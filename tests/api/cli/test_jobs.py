@@ -221,7 +221,7 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
     assert "axolotl.deepspeed: sharding and its launcher are not read" in done.stderr
     unknown = bexp("best", job_id, "--format", "toml")
     assert (unknown.code, unknown.stdout) == (2, "")
-    assert "the formats are transformers, trl, python, accelerate" in unknown.stderr
+    assert "the formats are python, transformers, trl, accelerate" in unknown.stderr
     assert bexp("best", job_id, "--format", "python", "--json").code == 2
 
 
