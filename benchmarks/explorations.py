@@ -163,7 +163,7 @@ def overheads(result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any
 
 
 def _hardware(job: Exploration) -> dict[str, Any] | None:
-    return job.report["hardware"] if job.report else None
+    return job.report.hardware.model_dump(mode="json") if job.report else None
 
 
 def _confidence(event: Event) -> int:

@@ -13,14 +13,16 @@ from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.job_ids import LATEST, MOST_SEARCHED, find_job
-from bexp.api.cli.results import answer_text, document, print_json
-from bexp.client.explorations import Exploration, Explorations, Export, Result
-from bexp.explorer.answers.answer import is_provisional
-from bexp.explorer.answers.choices import no_dividing_text
+from bexp.api.cli.results import document, print_json, terminal_width
+from bexp.client.explorations import Exploration, Explorations, Export
+from bexp.explorer.answers.alternatives import no_dividing_text
+from bexp.explorer.answers.lines import render
 from bexp.explorer.answers.runs import render_run_report
+from bexp.explorer.answers.uses import is_provisional
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.model.amounts import slower_text
+from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.recommendation import Alternative, CandidateFigures, Recommendation, Role
 from bexp.explorer.request.request import ExplorationRequest
 
@@ -62,18 +64,17 @@ def best(
     _check_format(export_format, into, prints_all=as_json or verbose)
     with connect() as client:
         job = find_job(client, job_id)
-        result = client.result(job.id)
-        known = result.recommendation if result is not None else None
+        known = job.recommendation
         whole = as_json or verbose
         if whole:
-            _print_whole(client, job, result, as_json=as_json)
+            _print_whole(client, job, as_json=as_json)
         printed = as_json or export_format is not None
         reports = () if printed else client.run_reports(job.id)
         others = _answered_before(client) if known is None and job_id == LATEST else ()
         exported = client.export(job.id, export_format) if known is not None and export_format is not None else None
     if known is None:
-        reason = _why_nothing(job, result)
-        failed = job.state == "failed" and result is None
+        reason = _why_nothing(job)
+        failed = job.state == "failed" and job.answer is None
         code = ExitCode.SERVICE if failed else ExitCode.NO_ANSWER
         raise CommandError(code, f"no recommendation: {reason}", *others)
     chosen: CandidateFigures | None = known.alternative(Role.DIVIDING) if divides else known
@@ -91,8 +92,9 @@ def best(
         _print_export(exported, export_format, into, job.request)
     elif not whole:
         typer.echo(size)
-        if result is not None and result.target_version is not None:
-            say(f"measured: {result.measured}")
+        parts = None if job.report is None else job.report.parts
+        if job.request is not None and parts is not None and parts.target_version is not None:
+            say(f"measured: {describe_target(job.request.target_name, parts.target_version, parts.class_name)}")
         if job.answered_from is not None:
             at = f"{job.answered_from.measured_at.astimezone():%Y-%m-%d %H:%M}"
             say(f"measured by exploration {job.answered_from.exploration}, {at}; `--fresh` measures again")
@@ -104,11 +106,11 @@ def best(
         say(f"confidence {confidence} out of 100; the exploration is {job.state}")
 
 
-def _print_whole(client: Explorations, job: Exploration, result: Result | None, *, as_json: bool) -> None:
+def _print_whole(client: Explorations, job: Exploration, *, as_json: bool) -> None:
     if as_json:
         print_json(document(client, job))
-    elif result is not None and (text := answer_text(job, result, verbose=True)):
-        typer.echo(text)
+    elif job.text is not None:
+        typer.echo(render(job.text, terminal_width()))
 
 
 def _print_export(
@@ -170,6 +172,6 @@ def _answered_before(client: Explorations) -> Sequence[str]:
     return (f"the newest with one: `bexp best {other.id}` ({about})",)
 
 
-def _why_nothing(job: Exploration, result: Result | None) -> str:
-    variant = result.answer.variants[0] if result is not None and result.answer is not None else None
-    return (variant.reason if variant is not None else job.error) or f"the exploration is {job.state}"
+def _why_nothing(job: Exploration) -> str:
+    reason = job.error if job.answer is None else job.answer.variants[0].reason
+    return reason or f"the exploration is {job.state}"

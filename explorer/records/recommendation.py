@@ -91,40 +91,75 @@ class CandidateFigures(Frozen):
 
 
 class Role(StrEnum):
-    """What an alternative is, compared with the recommended candidate. An answer lists them in this order."""
+    """What an alternative is, compared with the recommended candidate. An answer lists them in this order.
 
-    DIVIDING = "dividing"
-    FASTEST = "fastest"
-    WITHIN_1_PERCENT = "within_1_percent"
-    WITHIN_3_PERCENT = "within_3_percent"
-    LARGEST_WITHOUT_RECOMPUTE = "largest_without_recompute"
-    LARGEST_MICRO_BATCH = "largest_micro_batch"
-    STOCK = "stock"
-    UNTILED = "untiled"
-    UNDIVIDED = "undivided"
-    RUNNER_UP = "runner_up"
-    EXPERT_MODE = "expert_mode"
-    OTHER_MESH = "other_mesh"
+    Each has the label of its row, what it means, and what else there is to say of it.
+    """
+
+    DIVIDING = (
+        "dividing",
+        "for the batch",
+        "the best that divides the batch",
+        "trainers and exports take it; it may be the recommended one. Its confidence is that among those that divide, "
+        "and may be low, because the search does not aim at it",
+    )
+    FASTEST = "fastest", "memory or speed", "the fastest", "the recommended one, unless memory is preferred"
+    WITHIN_1_PERCENT = "within_1_percent", "within 1%", "the smallest peak that loses at most 1% of the fastest's speed"
+    WITHIN_3_PERCENT = "within_3_percent", "within 3%", "the smallest peak that loses at most 3%"
+    LARGEST_WITHOUT_RECOMPUTE = (
+        "largest_without_recompute",
+        "largest that fits",
+        "the largest that fits with neither batch tiling nor recomputation",
+        "with its fastest settings",
+    )
+    LARGEST_MICRO_BATCH = (
+        "largest_micro_batch",
+        "if recomputed",
+        "the largest that fits without batch tiling",
+        "with its fastest settings, which may recompute",
+    )
+    STOCK = "stock", "stock best", "the best with stock back ends and no batch tiling"
+    UNTILED = (
+        "untiled",
+        "tiling",
+        "the best without batch tiling",
+        "for a request that names tiles, if the answer is tiled",
+    )
+    UNDIVIDED = (
+        "undivided",
+        "whatever the batch",
+        "the best that does not divide the batch",
+        "where that has fewer than four divisors",
+    )
+    RUNNER_UP = (
+        "runner_up",
+        "runner-up",
+        "the fastest other candidate whose whole model ran",
+        "or the last one that failed to run",
+    )
+    EXPERT_MODE = (
+        "expert_mode",
+        "expert mode",
+        "the best of another expert mode on the same mesh",
+        "or of experts that no devices share",
+    )
+    OTHER_MESH = "other_mesh", "other mesh", "the best of another mesh"
+
+    label: str
+    meaning: str
+    more: str
+
+    def __new__(cls, value: str, label: str, meaning: str, more: str = "") -> Self:
+        """Return a role with its words."""
+        role = str.__new__(cls, value)
+        role._value_ = value
+        role.label, role.meaning, role.more = label, meaning, more
+        return role
 
 
-MEANINGS = {
-    Role.DIVIDING: "the best that divides the stated batch, which trainers and exports take; it may be the recommended "
-    "one. Its confidence is that among those that divide, and may be low, because the search does not aim at it",
-    Role.FASTEST: "the fastest, if memory is preferred; else the recommended one",
-    Role.WITHIN_1_PERCENT: "the smallest peak of those that lose at most 1% of the fastest one's tokens/s",
-    Role.WITHIN_3_PERCENT: "the smallest peak of those that lose at most 3%",
-    Role.LARGEST_WITHOUT_RECOMPUTE: "the largest micro-batch that fits with neither batch tiling nor recomputation, "
-    "with its fastest settings",
-    Role.LARGEST_MICRO_BATCH: "the largest that fits without batch tiling; it may recompute",
-    Role.STOCK: "the best with stock back ends and no batch tiling",
-    Role.UNTILED: "the best without batch tiling, for a request that names tiles and an answer that is tiled",
-    Role.UNDIVIDED: "the best that does not divide the stated batch, where that has fewer than four divisors",
-    Role.RUNNER_UP: "the fastest other candidate whose whole model was run, or the last one that failed to run",
-    Role.EXPERT_MODE: "the best of another expert mode on the same mesh, or of experts that no devices share",
-    Role.OTHER_MESH: "the best of another mesh",
-}
 WITHIN = {Role.WITHIN_1_PERCENT: 0.01, Role.WITHIN_3_PERCENT: 0.03}
 """The share of the fastest candidate's tokens/s that a smaller peak may cost."""
+_ROLES = "; ".join(f"`{role}`: {', '.join(filter(None, (role.meaning, role.more)))}" for role in Role)
 
 
 class Alternative(CandidateFigures):
@@ -133,7 +168,7 @@ class Alternative(CandidateFigures):
     `tokens_per_second` are those of its whole model if that was run, else at most those of the recommended one's.
     """
 
-    role: Role = Field(description="; ".join(f"`{role}`: {meaning}" for role, meaning in MEANINGS.items()) + ".")
+    role: Role = Field(description=f"{_ROLES}.")
     ratio: float = Field(description="Throughput of the recommended candidate relative to this one.")
     predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
     outcome: Outcome | None = Field(None, description="Of the run of its whole model; null if there was none.")

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import picture
 from benchmarks.gains import gains, summarize
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.answers.answer import render_recommendation
+from bexp.explorer.answers.alternatives import alternative_rows
 from bexp.explorer.records.recommendation import Role
 from bexp.explorer.search.explore import explore
 from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
@@ -58,7 +58,7 @@ def test_an_answer_compares_with_stock_candidates_that_were_not_fully_measured(t
     assert plain.candidate.recompute == "none"
     assert plain.ratio == pytest.approx(1, abs=0.01)
     if stock.predicted:
-        assert "predicted in part" in "\n".join(render_recommendation(found, truth.request))
+        assert any("predicted in part" in row.text for row in alternative_rows(found))
 
 
 def test_the_picture_is_that_of_the_recorded_table() -> None:

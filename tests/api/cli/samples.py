@@ -5,8 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from bexp.client.explorations import FINAL_STATES, Links
+from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.answers.lines import render
+from bexp.explorer.answers.text import WIDTH
 from bexp.explorer.cost.step import MemoryParts
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import (
@@ -146,30 +151,84 @@ EVENTS = (
 )
 
 
+def told(
+    found: Answer | Recommendation,
+    request: ExplorationRequest | None = REQUEST,
+    report: DeviceReport | None = None,
+    *,
+    width: int = WIDTH,
+    brief: bool = False,
+) -> str:
+    """An answer, or the best of one that ended early, in lines."""
+    answer = found if isinstance(found, Answer) else None
+    best = found.recommendation if isinstance(found, Answer) else found
+    text = answer_text(Explored("a1b2", request, report), best, answer)
+    assert text is not None
+    return render(text, width, brief=brief)
+
+
+def said_of(
+    found: Answer | Recommendation, request: ExplorationRequest | None = REQUEST, *, brief: bool = False
+) -> str:
+    """What is said of an answer, without its line breaks."""
+    return " ".join(told(found, request, brief=brief).split())
+
+
 def job_document(state: str = "succeeded", **changes: Any) -> dict[str, Any]:
-    """What the service answers for one exploration."""
-    return {
+    """What the service answers for one exploration; it has a recommendation unless it is queued."""
+    document: dict[str, Any] = {
+        **dict.fromkeys(("device_name", "started_at", "finished_at", "waiting_reason", "error", "answered_from")),
+        **dict.fromkeys(("report", "space", "performance", "tokens_per_second")),
         "id": "job1",
         "state": state,
+        "owner": "local",
+        "priority": 0,
         "model": "tiny",
+        "labels": {},
         "micro_batch_size": 4,
         "confidence": 87,
+        "confidence_target": 60,
         "created_at": START.isoformat(),
+        "cancel_requested": False,
+        "attempt": 1,
+        "last_seq": 5,
         "request": REQUEST.model_dump(mode="json"),
+        **_answered(state, **changes),
+        "export_formats": [],
+        "own_formats": [],
         **changes,
     }
+    return {**document, "links": Links.of(document["id"]).model_dump()}
 
 
 def result_document(state: str = "succeeded", **changes: Any) -> dict[str, Any]:
     """What the service answers for a recommendation."""
     return {
+        **dict.fromkeys(("target", "target_version", "target_class", "allocator", "hardware", "request")),
         "id": "job1",
         "state": state,
-        "final": state in {"succeeded", "failed", "cancelled"},
-        "recommendation": RECOMMENDATION.model_dump(mode="json"),
-        "answer": ANSWER.model_dump(mode="json"),
+        "final": state in FINAL_STATES,
+        **_answered(state, **changes),
         **changes,
     }
+
+
+def _answered(state: str, **changes: Any) -> dict[str, Any]:
+    """The recommendation, the answer, and what is said of both."""
+    best: Any
+    answer: Any
+    request: Any
+    best, answer, request = (
+        None if found is None else of.model_validate(found)
+        for of, found in (
+            (Recommendation, changes.get("recommendation", None if state == "queued" else RECOMMENDATION)),
+            (Answer, changes.get("answer", ANSWER if state == "succeeded" else None)),
+            (ExplorationRequest, changes.get("request", REQUEST)),
+        )
+    )
+    said = answer_text(Explored("job1", request, is_over=state in FINAL_STATES), best, answer)
+    parts = {"recommendation": best, "answer": answer, "text": said}
+    return {name: None if part is None else part.model_dump(mode="json") for name, part in parts.items()}
 
 
 def sse(*events: Event) -> bytes:

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.api.examples import RUN_REPORT
-from bexp.explorer.answers.answer import render_answer
 from bexp.explorer.answers.runs import render_run_report
-from bexp.explorer.answers.summary import render_summary
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.recommendation import (
@@ -23,13 +21,14 @@ from bexp.explorer.records.recommendation import (
 )
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.request.request import ExplorationRequest
-from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
+from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED, said_of, told
 from tests.explorer.alternatives import without
+from tests.explorer.search.small import REPORT
 
 
 def summary(best: Recommendation = RECOMMENDATION, request: ExplorationRequest | None = REQUEST, **more: Any) -> str:
     main = ANSWER.variants[0].model_copy(update={"recommendation": best, **more})
-    return " ".join(render_summary(Answer(variants=(main,)), "a1b2", request).split())
+    return said_of(Answer(variants=(main,)), request, brief=True)
 
 
 def test_the_first_line_names_the_device_that_was_measured() -> None:
@@ -39,18 +38,14 @@ def test_the_first_line_names_the_device_that_was_measured() -> None:
         (ANSWER, "Recommended micro_batch_size: 4 for tiny"),
         (nothing, "No recommendation"),
     ):
-        texts = (
-            render_summary(answer, "a1b2", REQUEST, 160, "NVIDIA H200, replayed"),
-            render_answer(answer, REQUEST, "bexp 0.1.0", 160, "NVIDIA H200, replayed"),
-        )
-        for text in texts:
-            line = text.splitlines()[0]
+        for brief in (True, False):
+            line = told(answer, REQUEST, REPORT, width=160, brief=brief).splitlines()[0]
             assert line.startswith(first)
-            assert " on NVIDIA H200, replayed" in line
+            assert f" on {REPORT.hardware.device_name}" in line
 
 
 def test_six_lines_say_what_to_run_and_what_it_gains() -> None:
-    lines = render_summary(ANSWER, "a1b2", REQUEST, width=160).splitlines()
+    lines = told(ANSWER, width=160, brief=True).splitlines()
     assert [line[:20].strip() for line in lines[1:]] == ["batch", "settings", "speed", "memory", "confidence", "next"]
     said = [line[20:] for line in lines[1:]]
     assert lines[0] == "Recommended micro_batch_size: 4 for tiny"
@@ -121,7 +116,7 @@ def test_without_a_recommendation_the_reason_is_all() -> None:
     nothing = VariantAnswer.model_validate(
         {**ANSWER.variants[0].model_dump(mode="json"), "recommendation": None, "reason": "nothing fits"}
     )
-    assert render_summary(Answer(variants=(nothing,)), "a1b2", REQUEST) == "No recommendation: nothing fits"
+    assert told(Answer(variants=(nothing,)), brief=True) == "No recommendation: nothing fits"
 
 
 @pytest.mark.parametrize("whole_model", [None, RECOMMENDATION.whole_model])
@@ -129,6 +124,6 @@ def test_code_of_a_persons_own_is_measured_whole(whole_model: WholeModelCheck | 
     own = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
     best = without(RECOMMENDATION, Role.RUNNER_UP, candidate=own, whole_model=whole_model)
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
-    whole, summary = render_answer(answer, REQUEST), render_summary(answer, "job1", REQUEST)
+    whole, summary = told(answer), told(answer, brief=True)
     assert "in whole steps of its own code" in whole
     assert not {"composed", "blocks", "about"} & set(f"{whole} {summary}".split())

@@ -164,12 +164,9 @@ def test_the_answer_is_the_candidate_that_keeps_the_batch() -> None:
 
 def test_a_batch_that_nobody_states_has_no_steps() -> None:
     """The size stands in the command, and the first that was measured is no size of its own."""
-    parts = {"micro_batch_size": 4, "seq_length": 1}
-    stored: Any = SimpleNamespace(
-        result=lambda _: SimpleNamespace(recommendation=make_recommendation()),
-        get=lambda _: SimpleNamespace(report={"parts": parts}),
-        trials=lambda _: [],
-    )
+    parts = SimpleNamespace(micro_batch_size=4, seq_length=1, batch_size=None, class_name=None)
+    job = SimpleNamespace(recommendation=make_recommendation(), report=SimpleNamespace(parts=parts))
+    stored: Any = SimpleNamespace(get=lambda _: job, trials=lambda _: [])
     answer = TuneAnswer.find(stored, "j", {}, None)
     assert answer is not None
     assert answer.own == {SIZE: 4}
@@ -259,11 +256,10 @@ def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
     """A stated batch tells no steps of the command's own. Of a candidate's trials the highest peak counts."""
     found: Any = make_recommendation()
     tried: Any = [(found.candidate, 300), (found.candidate, 500), (found.candidate, None), (found.base, None)]
-    parts = {"micro_batch_size": 4, "batch_size": 24, "seq_length": 128, "class_name": "Trainer"}
+    parts: Any = SimpleNamespace(micro_batch_size=4, batch_size=24, seq_length=128, class_name="Trainer")
     tuned = found.candidate.model_copy(update={"settings": "optim=sgd"})
     stored: Any = SimpleNamespace(
-        result=lambda _: SimpleNamespace(recommendation=found),
-        get=lambda _: SimpleNamespace(report={"parts": parts}),
+        get=lambda _: SimpleNamespace(recommendation=found, report=SimpleNamespace(parts=parts)),
         trials=lambda _: [SimpleNamespace(candidate=of, measured_peak_bytes=peak) for of, peak in tried],
     )
     tries = {"optim": ["adamw", "sgd"]}
@@ -280,7 +276,7 @@ def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
     assert stated is not None
     assert (stated.batch_size, stated.own, stated.choice) == (48, {"optim": "adamw", SIZE: 4}, {"optim": "sgd"})
     assert stated.best.peak_bytes is None
-    parts.clear()
+    parts = None
     unknown = TuneAnswer.find(stored, "j", tries, None)
     assert unknown is not None
     assert (unknown.batch_size, unknown.own[SIZE], unknown.best.tokens_per_sample) == (None, None, 1)

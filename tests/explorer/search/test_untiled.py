@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.answers.choices import tiling_text
+from bexp.explorer.answers.alternatives import describe_tiling
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
@@ -60,7 +60,8 @@ def test_the_gain_is_that_over_a_search_without_tiles() -> None:
     untiled = other_of(tiled, Role.UNTILED)
     assert untiled.composed_tokens_per_second == pytest.approx(plain.composed_tokens_per_second, rel=0.02)
     assert tiled.composed_tokens_per_second < plain.composed_tokens_per_second
-    assert "BTA costs " in tiling_text(tiled, untiled)
+    (said,) = describe_tiling(tiled)
+    assert "BTA costs " in said.text
     assert (untiled.ratio, tiled.whole_model is None) == (1.0, False), "what was not run whole is not faster"
 
 
