@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bexp.api.resources import exploration_path
+from bexp.client.address import exploration_path
 from bexp.client.explorations import NO_RECOMMENDATION, NOT_FINISHED
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.trainers.document import ExportError

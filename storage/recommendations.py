@@ -14,11 +14,8 @@ import sqlalchemy as sa
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.storage.tables import events, recommendations
 
-_COMPARED = (
-    *("largest_micro_batch", "largest_without_recompute", "stock", "untiled", "undivided", "runner_up"),
-    *("dividing", "dividing_batch_sizes", "memory_choices", "notes"),
-)
-_OF_PLAN = ("alternatives", "expert_modes", "plain", "parts", "picture")
+_COMPARED = ("alternatives", "dividing_batch_sizes", "notes")
+_OF_PLAN = ("plain", "parts", "picture")
 _LEFT_OUT: dict[str, Any] = {**dict.fromkeys(_COMPARED, True), "plan": set(_OF_PLAN)}
 """Fields of a recommendation, and of its plan, that are left out of events."""
 

@@ -153,7 +153,7 @@ def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int) -> bool:
     hardware = job.report.hardware
     measured = memory_limit(request, hardware)
     offered = memory_limit(request, hardware.model_copy(update={"memory_limit_bytes": limit_bytes}))
-    required = max(best.required_bytes, best.dividing.required_bytes if best.dividing is not None else 0)
+    required = max(best.required_bytes, best.for_batch.required_bytes)
     return required <= offered and abs(offered - measured) <= MEMORY_TOLERANCE * measured
 
 
