@@ -152,7 +152,7 @@ def test_reports_of_real_runs_and_reused_answers_count_as_well(
         queue.enqueue(make_request())
 
 
-def test_one_submission_counts_some_jobs_of_an_earlier_version_and_the_next_goes_on(
+def test_one_submission_counts_some_jobs_that_are_not_counted_and_the_next_goes_on(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_bytes, "MOST_COUNTED", 2)
