@@ -13,7 +13,7 @@ from bexp.api.resources import Exploration, exploration_path
 from bexp.api.routes.explorations import JobIdDep
 from bexp.api.service import ServiceDep
 from bexp.storage.owners import Scope
-from bexp.storage.resuming import JobFinishedError
+from bexp.storage.submission import JobFinishedError
 
 router = APIRouter(
     prefix="/v1/explorations/{exploration_id}", tags=["explorations"], dependencies=[Depends(accepts_json)]

@@ -15,8 +15,7 @@ from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.request.budget import Budget
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState, JobSummary, get_summary
-from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
+from bexp.storage.jobs import InvalidCursorError, JobFilter, JobState, JobSummary, get_summary, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs, labels

@@ -9,13 +9,12 @@ from bexp.explorer.records.event import Progress
 from bexp.storage.audit import read_audit
 from bexp.storage.components import find_earlier_runs, keep_components
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.jobs import JobFilter, JobState, get_job, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.tables import metadata
 from bexp.storage.tokens import create_token
-from bexp.storage.workers import list_workers, register_worker
+from bexp.storage.workers import read_workers, register_worker
 from tests.contracts.samples import (
     make_recommendation,
     make_report,
@@ -71,7 +70,7 @@ def test_a_worker_of_long_names_is_known_and_measures(database: Database) -> Non
         versions={"package": LONG},
     )
     register_worker(database, worker)
-    assert [each.info for each in list_workers(database)] == [worker]
+    assert [each.info for each in read_workers(database)] == [worker]
     queue = Queue(database)
     job = queue.enqueue(make_request(target="own"))[0]
     claim = queue.claim(worker)

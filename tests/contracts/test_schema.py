@@ -20,8 +20,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage import schema
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import (
     VERSION_TABLE,
@@ -99,6 +98,7 @@ def test_a_fresh_database_is_not_current(open_url: Callable[[str], Database], em
     assert not is_current(open_url(empty_database_url))
 
 
+@pytest.mark.slow(together="databases")
 def test_upgrade_is_safe_when_several_processes_start_at_once(empty_database_url: str) -> None:
     run_two(bring_up_to_date, empty_database_url)
 
