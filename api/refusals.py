@@ -16,10 +16,9 @@ from bexp.explorer.trainers.registry import UnknownFormatError
 from bexp.storage.jobs import JobNotFoundError
 from bexp.storage.pruning import JobNotFinishedError
 from bexp.storage.quotas import QueuedQuotaError, StoredQuotaError
-from bexp.storage.resuming import JobFinishedError
 from bexp.storage.run_reports import NoAnswerError, TooManyReportsError
 from bexp.storage.schema import NewerSchemaError
-from bexp.storage.submission import IdempotencyConflictError
+from bexp.storage.submission import IdempotencyConflictError, JobFinishedError
 
 MAX_ERRORS = 100
 MAX_MESSAGE = 500

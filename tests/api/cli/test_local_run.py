@@ -14,8 +14,7 @@ from bexp.api.cli import local_run
 from bexp.api.cli.local_run import LocalRun
 from bexp.api.local_worker import WorkerEndedError
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
