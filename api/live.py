@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bexp.explorer.answers.answer import memory_parts
+from bexp.explorer.answers.lines import headline
 from bexp.explorer.answers.text import clock_text
 from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.event import Event, EventCode, render_message
@@ -168,12 +169,8 @@ class LiveView:
         return ProgressBar(total=1.0, completed=min(0.99, max(shares)))
 
     def _recommendation(self, best: Recommendation) -> list[RenderableType]:
-        target = "" if self._request is None else f" (target {self._request.budget.confidence_target})"
-        figures = (
-            f"{rate_text(best.expected_tokens_per_second)}  {best.ratio_text(best.performance)} base  "
-            f"confidence {best.confidence}{target}"
-        )
-        title = Text.assemble(("best so far  ", "bold"), (figures, "green"))
+        target = None if self._request is None else self._request.budget.confidence_target
+        title = Text.assemble(("best so far  ", "bold"), (headline(best, target), "green"))
         return [title, Padding(Text(best.candidate.describe(), style="bold green"), (0, 0, 0, INDENT))]
 
     def _memory(self, best: Recommendation, width: int) -> list[RenderableType]:

@@ -31,11 +31,11 @@ from bexp.client.explorations import Exploration, Result
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.event import Event, EventCode, render_line
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.request.request import ExplorationRequest
 
-COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
+COMPARED = (Role.LARGEST_WITHOUT_RECOMPUTE, Role.LARGEST_MICRO_BATCH, Role.STOCK)
 SURE = 90
 """A confidence at which runs with different confidence targets can be compared."""
 
@@ -149,7 +149,7 @@ def comparisons(recommendation: Recommendation | None) -> dict[str, Any] | None:
     """Return the gain of the recommended candidate over each alternative, and whether a part of it is predicted."""
     if recommendation is None:
         return None
-    alternatives = {name: getattr(recommendation, name) for name in COMPARED}
+    alternatives = {role.value: recommendation.alternative(role) for role in COMPARED}
     return {name: None if other is None else other.model_dump(mode="json") for name, other in alternatives.items()}
 
 
@@ -163,7 +163,7 @@ def overheads(result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any
 
 
 def _hardware(job: Exploration) -> dict[str, Any] | None:
-    return job.report["hardware"] if job.report else None
+    return job.report.hardware.model_dump(mode="json") if job.report else None
 
 
 def _confidence(event: Event) -> int:

@@ -151,7 +151,7 @@ def exports_of_table(path: Path, seed: int) -> Iterator[AnswerForTrainer]:
     found = search(truth, truth.device(seed, clock), clock, seed)
     assert found is not None, "a table has a feasible candidate"
     request, known = truth.request, found.recommendation
-    own = (known.dividing or known).candidate
+    own = known.for_batch.candidate
     spare_C = _spare_bytes(truth)
     for name, trainer in TRAINERS.items():
         try:

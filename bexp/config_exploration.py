@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from bexp.child_process import module_command, safe_environment
 from bexp.client.client import Client
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.explorations import Exploration, Result
+from bexp.client.explorations import Exploration
 from bexp.client.progress import in_notebook, is_watched, print_event
 from bexp.client.view import ExplorationView
+from bexp.explorer.answers.lines import render
 from bexp.explorer.records.event import Event
 
 if TYPE_CHECKING:
@@ -48,14 +49,8 @@ class ExplorationResult:
     view: ExplorationView
 
     def __repr__(self) -> str:
-        answer = None if self.document is None else Result.model_validate(self.document).answer
-        if answer is None:
-            return str(self.view)
-        from bexp.explorer.answers.summary import render_summary  # noqa: PLC0415 - for those who print it
-
-        return render_summary(
-            answer, self.exploration.id, self.exploration.request, device=self.exploration.device_name
-        )
+        text = self.exploration.text
+        return str(self.view) if text is None else render(text, brief=True)
 
     def _repr_html_(self) -> str:
         return self.view._repr_html_()
@@ -122,7 +117,7 @@ def _result(
     document = result if result is not None and result.get("recommendation") is not None else None
     recommendation = None if document is None else RecommendedSetup.read(document)
     if document is not None:
-        view.conclude(document["recommendation"])
+        view.conclude(ended)
         show(view, None)
     return ExplorationResult(ended, recommendation, trials, document, view)
 

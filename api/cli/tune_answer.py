@@ -22,9 +22,9 @@ from bexp.client.explorations import Explorations
 from bexp.explorer.answers.text import row
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.amounts import bytes_text, rate_text
-from bexp.explorer.model.parts import EvaluationBatch, ModelParts, ProcessSpread, SampleLengths
+from bexp.explorer.model.parts import EvaluationBatch, ProcessSpread, SampleLengths
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.measure.device_names import parse_devices
 from bexp.tune import link
 from bexp.tune.environment import on_devices, with_hook
@@ -74,13 +74,12 @@ class TuneAnswer:
         cls, stored: Explorations, job_id: str, tries: Mapping[str, list[Any]], batch_size: int | None
     ) -> TuneAnswer | None:
         """Return the answer of an exploration; None if there is none. `batch_size` is what a person has stated."""
-        result = stored.result(job_id)
-        found = None if result is None else result.recommendation
+        job = stored.get(job_id)
+        found, parts = job.recommendation, None if job.report is None else job.report.parts
         if found is None:
             return None
-        parts = (stored.get(job_id).report or {}).get("parts") or {}
-        length, own_size = parts.get("seq_length") or 1, parts.get("micro_batch_size")
-        batch = batch_size or parts.get("batch_size")
+        length, own_size = (1, None) if parts is None else (parts.seq_length or 1, parts.micro_batch_size)
+        batch = batch_size or (None if parts is None else parts.batch_size)
         own = {name: values[0] for name, values in tries.items()} | {SIZE: own_size}
         if own_size and batch and batch_size is None:
             own[STEPS] = batch // own_size
@@ -97,7 +96,7 @@ class TuneAnswer:
             batch_size=batch,
             own=own,
             choice=next((each for each in choices if describe_choice(each) == candidate.settings), {}),
-            class_name=parts.get("class_name"),
+            class_name=None if parts is None else parts.class_name,
             most_bytes=found.memory_limit_bytes - found.required_bytes + found.measured_peak_bytes,
         )
 
@@ -207,7 +206,7 @@ def _changed(command: TunedCommand, values: Mapping[str, Any]) -> str:
 
 def _best(found: Recommendation) -> tuple[Candidate, float, int | None]:
     """The candidate that keeps the batch, if there is one, with its tokens/s and its accumulation steps."""
-    other = found.dividing
+    other = found.alternative(Role.DIVIDING)
     if found.grad_accum_steps is None and other is not None:
         return other.candidate, other.tokens_per_second, other.grad_accum_steps
     return found.candidate, found.expected_tokens_per_second, found.grad_accum_steps
@@ -220,10 +219,10 @@ NOTICED = 1.05
 
 def describe_training(stored: Explorations, job_id: str, answer: Candidate, most_bytes: int) -> Iterator[str]:
     """Yield lines of the answer with this candidate; a peak above `most_bytes` does not fit."""
-    described = (stored.get(job_id).report or {}).get("parts")
-    if described is None:
+    report = stored.get(job_id).report
+    parts = None if report is None else report.parts
+    if parts is None:
         return
-    parts = ModelParts.model_validate(described)
     yield row("worst micro-batch", describe_worst(parts.samples, answer.micro_batch_size))
     peaks, failed = dict[int, int](), set[int]()
     for trial in stored.trials(job_id):

@@ -103,21 +103,6 @@ export function ratio(value, { confidence, run_noise: noise }) {
   return `${value.toFixed(Math.min(2, most))}x`;
 }
 
-/** What `slower_text` returns: a share of tokens/s that is lost, or gained if it is negative. */
-export function slower(loss, than = null) {
-  const share = percent(Math.abs(loss));
-  if (share === "0.0%") return than === null ? "as fast" : `as fast as ${than}`;
-  return `${share} ${loss > 0 ? "slower" : "faster"}${than === null ? "" : ` than ${than}`}`;
-}
-
-/** What `tiling_text` returns: what tiling gains or costs, as measured blocks compose both candidates. */
-export function tiling(best, untiled) {
-  const gain = best.composed_tokens_per_second / untiled.composed_tokens_per_second;
-  const change = `${gain >= 1 ? "gains" : "costs"} ${percent(Math.abs(gain - 1))}`;
-  return `BTA ${change}: ${ratio(gain, best)} over ${describe(untiled.candidate)}, as measured blocks compose both` +
-    predicted(untiled.predicted);
-}
-
 /** What `Recommendation.expected_peak_bytes` returns. */
 export const expectedPeak = (best) => best.whole_model?.measurement.peak_bytes ?? best.measured_peak_bytes;
 
@@ -136,9 +121,6 @@ export function mesh(of) {
   const expert = of.expert > 1 ? ` expert=${of.expert}${mode}` : "";
   return `tensor=${of.tensor} pipeline=${of.pipeline}${schedule}${expert} data=${of.data} sharding=${of.sharding}`;
 }
-
-/** A text with a capital at its beginning. */
-export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 /** Labels as `key=value`. */
 export const labels = (given) => Object.entries(given).map(([key, value]) => `${key}=${value}`);

@@ -11,10 +11,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
+from bexp.client.address import EXPLORATIONS, exploration_path
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.connection import EXPLORATIONS, Connection, exploration_path, raise_for_stream
+from bexp.client.connection import Connection, raise_for_stream
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import NO_RECOMMENDATION, NOTE_HEADER, Exploration, Export, Result, State, Worker, read_as
+from bexp.client.explorations import (
+    NO_RECOMMENDATION,
+    NOTE_HEADER,
+    Exploration,
+    ExplorationSummary,
+    Export,
+    Result,
+    State,
+    Worker,
+    read_as,
+)
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
@@ -190,11 +201,11 @@ class Client:
 
     def list(
         self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
-    ) -> Iterator[Exploration]:
+    ) -> Iterator[ExplorationSummary]:
         """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
         asked = {"state": state, "model": model, "label": [*labels] or None}
         params = {key: value for key, value in asked.items() if value is not None}
-        return (read_as(Exploration, item) for item in self.connection.pages(EXPLORATIONS, **params))
+        return (read_as(ExplorationSummary, item) for item in self.connection.pages(EXPLORATIONS, **params))
 
     def cancel(self, job_id: str) -> Exploration:
         """Cancel an exploration; its worker stops within seconds."""

@@ -180,10 +180,9 @@ def _document(source: Source) -> Mapping[str, Any]:
 
 def _dividing(recommendation: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the recommendation with the candidate that divides the batch in place of the recommended one."""
-    other = recommendation.get("dividing")
-    if not isinstance(other, Mapping) or other.get("candidate") == recommendation.get("candidate"):
-        return recommendation
-    return {**recommendation, **other, "measured_peak_bytes": other.get("peak_bytes")}
+    others = [each for each in recommendation.get("alternatives") or () if isinstance(each, Mapping)]
+    other = next((each for each in others if each.get("role") == "dividing"), recommendation)
+    return recommendation if other.get("candidate") == recommendation.get("candidate") else {**recommendation, **other}
 
 
 def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:

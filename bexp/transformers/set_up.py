@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.transformers.attention import set_attention
 from bexp.transformers.experts import leave_eager, set_experts
 from bexp.transformers.float8 import set_float8
@@ -19,8 +20,8 @@ from bexp.transformers.graph import set_graph
 from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
 from bexp.transformers.loss import set_loss
-from bexp.transformers.recompute import LAYERS_KEPT, is_checkpointing, set_recompute, stop_checkpointing
-from bexp.transformers.settings import OPERATION_POLICIES, Settings
+from bexp.transformers.recompute import BY_OPERATION, LAYERS_KEPT, is_checkpointing, set_recompute, stop_checkpointing
+from bexp.transformers.settings import Settings
 from bexp.transformers.tiling import set_tile
 from bexp.transformers.undo import Changes
 
@@ -72,8 +73,8 @@ def _steps(
 ) -> list[tuple[str, Callable[[], None]]]:
     """Yield each setting that differs from the library's, in words, with its setter. Inner modules come first."""
     steps: list[tuple[str, Callable[[], None]]] = []
-    core = settings.recompute == "selective"
-    by_operation = settings.recompute in OPERATION_POLICIES
+    core = settings.policy is Recompute.SELECTIVE
+    by_operation = settings.policy in BY_OPERATION
     if (recipe := settings.float8) is not None:
         steps.append(
             (f"linear layers of decoder layers: float8 ({recipe})", lambda: set_float8(module, recipe, changes))
@@ -96,9 +97,9 @@ def _steps(
         steps.append(
             (f"attention tiles of {settings.bta_tile} sequences", lambda: set_tile(module, settings.bta_tile, changes))
         )
-    if settings.recompute in LAYERS_KEPT and is_checkpointing(module):
+    if settings.policy in LAYERS_KEPT and is_checkpointing(module):
         steps.append(("gradient checkpointing: switched off", lambda: stop_checkpointing(module, changes)))
-    if settings.recompute != "none" and not core:
+    if settings.policy is not Recompute.NONE and not core:
         steps.append((f"recomputation: {settings.recompute}", lambda: set_recompute(module, settings, changes)))
     for name, value in settings.others:
         steps.append(

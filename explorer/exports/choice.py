@@ -15,7 +15,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.choices import best_among, dividing_rows
+from bexp.explorer.search.alternatives import best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
@@ -68,17 +68,16 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
         raise ExportError(f"{trainer.title} cannot be told {lacking}{hint}")
     if known.plan is not None:
         return _choose_mesh(trainer, request, exploration.report, known, known.plan)
-    best, report = known.dividing or known, exploration.report
+    best, report = known.for_batch, exploration.report
     steps = _accumulation(request, best.candidate)
     if request.batch_size is not None and not steps:
         nearest = " or ".join(map(str, known.dividing_batch_sizes))
         hint = f"; the nearest that can be is {nearest}" if nearest else ""
         raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
-    rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
     missing = find_missing(trainer, best.candidate, request, report)
-    own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=best.confidence)
-    peak = known.measured_peak_bytes if known.dividing is None else known.dividing.peak_bytes
-    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing, peak)
+    rate, confidence = best.expected_tokens_per_second, best.confidence or 0
+    own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=confidence)
+    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing, best.measured_peak_bytes)
     fits = extra == 0 or best.required_bytes + extra <= known.memory_limit_bytes
     if fits and not missing:
         return own

@@ -178,7 +178,7 @@ def _lost(
     trainer: Trainer, request: ExplorationRequest, known: Recommendation, choice: Choice, report: DeviceReport | None
 ) -> list[str]:
     """Return what the trainer cannot be told, what it costs, and what is used in its place."""
-    lines, best = [], known.dividing or known
+    lines, best = [], known.for_batch
     lost = choice.missing
     if not choice.is_own:
         lost = find_missing(trainer, best.candidate, request, report) | lost
@@ -213,7 +213,7 @@ def _lost_expert_mode(trainer: Trainer, plan: MeshPlan | None) -> list[str]:
         return []
     lines = [
         f"lost: {trainer.title} cannot be told expert mode '{plan.mesh.expert_mode}' of the recommended mesh "
-        f"({plan.mesh.describe()}), which is planned to be {plan.plain.gain:.2f}x as fast"
+        f"({plan.mesh.describe()}), which is planned to be {plan.plain.ratio:.2f}x as fast"
     ]
     if not plan.plain.fits:
         lines.append("memory: expert mode 'plain' is not expected to fit; explore again with expert_mode plain")

@@ -12,7 +12,7 @@ from bexp.explorer.meshes.layers import MeshCandidate
 from bexp.explorer.meshes.posterior import COMPOSITION_ERROR, Expected
 from bexp.explorer.meshes.step import MeshStep
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
-from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
+from bexp.explorer.records.recommendation import WholeModelCheck
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.whole_models import REFUTING
 
@@ -122,18 +122,8 @@ class MeshChecks:
             peak_error=composed.memory.total / whole.peak_bytes - 1.0,
         )
 
-    def runner_up_of(self, best: MeshCandidate) -> RunnerUpCheck | None:
+    def runner_up_of(self, best: MeshCandidate) -> MeshCandidate | None:
         """Return the fastest other candidate that was run whole; None if there is none."""
-        own = self.of(best)
-        others = [(check, each) for each in self._ran if each != best and (check := self.of(each)) is not None]
-        if own is None or not others:
-            return None
-        check, each = max(others, key=lambda pair: pair[0].tokens_per_second)
-        return RunnerUpCheck(
-            candidate=each.sharded,
-            mesh=each.mesh,
-            composed_tokens_per_second=self._space.step(each, simulate=True).tokens_per_second,
-            outcome=Outcome.OK,
-            gain=own.tokens_per_second / check.tokens_per_second,
-            whole_model=check,
-        )
+        speeds = {each: check.tokens_per_second for each in self._ran if (check := self.of(each)) is not None}
+        others = [each for each in speeds if each != best]
+        return max(others, key=speeds.__getitem__) if best in speeds and others else None

@@ -25,7 +25,6 @@ from bexp.explorer.meshes.transfers import Transfers, transfer_components
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
-from bexp.explorer.records.plan import MeshAlternative
 from bexp.explorer.records.recommendation import beside_whole
 from bexp.explorer.request.legal_meshes import legal_meshes
 from bexp.explorer.request.request import ExplorationRequest
@@ -101,18 +100,10 @@ class RankedCandidate:
         """The tokens/s to expect of a device."""
         return self.step.tokens_per_second / self.expected.factor
 
-    def compared_with(self, best: RankedCandidate) -> MeshAlternative:
-        """Return what an answer says of it beside the best."""
-        tokens_per_second = self.tokens_per_second
-        if best.expected.is_own and not self.expected.is_own:
-            tokens_per_second = beside_whole(tokens_per_second, best.tokens_per_second)
-        return MeshAlternative(
-            mesh=self.point.mesh,
-            candidate=self.point.candidate,
-            tokens_per_second=tokens_per_second,
-            gain=best.tokens_per_second / tokens_per_second,
-            predicted=not self.known,
-        )
+    def beside(self, best: RankedCandidate) -> float:
+        """The tokens/s to state of it in comparison with the best."""
+        is_composed = best.expected.is_own and not self.expected.is_own
+        return beside_whole(self.tokens_per_second, best.tokens_per_second if is_composed else None)
 
 
 class MeshKnowledge:

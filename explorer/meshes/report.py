@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.dimensions.expert_modes import ExpertMode
@@ -16,8 +17,9 @@ from bexp.explorer.meshes.pipeline import PipelineRun, TimedPass
 from bexp.explorer.meshes.pipeline_order import Pass
 from bexp.explorer.meshes.step import MeshStep, reduces_late
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlainMesh, PlanPart
-from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.plan import MeshPlan, PipelinePicture, PlainMesh, PlanPart
+from bexp.explorer.records.recommendation import Alternative, Note, NoteCode, Recommendation, Role, WholeModelCheck
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score
 
@@ -52,8 +54,6 @@ def recommend_mesh(
         layers_per_stage=step.layers,
         fullest_rank=step.fullest_rank,
         parts=_parts(step),
-        alternatives=_alternatives(ranked, best),
-        expert_modes=compare_expert_modes(space, ranked, one),
         plain=best_plain_mesh(space, ranked, one),
         picture=None if step.run is None else draw_pipeline(step.run),
     )
@@ -73,22 +73,14 @@ def recommend_mesh(
         required_bytes=required,
         memory_limit_bytes=space.limit_bytes,
         memory=step.memory,
-        notes=_notes(space, report, point.mesh, score, step.num_micro_batches, checks, check),
-        dividing=DividingCandidate(
-            candidate=candidate,
-            grad_accum_steps=step.num_micro_batches,
-            tokens_per_second=tokens_per_second,
-            loss=0.0,
-            confidence=score,
-            step_seconds=one.expected.factor * step.seconds,
-            peak_bytes=step.memory.total,
-            required_bytes=required,
-            composed_tokens_per_second=step.tokens_per_second,
+        notes=tuple(_notes(space, report, point.mesh, score, step.num_micro_batches, checks, check)),
+        alternatives=tuple(
+            _compare(space, checks, role, other, one, score if role is Role.DIVIDING else None)
+            for role, other in _others(space, ranked, one, checks)
         ),
         headroom=request.headroom,
         composed_tokens_per_second=step.tokens_per_second,
         whole_model=check,
-        runner_up=checks.runner_up_of(point),
         dropped_share=_dropped_share(space.request, point),
         plan=plan,
     )
@@ -113,14 +105,44 @@ def _dropped_share(request: ExplorationRequest, point: MeshCandidate) -> float |
     return dropped_share(moe, request.routing, own, request.seed)
 
 
-def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlternative, ...]:
-    """Return the best candidate of each of the next meshes."""
+def _others(
+    space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate, checks: MeshChecks
+) -> Iterable[tuple[Role, RankedCandidate]]:
+    """Yield what the best is compared with: itself, which divides the batch, and the best of other meshes."""
+    yield Role.DIVIDING, best
+    runner_up = checks.runner_up_of(best.point)
+    if runner_up is not None:
+        yield Role.RUNNER_UP, space.ranked(runner_up, simulate=True)
+    for other in compare_expert_modes(space, ranked, best):
+        yield Role.EXPERT_MODE, other
     chosen: dict[Mesh, RankedCandidate] = {}
-    own = ranked[best]
     for one in ranked:
-        if one.point.mesh != own.point.mesh and len(chosen) < MOST_ALTERNATIVES:
+        if one.point.mesh != best.point.mesh and len(chosen) < MOST_ALTERNATIVES:
             chosen.setdefault(one.point.mesh, one)
-    return tuple(one.compared_with(own) for one in chosen.values())
+    for one in chosen.values():
+        yield Role.OTHER_MESH, one
+
+
+def _compare(
+    space: MeshKnowledge, checks: MeshChecks, role: Role, one: RankedCandidate, best: RankedCandidate, score: int | None
+) -> Alternative:
+    """Return the figures of a candidate, compared with the best; `score` is its confidence, where it has one."""
+    tokens_per_second, whole_model = one.beside(best), checks.of(one.point)
+    return Alternative(
+        role=role,
+        candidate=one.point.sharded,
+        mesh=one.point.mesh,
+        confidence=score,
+        tokens_per_second=tokens_per_second,
+        ratio=best.tokens_per_second / tokens_per_second,
+        composed_tokens_per_second=one.step.tokens_per_second,
+        predicted=not one.known,
+        measured_peak_bytes=one.step.memory.total,
+        required_bytes=space.required_bytes(one.step),
+        grad_accum_steps=one.step.num_micro_batches,
+        whole_model=whole_model,
+        outcome=None if whole_model is None else Outcome.OK,
+    )
 
 
 def _notes(
@@ -131,33 +153,41 @@ def _notes(
     number_of_step: int,
     checks: MeshChecks,
     check: WholeModelCheck | None,
-) -> tuple[str, ...]:
+) -> Iterable[Note]:
     number, device = space.request.num_devices, report.hardware.device_name
     refusal = checks.refusal(mesh)
     why = "" if refusal is None else f" ({refusal})"
     checked = f"it was not run whole{why}" if check is None else "it was run whole on them"
-    notes = [f"blocks and exchanges were measured on {number} x {device}; {checked}"]
+    of_mesh = partial(Note, code=NoteCode.MESH)
+    measured = f"blocks and exchanges were measured on {number} x {device}; {checked}"
+    yield of_mesh(text=measured)
     ran = number_of_step if check is None else check.measurement.num_micro_batches or number_of_step
     if ran < number_of_step:
         grows = ", and a pipeline's peak grows with them" if mesh.pipeline > 1 else ""
-        notes.append(f"the whole model ran {ran} of a step's {number_of_step} micro-batches{grows}")
-    if mesh.tensor > 1:
-        notes.append(
-            "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
+        yield Note(
+            code=NoteCode.WHOLE_MODEL,
+            text=f"the whole model ran {ran} of a step's {number_of_step} micro-batches{grows}",
         )
+    if mesh.tensor > 1:
+        norms = "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
+        yield of_mesh(text=norms)
     if mesh.expert > 1:
-        notes.append("the experts' block was measured on the devices that share it, with the exchanges of their tokens")
+        yield Note(
+            code=NoteCode.MESH,
+            text="the experts' block was measured on the devices that share it, with the exchanges of their tokens",
+        )
     if mesh.expert_mode is not ExpertMode.PLAIN:
-        notes.append("of the trainers only bexp's own kernels have this expert mode")
+        yield of_mesh(text="of the trainers only bexp's own kernels have this expert mode")
     if reduces_late(mesh):
-        notes.append("gradients are reduced after the last micro-batch, when no backward hides it")
+        yield Note(
+            code=NoteCode.MESH, text="gradients are reduced after the last micro-batch, when no backward hides it"
+        )
     elif mesh.data > 1:
-        notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
+        yield of_mesh(text="the gradients' reduction is hidden behind backward as far as it lasts")
     target = space.request.budget.confidence_target
     if score < target:
         why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
-        notes.append(f"the confidence is below {target}: {why}")
-    return tuple(notes)
+        yield Note(code=NoteCode.CONFIDENCE, text=f"the confidence is below {target}: {why}")
 
 
 WIDTH = 64
@@ -199,7 +229,7 @@ def _character(passes: list[TimedPass], begins: list[float], moment: float) -> s
 
 def compare_expert_modes(
     space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate
-) -> tuple[MeshAlternative, ...]:
+) -> tuple[RankedCandidate, ...]:
     """Return the best candidate of each other mode on the mesh of `best`, and the best whose experts are not spread.
 
     If the experts of `best` itself are not spread, the best ranked mesh of each mode is named. Only what fits is named.
@@ -210,7 +240,7 @@ def compare_expert_modes(
         return ()
     if own.expert == 1:
         spread = {one.point.mesh.expert_mode: one for one in reversed(ranked) if one.point.mesh.expert > 1}
-        return tuple(spread[mode].compared_with(best) for mode in ExpertMode if mode in spread)
+        return tuple(spread[mode] for mode in ExpertMode if mode in spread)
     same = [one for one in space.candidates if one.mesh.in_plain_mode == own.in_plain_mode and space.is_open(one)]
     compared = [
         _fastest(space, [one for one in same if one.mesh.expert_mode is mode])
@@ -218,7 +248,7 @@ def compare_expert_modes(
         if mode is not own.expert_mode
     ]
     compared.append(next((one for one in ranked if one.point.mesh.expert == 1), None))
-    return tuple(one.compared_with(best) for one in compared if one is not None)
+    return tuple(one for one in compared if one is not None)
 
 
 def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate) -> PlainMesh | None:
@@ -228,9 +258,13 @@ def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], bes
     plain = next((one for one in ranked if one.point.mesh.expert_mode is ExpertMode.PLAIN), None)
     if plain is None:
         plain = _step_of(space, MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate))
-    alternative = plain.compared_with(best).model_copy(update={"candidate": plain.point.sharded})
+    tokens_per_second = plain.beside(best)
     return PlainMesh(
-        **dict(alternative),
+        mesh=plain.point.mesh,
+        candidate=plain.point.sharded,
+        tokens_per_second=tokens_per_second,
+        ratio=best.tokens_per_second / tokens_per_second,
+        predicted=not plain.known,
         layers_per_stage=plain.step.layers,
         num_micro_batches=plain.step.num_micro_batches,
         fits=space.required_bytes(plain.step) <= space.limit_bytes,

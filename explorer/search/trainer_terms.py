@@ -211,7 +211,7 @@ def _leaves_a_rest(recommendation: Recommendation, request: ExplorationRequest) 
     """Whether a stated batch is divided by no candidate that fits."""
     if request.batch_size is None or recommendation.plan is not None:
         return False
-    own = (recommendation.dividing or recommendation).candidate
+    own = recommendation.for_batch.candidate
     groups = request.devices.data_parallel_size(own.context_parallel_size)
     return request.batch_size % (own.micro_batch_size * groups) != 0
 
@@ -222,7 +222,7 @@ def _can_hold(trainer: Trainer, recommendation: Recommendation, request: Explora
         return False
     if request is None:
         return True
-    own, fixed = (recommendation.dividing or recommendation).candidate, {"optimizer"}
+    own, fixed = recommendation.for_batch.candidate, {"optimizer"}
     if has_other_rows(trainer, request, attention_name(own, None), own.micro_batch_size):
         return False
     if min(request.devices.context_parallel_sizes, default=1) > 1:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bexp.api.cli import app
+from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.dimensions.mesh import Mesh, Schedule
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.plan import MeshPlan, PipelinePicture
@@ -88,7 +89,10 @@ def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) 
         fullest_rank=1,
         picture=PipelinePicture(seconds=0.25, ranks=(0, 1), lines=("FFff..BB", "..FFBBff")),
     )
-    answer = {"recommendation": {**best.recommendation.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}}
+    meshed = best.recommendation.model_copy(update={"plan": plan})
+    text = answer_text(Explored("job", None), meshed, None)
+    assert text is not None
+    answer = {"recommendation": meshed.model_dump(mode="json"), "text": text.model_dump(mode="json")}
     shown = browser.evaluate(
         "import(new URL('web/answer.js', document.baseURI)).then(({ renderAnswer }) => "
         f"renderAnswer({json.dumps({**answer, 'answer': None})}).map((node) => node.textContent).join(' '))"
@@ -119,7 +123,7 @@ def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) 
     for part in (
         "meshtensor=2 pipeline=2 (1f1b) data=8 sharding=none",
         "75.0% computation, 5.0% exchange, 20.0% bubble",
-        "3 1; rank 1 is the fullest",
+        "3 1 per stage; rank 1 is the fullest",
         "   0  FFff..BB\n   1  ..FFBBff",
     ):
         assert part in shown

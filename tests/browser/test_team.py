@@ -129,7 +129,7 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     peaks = browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('peak')).innerText").split("\t")[1:]
     found = [service.client.result(job_id) for job_id in (service.finished, other)]
     bests = [one.recommendation for one in found if one and one.recommendation]
-    assert bests[1].dividing is not None and bests[1].dividing.candidate != bests[1].candidate
+    assert bests[1].for_batch.candidate != bests[1].candidate
     assert peaks == [f"{best.expected_peak_bytes / 2**30:.1f}\xa0GiB" for best in bests]
     browser.evaluate("document.querySelector('main label input').click()")
     assert browser.evaluate(f"{shown}.length") > before

@@ -65,7 +65,7 @@ def test_problem_names_every_field_and_rule() -> None:
         (lambda _: httpx.Response(200, json=["?"]), "cannot be read"),
         (lambda _: httpx.Response(200, json={"id": "job1"}), "cannot be read"),
         (
-            lambda _: httpx.Response(200, json=job_document(id="x/../../../../evil/pwn")),
+            lambda _: httpx.Response(200, json={**job_document(), "id": "x/../../../../evil/pwn"}),
             "Exploration cannot be read: id",
         ),
     ],

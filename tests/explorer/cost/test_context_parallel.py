@@ -14,7 +14,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.choices import accumulate
+from bexp.explorer.search.alternatives import accumulate
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from tests.explorer.long_sequences import MODEL, SMALL, request

@@ -15,6 +15,7 @@ from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import build_settings, export
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Role
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import explored_models, expressible
@@ -25,6 +26,7 @@ from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.registry import FORMATS, TRAINERS, TrainerName, UnknownFormatError
 from bexp.explorer.trainers.settings import TrainerSettings
+from tests.explorer.alternatives import other_of
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import (
     LOGIT_BYTES,
@@ -48,16 +50,14 @@ def chosen(found: Simulated, trainer: str) -> Choice:
 @pytest.mark.parametrize("losses", [["library", "chunked"], ["chunked"]])
 def test_the_trainer_that_was_explored_for_gets_the_answers_own_candidate(losses: list[str]) -> None:
     found = simulated(22, losses=losses)
-    own = found.known.dividing
-    assert own is not None
+    own = other_of(found.known, Role.DIVIDING)
     choice = chosen(found, "bexp")
     assert (choice.candidate, choice.grad_accum_steps) == (own.candidate, own.grad_accum_steps)
     assert (choice.is_own, choice.confidence, choice.loss) == (True, own.confidence, 0.0)
     for name in ("transformers", "lightning", "megatron"):
         asked: dict[str, Any] = {"losses": ["library"], "trainer": name}
         explored = simulated(22, **asked)
-        answer = explored.known.dividing
-        assert answer is not None
+        answer = other_of(explored.known, Role.DIVIDING)
         choice = chosen(explored, name)
         assert (choice.candidate, choice.is_own, choice.missing) == (answer.candidate, True, {})
         header = "\n".join(plan(explored.source, name).header)
@@ -106,8 +106,6 @@ def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
     found = simulated(132, **small, budget={"max_trials": 2}, verify=False)
     sure = chosen(found, "transformers")
     assert (sure.candidate.micro_batch_size, sure.confidence) == (4, 99)
-    own = found.known.dividing
-    assert own is not None
     header = "\n".join(plan(found.source).header)
     assert f"confidence {sure.confidence} out of 100 among what transformers' Trainer can be told" in header
     assert f"tokens/s of each device; confidence {sure.confidence} out of 100" in header
@@ -116,8 +114,8 @@ def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
 def test_what_stands_in_place_of_the_answer_has_a_figure_of_the_same_scale() -> None:
     """The whole model of the recommended candidate scales what divides the batch, and so what is exported for it."""
     found = simulated(132, losses=["library", "chunked"], micro_batch_size=[3, 4, 7])
-    own, report = found.known.dividing, found.source.report
-    assert own is not None and own.whole_model is None and found.known.whole_model is not None and report is not None
+    own, report = other_of(found.known, Role.DIVIDING), found.source.report
+    assert own.whole_model is None and found.known.whole_model is not None and report is not None
     choice = chosen(found, "transformers")
     (space,) = (prune_space(model, found.request, report) for model in explored_models(found.request, report))
     history = TrialHistory(found.source.trials, found.request.budget, 1)

@@ -66,7 +66,7 @@ def shadowed(**changes: Any) -> ExportSource:
         mesh=Mesh(tensor=1, expert=8, data=32, sharding=Sharding.ZERO1),
         candidate=candidate(2, sharding=Sharding.ZERO1),
         tokens_per_second=known.tokens_per_second / 1.5,
-        gain=1.5,
+        ratio=1.5,
         predicted=False,
         layers_per_stage=(10,),
         num_micro_batches=8,

@@ -13,7 +13,7 @@ OWN = {"target": "transformers", "model": None, "hf_config": {"model_type": "lla
 
 def notes(training: dict[str, Any] | None = None, recompute: str = "none", **parts: Any) -> str:
     asked = request(**OWN, training=training or {}, recompute=["none", "offload"])
-    return "\n".join(candidate_notes(asked, candidate(recompute=recompute), device(**parts), None))
+    return "\n".join(map(str, candidate_notes(asked, candidate(recompute=recompute), device(**parts), None)))
 
 
 def test_activations_on_the_host_are_stated_with_their_size() -> None:

@@ -11,7 +11,7 @@ from bexp.explorer.cost.step import GIB, required_bytes
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
@@ -95,7 +95,7 @@ def test_the_likeliest_to_fit_are_run_whole_before_a_search_gives_up() -> None:
     assert found is not None and found.candidate == fits
     assert all(t.measurement.outcome is Outcome.OK for t in whole), "those that leave too little room run, too"
     assert len(whole) > 1
-    assert found.runner_up is None, "none of them could be recommended, however fast it is"
+    assert found.alternative(Role.RUNNER_UP) is None, "none of them could be recommended, however fast it is"
 
 
 def test_a_whole_model_that_is_too_large_leaves_others_within_the_error_of_memory() -> None:

@@ -13,7 +13,7 @@ from bexp.explorer.meshes.relaxations import find_mesh_relaxations
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.candidate_report import largest_untiled
+from bexp.explorer.search.alternatives import largest_untiled
 from bexp.explorer.search.component_subjects import component_subjects
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates

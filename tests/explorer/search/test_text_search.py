@@ -33,6 +33,7 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.workers.profiler.trials.component import compose_batches
+from tests.explorer.notes import notes_of
 from tests.explorer.simulator import report
 
 SEQ_LENGTH, LAYER_PARAMETERS, SHELL_PARAMETERS = 4096, 60_000_000, 260_000_000
@@ -330,7 +331,7 @@ def test_what_the_first_micro_batch_of_a_width_takes_counts_for_the_whole_epoch(
         best = step.recommendation or best
     assert best is not None
     assert best.candidate.attention_backend == attention
-    assert not any("pad_to_multiple_of" in note for note in best.notes)
+    assert not any("pad_to_multiple_of" in note for note in notes_of(best))
     rates, _ = truth(found, "chat", "padded", memory)
     assert best.tokens_per_second == pytest.approx(rates[best.candidate], rel=0.02)
 
@@ -352,5 +353,5 @@ def test_an_attention_that_plans_for_each_width_and_has_no_rival_is_as_slow_as_a
     assert best.tokens_per_second == pytest.approx(slowed, rel=0.03)
     assert best.whole_model is not None
     assert best.whole_model.tokens_per_second == pytest.approx(slowed, rel=0.03)
-    (note,) = (note for note in best.notes if "pad_to_multiple_of" in note)
+    (note,) = (note for note in notes_of(best) if "pad_to_multiple_of" in note)
     assert "takes 0.30 s longer" in note

@@ -23,6 +23,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.bexp.test_child_process import write_hostile_packages
 from tests.contracts.samples import make_worker
+from tests.explorer.notes import notes_of
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -99,5 +100,5 @@ def test_a_group_explores_how_to_share_sequences_and_recommends(sqlite_database:
     assert [trial.number for trial in exchanged] == [0], "measured once, before all else"
     assert whole[0].measurement.whole_model.communication_seconds is not None
     assert best.communication_seconds is not None
-    assert any("exchange of gradients between 2 devices is included in the time" in note for note in best.notes)
+    assert any("exchange of gradients between 2 devices is included in the time" in note for note in notes_of(best))
     assert not imported.exists(), imported.read_text()

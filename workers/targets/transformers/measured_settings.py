@@ -9,14 +9,15 @@ from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKi
 from bexp.explorer.dimensions.candidate import CHOICES, Candidate
 from bexp.explorer.dimensions.dimension import CodePart
 from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.transformers.settings import ON_HOST, Float8, Settings
+from bexp.transformers.settings import Float8, Settings
 
 BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",
     BlockRecompute.ACTIVATIONS: "activations",
     BlockRecompute.PROJECTIONS: "projections",
-    BlockRecompute.OFFLOAD: ON_HOST,
+    BlockRecompute.OFFLOAD: Recompute.OFFLOAD,
 }
 WHOLE_LAYER = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
 """What recomputes a layer alone as a whole; a group runs to its end."""

@@ -18,6 +18,7 @@ from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.dimension import Choice, CodePart
 from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.spelling import shortened
@@ -27,7 +28,7 @@ from bexp.graphs.training_state import TrainingState
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import OURS, expert_modules
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import ON_HOST, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.batch import arranged, is_flattened
 from bexp.workers.targets.transformers.builder import PartsBuilder
@@ -270,7 +271,7 @@ class SettingsProbe:
         """Why what layers save cannot lie in the host's memory; None if it can."""
         if self._device.type == "cpu":
             return "the host's memory is the device's own"
-        return self.refusal(Settings(recompute=ON_HOST))
+        return self.refusal(Settings(recompute=Recompute.OFFLOAD))
 
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""

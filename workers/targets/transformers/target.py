@@ -27,7 +27,7 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import ON_HOST, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
@@ -122,9 +122,9 @@ class TransformersTarget:
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
                     for name in BY_OPERATION.values()
-                    if name != ON_HOST
+                    if name != Recompute.OFFLOAD
                 },
-                ON_HOST: probe.offload_refusal(),
+                Recompute.OFFLOAD: probe.offload_refusal(),
                 **{
                     policy.value: checkpointing or self._resolved.group_problem
                     for policy in named
@@ -187,7 +187,7 @@ class TransformersTarget:
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         try:
-            if settings.recompute == ON_HOST:
+            if settings.policy is Recompute.OFFLOAD:
                 require_host_memory(passes, component, model)
             yield passes
         finally:

@@ -9,7 +9,8 @@ import sqlalchemy as sa
 from torch import nn
 
 import bexp
-from bexp.explorer.answers.answer import render_recommendation
+from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.answers.lines import render
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.exports.exploration import ExportSource
@@ -74,7 +75,9 @@ def main() -> None:
     assert any("toy=off" in message for message in messages), "the base has no toy"
     (space,) = (event.data for step in steps for event in step.events if event.code is EventCode.SPACE)
     assert space["toy"] == ["off", "on"]
-    assert ["toy", "on"] in [line.split() for line in render_recommendation(best, asked)]
+    text = answer_text(Explored(job.id, asked, report), best, answer)
+    assert text is not None
+    assert ["toy", "on"] in [line.split() for line in render(text).splitlines()]
 
     with queue.database.read() as connection:
         row = connection.execute(sa.select(recommendations).order_by(recommendations.c.seq.desc()).limit(1)).one()

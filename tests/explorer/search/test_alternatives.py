@@ -7,21 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.records.recommendation import DividingCandidate
-from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.choices import (
+from bexp.explorer.records.recommendation import WITHIN, Alternative, Role
+from bexp.explorer.search.alternatives import (
+    compare,
     dividing_batch_sizes,
     dividing_rows,
-    find_dividing,
-    memory_choices,
+    memory_rows,
     promising_row,
     recommend_dividing,
 )
-from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
+from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import answer_of, request, run
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 from tests.explorer.simulator import SimulatedDevice
@@ -34,10 +32,16 @@ def state_of(*known: int, **changes: Any) -> Posterior:
     return state
 
 
-def find(state: Posterior, whole_models: dict[Candidate, Trial] | None = None) -> DividingCandidate | None:
-    best = state.recommend()
+def find(state: Posterior) -> Alternative | None:
+    best, dividing = state.recommend(), recommend_dividing(state)
     assert best is not None
-    return find_dividing(state, best.row, (whole_models or {}).get)
+    return None if dividing is None else compare(state, best.row, Role.DIVIDING, dividing.row, None)
+
+
+def memory(state: Posterior, recommended: int) -> list[Alternative]:
+    """The fastest candidate, and smaller peaks near it."""
+    rows = memory_rows(state, recommended)
+    return [compare(state, recommended, role, row, None) for role, row in rows.items()]
 
 
 def test_a_recommended_candidate_that_divides_is_the_second_figure_too() -> None:
@@ -48,7 +52,8 @@ def test_a_recommended_candidate_that_divides_is_the_second_figure_too() -> None
     assert state.table.candidates[best.row] == found.candidate
     assert (found.candidate.micro_batch_size, found.grad_accum_steps, found.loss) == (4, 3, 0.0)
     assert not found.predicted
-    assert found.confidence >= confidence_score(best.confidence)
+    among = recommend_dividing(state)
+    assert among is not None and among.confidence >= best.confidence
 
 
 def test_its_confidence_is_among_those_that_divide() -> None:
@@ -92,26 +97,26 @@ def test_evaluation_has_a_size_for_the_batch_too() -> None:
 
 
 def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:
-    found = memory_choices(state_of(1, 2, 4), 0)
-    assert [choice.within for choice in found] == [0.0, 0.01, 0.03]
+    found = memory(state_of(1, 2, 4), 0)
+    assert [choice.role for choice in found] == [Role.FASTEST, *WITHIN]
     fastest = found[0]
-    assert (fastest.candidate.micro_batch_size, fastest.loss) == (4, 0.0)
+    assert fastest.candidate.micro_batch_size == 4
     for choice in found:
-        assert choice.loss <= choice.within + 1e-12
-        assert choice.peak_bytes <= fastest.peak_bytes
-    assert memory_choices(small_state(), 0) == ()
+        assert choice.tokens_per_second >= (1.0 - WITHIN.get(choice.role, 0.0) - 1e-12) * fastest.tokens_per_second
+        assert choice.measured_peak_bytes <= fastest.measured_peak_bytes
+    assert memory(small_state(), 0) == []
 
 
 def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bexp.explorer.search.choices.MEMORY_LOSSES", (0.2,))
+    monkeypatch.setattr("bexp.explorer.search.alternatives.WITHIN", {Role.WITHIN_1_PERCENT: 0.2})
     state = state_of(1, 2, 4, tolerance=0.2, prefer="memory")  # it keeps the smaller ones among the contenders
     four = state.table.row[candidate(4)]
-    assert memory_choices(state, four)[-1].candidate.micro_batch_size == 2
+    assert memory(state, four)[-1].candidate.micro_batch_size == 2
     reached = state.seconds(four).tokens_per_second
     state.knowledge.learn_whole_model(candidate(4), reached, 0.001)
     state.knowledge.learn_whole_model(candidate(2), 0.75 * reached, 0.5)  # so uncertain that the search expects more
-    fastest, near = memory_choices(state, four)
-    assert (fastest.candidate.micro_batch_size, near.loss <= 0.2) == (4, True)
+    fastest, near = memory(state, four)
+    assert (fastest.candidate.micro_batch_size, near.ratio <= 1.25 * fastest.ratio) == (4, True)
 
 
 def test_the_fastest_is_the_recommended_one_whatever_the_search_expects_of_others(
@@ -126,7 +131,7 @@ def test_the_fastest_is_the_recommended_one_whatever_the_search_expects_of_other
     assert best is not None
     assert incumbent is not None
     assert state.table.candidates[int(state.contenders.rows[incumbent])].micro_batch_size == 4
-    assert memory_choices(state, best.row)[0].candidate == state.table.candidates[best.row] == candidate(2)
+    assert memory(state, best.row)[0].candidate == state.table.candidates[best.row] == candidate(2)
 
 
 def test_what_was_not_run_whole_is_at_most_as_fast_as_what_was() -> None:
@@ -136,7 +141,7 @@ def test_what_was_not_run_whole_is_at_most_as_fast_as_what_was() -> None:
     best = state.recommend()
     assert best is not None and best.row == two
     unchecked = state.seconds(two).tokens_per_second
-    assert unchecked < expected_tokens_per_second(state, four, two) == memory_choices(state, two)[0].tokens_per_second
+    assert unchecked < expected_tokens_per_second(state, four, two) == memory(state, two)[0].tokens_per_second
     state.knowledge.learn_whole_model(candidate(2), 0.7 * unchecked, 0.001)
     assert expected_tokens_per_second(state, two, two) == pytest.approx(0.7 * unchecked)
     for beside in (one, four):  # composed figures stay as far apart, where that is below
@@ -144,7 +149,7 @@ def test_what_was_not_run_whole_is_at_most_as_fast_as_what_was() -> None:
         assert expected_tokens_per_second(state, beside, two) == pytest.approx(
             0.7 * unchecked * min(share, 1.0), rel=1e-2
         )
-    fastest, *_ = memory_choices(state, two)
+    fastest, *_ = memory(state, two)
     assert fastest.candidate == candidate(2)
     assert fastest.tokens_per_second == pytest.approx(0.7 * unchecked)
     state.knowledge.learn_whole_model(candidate(4), 0.71 * unchecked, 0.001)
@@ -187,10 +192,10 @@ def test_a_batch_with_few_divisors_shows_what_another_size_would_reach() -> None
     best = answer_of(run(req, SimulatedDevice(req))).recommendation
     assert best is not None
     assert best.candidate.micro_batch_size in (1, 7), "only what divides the batch is recommended"
-    assert best.undivided is not None
-    assert best.undivided.candidate.micro_batch_size in (2, 3, 4, 6)
+    undivided = other_of(best, Role.UNDIVIDED)
+    assert undivided.candidate.micro_batch_size in (2, 3, 4, 6)
     free = request(micro_batch_size=[2, 3, 4, 6], batch_size=7, bta={"enable": False}, recompute=["none"])
     other = answer_of(run(free, SimulatedDevice(free))).recommendation
     assert other is not None
-    assert best.undivided.candidate.micro_batch_size == other.candidate.micro_batch_size
-    assert best.undivided.gain == pytest.approx(best.tokens_per_second / other.tokens_per_second, rel=0.02)
+    assert undivided.candidate.micro_batch_size == other.candidate.micro_batch_size
+    assert undivided.ratio == pytest.approx(best.tokens_per_second / other.tokens_per_second, rel=0.02)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 from alembic import op
 
-revision: str = "0102"
+revision: str = "0001"
 down_revision: str | None = None
 branch_labels: Sequence[str] | None = None
 depends_on: Sequence[str] | None = None
@@ -29,6 +29,9 @@ def upgrade() -> None:
         sa.Column("device_kind", sa.String(16)),
         sa.Column("target", sa.String(64), nullable=False),
         sa.Column("devices_needed", sa.Integer, nullable=False),
+        sa.Column("memory_needed_bytes", sa.BigInteger),
+        sa.Column("own_worker", sa.String(32), nullable=False),
+        sa.Column("own_worker_until", _MOMENT),
         sa.Column("created_at", _MOMENT, nullable=False),
         sa.Column("queued_at", _MOMENT, nullable=False),
         sa.Column("started_at", _MOMENT),
@@ -58,10 +61,17 @@ def upgrade() -> None:
         sa.Column("serves_up_to", sa.Integer),
         sa.Column("reused_from", sa.String(32), index=True),
         sa.Column("measured_at", _MOMENT),
+        sa.Column("stored_bytes", sa.BigInteger),
+        sa.Column("device_name", sa.String(255)),
+        sa.Column("confidence_target", sa.Integer),
+        sa.Column("performance", sa.Float),
+        sa.Column("tokens_per_second", sa.Float),
         sa.Index(None, "created_at", "id"),
         sa.Index(None, "state", "created_at"),
         sa.Index(None, "owner", "created_at"),
+        sa.Index(None, "owner", "stored_bytes"),
         sa.Index(None, "model_name", "created_at"),
+        sa.Index("ix_bexp_jobs_searched", "model_name", "device_name", "owner", "id"),
         sa.Index("ix_bexp_jobs_queued", "owner", "state", sqlite_where=_IS_QUEUED, postgresql_where=_IS_QUEUED),
     )
     op.create_table(
@@ -144,6 +154,9 @@ def upgrade() -> None:
         sa.Column("versions", _JSON, nullable=False),
         sa.Column("targets", _JSON, nullable=False),
         sa.Column("memory_limit_bytes", sa.BigInteger, nullable=False),
+        sa.Column("held_by", sa.Text),
+        sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+        sa.Column("name", sa.String(32), nullable=False),
         sa.Column("started_at", _MOMENT, nullable=False),
         sa.Column("last_seen_at", _MOMENT, nullable=False),
     )
@@ -162,6 +175,7 @@ def upgrade() -> None:
         sa.Column("owner", sa.String(64), primary_key=True),
         sa.Column("max_queued", sa.Integer),
         sa.Column("max_running", sa.Integer),
+        sa.Column("max_stored_bytes", sa.BigInteger),
     )
     op.create_table(
         "bexp_turns",
