@@ -56,12 +56,12 @@ class Served:
         return {"dimensions": dimensions}
 
     def describe(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """What the search must know of the model."""
+        """Return what the search must know of the model."""
         assert self._run is not None, "open comes first"
         return self._run.describe()
 
     def measure(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Seconds and bytes at one micro-batch size."""
+        """Return seconds and bytes at one micro-batch size."""
         assert self._run is not None, "open comes first"
         return self._run.measure(int(command["micro_batch_size"]))
 
