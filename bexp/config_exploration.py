@@ -217,4 +217,4 @@ def _messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 def _last_line(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None, "it is a pipe"
     lines = process.stderr.read().strip().splitlines()
-    return f"the service is not installed beside bexp, or does not start: {lines[-1] if lines else 'no reason given'}"
+    return f"the service is not installed with bexp, or does not start: {lines[-1] if lines else 'no reason given'}"

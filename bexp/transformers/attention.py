@@ -152,11 +152,11 @@ def _warn_of_masks(backend: str) -> None:
 
 
 _NO_KERNEL = re.compile("Invalid backend|No available kernel|No viable backend")
-"""What torch says, by version, if the back end that is enabled cannot run: `efficient` takes no grouped queries."""
+"""torch's messages, by version, if the enabled back end cannot run: `efficient` takes no grouped queries."""
 
 
 class _Only:
-    """Enables one back end of torch's SDPA. `sdpa_kernel` does the same, and takes as long as two kernel launches."""
+    """A context with one back end of torch's SDPA. `sdpa_kernel` does the same, but takes as long as two launches."""
 
     _SWITCHES: tuple[tuple[str, Callable[[], bool], Any], ...] = (
         ("flash", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
