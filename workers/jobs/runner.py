@@ -1,4 +1,4 @@
-"""Runs one claimed job. Each step of its exploration is stored before the next begins.
+"""The run of one claimed job. Each step of its exploration is stored before the next begins.
 
 While the database does not answer, the job holds its step and goes on when it does.
 """
@@ -47,9 +47,9 @@ class Interruption(StrEnum):
 class LeaseHeartbeat:
     """A thread that extends the lease three times in its duration, and checks for a cancellation every `poll`.
 
-    It calls `interrupt` once if the job is cancelled or the lease is lost; `reason` then says which. While the database
-    does not answer it goes on trying: nobody can claim the job meanwhile, and what the job writes later is refused if
-    somebody has claimed it.
+    The thread calls `interrupt` once if the job is cancelled or the lease is lost; `reason` then says which. While the
+    database does not answer, the thread goes on trying. Nobody can claim the job meanwhile, and if somebody claims it
+    before this worker writes again, the writes are refused.
     """
 
     def __init__(self, queue: Queue, lease: Lease, interrupt: Callable[[], None], *, poll: timedelta = POLL) -> None:
@@ -75,7 +75,7 @@ class LeaseHeartbeat:
         self._thread.join()
 
     def end(self, write: Callable[[], T]) -> T:
-        """Return what `write` returns, after which the lease is given up. What is given up is not lost."""
+        """Return the result of `write`, after which the lease is given up, and is not reported as lost."""
         with self._asking:
             written = write()
             self._ended.set()
