@@ -1,4 +1,4 @@
-"""A whole model that is built layer by layer, so that each can be sharded or quantised before there is another."""
+"""A whole model that is built layer by layer, so that each can be sharded or quantised before the next is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.quantized import Quantizer
 
-_SPREAD = 0.02  # of what the class itself does not initialise
+_SPREAD = 0.02  # of weights that the class itself does not initialise
 
 
 def build_by_layers(
