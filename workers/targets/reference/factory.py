@@ -22,7 +22,7 @@ from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank
-from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
+from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, spread_loss_alone
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
 
@@ -95,7 +95,7 @@ def build_block(
         loss = request.training.loss
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
         if component.tensor_parallel_size > 1:
-            lose_alone(block)
+            spread_loss_alone(block)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
     if request.plain_execution.compiles or component.is_compiled:

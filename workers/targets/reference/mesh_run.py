@@ -320,7 +320,7 @@ class DecoderStage(nn.Module):
             head = end_of_model(ComponentKind.HEAD, w_tied)
             assert isinstance(head, Head)
             if ranks is not None:
-                ranks.lose(head)
+                ranks.spread_loss(head)
             self.head = head
             if not shares_ends:
                 take_unit(head, is_last=True)

@@ -114,7 +114,7 @@ class TensorParallel(SequenceParallel):
         """Return an embedding of this rank's part of the vocabulary, for all tokens."""
         return VocabularyEmbedding(embedding, self.vocabulary, self)
 
-    def lose(self, head: Head) -> None:
+    def spread_loss(self, head: Head) -> None:
         """Make a head with this rank's part of the vocabulary return the loss of all tokens."""
         head.norm = _Gathered(head.norm, self)
         first, end = self.vocabulary
@@ -136,7 +136,7 @@ class TensorParallel(SequenceParallel):
         torch._foreach_copy_(present, list(torch._utils._unflatten_dense_tensors(flat, present)))
 
 
-def lose_alone(head: Head) -> None:
+def spread_loss_alone(head: Head) -> None:
     """Make a head with a part of the vocabulary run its code for several ranks, without the exchange.
 
     A rank's head is timed by itself like this. Targets are tokens of this part.

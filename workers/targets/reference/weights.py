@@ -26,7 +26,7 @@ class Weights:
     def of(
         cls, model: ModelSpec, device: torch.device, training: bool, generator: torch.Generator | None = None
     ) -> Weights:
-        """Return the maker of parameters in the model's dtype; frozen in eval mode, so that no forward keeps a graph."""
+        """Return a maker of parameters in the model's dtype; frozen in eval mode, so that no forward keeps a graph."""
         return cls(torch_dtype(model.dtype), device, training, generator)
 
     def normal(self, *shape: int) -> nn.Parameter:

@@ -206,7 +206,7 @@ class PartsComparison:
 
 
 def _require_same_arguments(index: int, part: BuiltLayer, record: LayerRecord) -> None:
-    """Require that the skeleton hands over the model's arguments, except hidden states and tensors that follow from them."""
+    """Require the model's own arguments of the skeleton, except hidden states and what is computed from them."""
     ours = list(tensors_of((part.args, part.kwargs)))
     theirs = list(tensors_of((record.call.args, record.call.kwargs)))
     if len(ours) != len(theirs):
