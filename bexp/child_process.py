@@ -22,7 +22,7 @@ def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
     PYTHONSAFEPATH protects the child's own children, as `-P` protects the child. Entries of PYTHONPATH that mean the
     working directory leave, empty ones among them. If Python does not find the whole of `bexp` by itself, its folder
-    comes first, so that a child runs the same code as its parent.
+    comes first. So a child runs the same code as its parent.
     """
     entries = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []
     here = Path.cwd()

@@ -27,7 +27,7 @@ class NotCapturableError(RuntimeError):
 
 
 class Recorder(Protocol):
-    """Turns work of a device into something that repeats it."""
+    """A recorder of a device's work, for repetition."""
 
     def find_problem(self, tensors: Sequence[Tensor]) -> str | None:
         """Return why work on `tensors` cannot be recorded; None if it can."""
@@ -56,7 +56,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records on one CUDA device. All its graphs share a pool of memory, so only one of them may be in use at a time.
+    """A recorder on one CUDA device. All its graphs share a pool of memory, so only one may be in use at a time.
 
     See torch's notes on CUDA graphs (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs) for what a graph
     can contain.

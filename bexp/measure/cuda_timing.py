@@ -35,8 +35,8 @@ HEAT_SECONDS = 0.15
 CHAIN_LENGTHS = (16, 4)
 """How many times a module runs in a row when the host is timed: 16, or 4 if 16 do not fit the memory.
 
-A layer alone takes the host about 1.5 times as long as one of 16 in a row, and one of 4 in a row mostly 5 to 50%
-longer. One of 16 agrees with what a further layer adds to a model (benchmarks/LOG.md).
+A layer alone takes the host about 1.5 times as long as one of 16 in a row. One of 4 in a row mostly takes 5 to 50%
+longer. One of 16 agrees with the time that a further layer adds to a model (benchmarks/LOG.md).
 """
 HOST_REPEATS = 5
 LEAD_REPEATS = 9
@@ -74,9 +74,9 @@ class CudaTimer:
     If a module waits for the device (as a loop over experts that reads their counts), device and host cannot be
     separated. Both times are then those of the device.
 
-    Before each pass the second-level cache is overwritten, because in a model the weights and saved activations of a
-    layer are long gone from the cache when their turn comes. Then the input of the pass is written once more, because
-    the neighbouring layer wrote it last. Neither is in the time.
+    Before each pass the second-level cache is overwritten, because in a model a layer's weights and saved activations
+    have left the cache when their turn comes. Then the input of the pass is written once more, because the neighbouring
+    layer wrote it last. Neither is in the time.
     """
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.6)

@@ -35,10 +35,10 @@ class ForeignProcesses:
 class GpuProcessMonitor:
     """A watch for processes that come to the device while a job runs.
 
-    A container may hide the processes of another container, so this looks at two things: process ids that were not
-    there when the job began, and memory in use beyond what this process's allocator holds. That memory also contains
-    the runtime's context, loaded kernels, and the memory of processes that were there before. Their size is known at
-    the beginning. The time and the size of a growth tell a new process from kernels that this process loads later.
+    A container may hide the processes of another container, so the monitor looks at two things: process ids that are
+    new since the job began, and memory in use outside this process's allocator. That memory also contains the runtime's
+    context, loaded kernels, and the memory of earlier processes, whose size is known at the beginning. The time and the
+    size of a growth distinguish a new process from kernels that this process loads later.
 
     Args:
         gpu: the device.

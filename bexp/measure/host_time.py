@@ -1,8 +1,8 @@
 """Seconds of the host, also where other processes want its cores.
 
-Where others share a core, the wall clock counts their time as well, and threads wait longer for each other at the end
-of an operation. The kernel says how long threads were ready and got no core (`schedstat`). Where that is much, the CPU
-time of the thread that runs the operations is taken instead. Its share of each operation is as large as any thread's.
+Where others share a core, the wall clock counts their time as well, and threads wait longer for each other. The kernel
+says how long threads were ready and got no core (`schedstat`). Where that is much, the CPU time of the thread that runs
+the operations is taken instead. Its share of each operation is as large as any thread's.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class CudaMeter:
 class HostMeter:
     """A meter of the storages that operations create, without those that exist already.
 
-    Everything runs eagerly within the context, for two reasons: the meter cannot see the allocations of compiled code,
-    and torch never compiles code that once ran under a dispatch mode. So the meter does not see what fusing saves.
+    Everything runs eagerly within the context, because the meter cannot see the allocations of compiled code. Besides,
+    torch never compiles code that once ran under a dispatch mode. So the meter does not see the savings of fusing.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:

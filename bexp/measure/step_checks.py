@@ -43,8 +43,8 @@ class BatchShapes:
         If `lengths_vary`, batches of two sizes may have equal shapes, because texts may be packed into one row.
 
         Raises:
-            StepError: it has the shapes of a batch of another size; or the first dimension of a tensor was the size
-                before, and now no dimension is the new size.
+            StepError: the batch has the shapes of a batch of another size. Or the first dimension of a tensor was the
+                size before, and now no dimension is the new size.
         """
         shapes = shapes_of(batch)
         for size, earlier in self._shapes.items():

@@ -122,7 +122,7 @@ class BlockTimer(Protocol):
 def standard_error(samples: list[float]) -> float:
     """The standard error of the median, from the median absolute deviation: a few disturbed repeats do not move it.
 
-    For normal samples the standard error of the median is sqrt(pi / 2) sigma / sqrt(n), and sigma is 1.4826 times the
+    For normal samples the standard error of the median is sqrt(pi / 2) sigma / sqrt(n). Sigma is 1.4826 times the
     median absolute deviation (Rousseeuw and Croux, 1993). With fewer than five samples that deviation is zero too
     easily, and the sample standard deviation is used for sigma.
     """
@@ -173,8 +173,8 @@ class HostTimer:
 
     `alone` is false if other processes have a part in the passes.
 
-    Caches stay as the repeats leave them: the layers of a model follow each other through the same caches, and whether
-    weights stay in them depends on their size, which repeats show as well.
+    Caches stay as the repeats leave them, because the layers of a model follow each other through the same caches.
+    Whether weights stay in them depends on their size, which repeats show as well.
     """
 
     BUDGET = TimingBudget(min_repeats=3, max_repeats=50, seconds=0.3)

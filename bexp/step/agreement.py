@@ -3,10 +3,10 @@
 They write to the store that their process group was made with. The store still works when a collective operation has
 failed on one process and not on another, or when a process has ended. Every wait here has a deadline.
 
-A process that fails inside a collective operation leaves the others waiting in theirs. While a step runs, gloo groups
-therefore have the step's deadline as their timeout, and NCCL communicators are aborted soon after another process has
-reported a failure. Afterwards the numbers of operations that the groups have begun are compared. If they differ, the
-groups cannot be used any more.
+A process that fails inside a collective operation leaves the others waiting in theirs. Therefore gloo groups have the
+deadline of a running step as their timeout. NCCL communicators are aborted soon after another process has reported a
+failure. Afterwards the numbers of operations that the groups have begun are compared. If they differ, the groups cannot
+be used any more.
 """
 
 from __future__ import annotations

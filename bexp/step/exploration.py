@@ -177,7 +177,7 @@ class _Exploration:
         return self._results[-1]
 
     def _is_over(self) -> bool:
-        """Whether nothing more may be measured."""
+        """Return whether nothing more may be measured."""
         return not self._processes.group_is_usable or time.monotonic() >= self._end
 
     def _describe(self, first: SizeResult) -> StepDescription:

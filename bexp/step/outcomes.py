@@ -21,7 +21,7 @@ from bexp.out_of_memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a size has no result."""
+    """The reason why a size has no result."""
 
     outcome: Outcome
     reason: str

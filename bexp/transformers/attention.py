@@ -24,8 +24,10 @@ _PINNED = {
     "efficient": ("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "math": ("math", SDPBackend.MATH),
 }
-"""The name of each back end within the name that is registered, and torch's name of it. (transformers prepares
-masks for another package if a registered name contains "flash".)"""
+"""The name of each back end within the registered name, and torch's name of it.
+
+transformers prepares masks for another package if a registered name contains "flash".
+"""
 _MASKLESS = ("flash",)
 
 

@@ -33,8 +33,8 @@ def graphed(model: nn.Module) -> GraphedForward | None:
 class GraphedForward:
     """The `forward` of a model with a loss. Where graphs are replayed, its output has the loss and nothing else.
 
-    A mask of ones is left out, because attention without a mask has the faster kernels. transformers asks the device
-    for that, too, once a micro-step; a loader that makes no masks saves the question.
+    A mask of ones is left out, because attention without a mask has the faster kernels. To see that, the device is read
+    once a micro-step, as transformers does, too. A loader that makes no masks saves the reading.
     """
 
     def __init__(self, model: nn.Module, plain: Callable[..., Any], recorder: Recorder | None = None) -> None:

@@ -1,7 +1,7 @@
 """The loss of a causal language model without all its logits in memory.
 
-The head returns lazy logits while it trains, and the loss takes them apart: the product with the vocabulary moves into
-the chunks of the loss. What the model does to the logits in between (scaling, capping) moves along.
+While the head trains, it returns lazy logits, which the loss takes apart: the product with the vocabulary moves into
+the chunks of the loss. The model's own changes of the logits (scaling, capping) move along.
 """
 
 from __future__ import annotations

@@ -56,35 +56,32 @@ class Finding:
 
 @dataclass(frozen=True)
 class AccumulationCheck:
-    """The answer whether the gradients of one batch are the same in large and in small micro-batches.
-
-    Attributes:
-        agrees: whether they are, within the tolerance.
-        batch_size: the samples that were compared, on each device.
-        large_micro_batch_size: the micro-batch to compare with: all samples, if they fit the memory.
-        micro_batch_size: the micro-batch that was accumulated.
-        norm: the gradient's norm in large micro-batches.
-        accumulated_norm: its norm in small ones; for `Cause.DEVICE`, with the samples on other devices.
-        cosine: the cosine of the angle between both.
-        difference: the norm of their difference, as a share of `norm`.
-        spread: the difference of two orders of the same samples, in the same micro-batches.
-        tolerance: the most that `difference` may be.
-        cause: the known cause that fits, if they differ.
-        text: the verdict in a few lines.
-    """
+    """The answer whether the gradients of one batch are the same in large and in small micro-batches."""
 
     agrees: bool
+    """Whether they are the same, within the tolerance."""
     batch_size: int
+    """The samples that were compared, on each device."""
     large_micro_batch_size: int
+    """The micro-batch to compare with: all samples, if they fit the memory."""
     micro_batch_size: int
+    """The micro-batch that was accumulated."""
     norm: float
+    """The gradient's norm in large micro-batches."""
     accumulated_norm: float
+    """The gradient's norm in small micro-batches; for `Cause.DEVICE`, with the samples on other devices."""
     cosine: float
+    """The cosine of the angle between both."""
     difference: float
+    """The norm of their difference, as a share of `norm`."""
     spread: float
+    """The difference of two orders of the same samples, in the same micro-batches."""
     tolerance: float
+    """The most that `difference` may be."""
     cause: Cause | None
+    """The known cause that fits, if they differ."""
     text: str
+    """The verdict in a few lines."""
 
     @classmethod
     def of(

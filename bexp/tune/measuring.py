@@ -223,7 +223,7 @@ class Clock:
 
 def freeze_imports() -> None:
     """Exempt the command's imports from garbage collections, because each size begins with some."""
-    gc.collect()  # garbage among what is exempt is never found
+    gc.collect()  # garbage among exempt objects would stay for ever
     gc.freeze()
 
 

@@ -138,7 +138,7 @@ class MicroBatches:
         return [int(width) for width in np.sort(self._widths)[places]]
 
     def is_longest(self, number: int) -> bool:
-        """Whether the micro-batch with this number is the longest of all."""
+        """Return whether the micro-batch with this number is the longest of all."""
         return number % self.sampler.num_batches in self._longest_at
 
     def drawn(self, number: int) -> Places:

@@ -102,7 +102,7 @@ class Instruments:
 def freeze_imports() -> None:
     """Exempt the hundreds of thousands of objects of an import from the collections before timings.
 
-    Call it while no job's objects are alive: garbage among what is exempt is never found.
+    Call this while no job's objects are alive, because garbage among exempt objects stays for ever.
     """
     gc.collect()
     gc.freeze()

@@ -71,9 +71,9 @@ class _Samples:
 class Watch:
     """A context around the timed repeats, entered once or several times. The timer calls `poll` within it.
 
-    There is no second thread: it would take the interpreter's lock from the host that is being timed, and NVML locks in
-    the driver that launches wait for. The timer calls `poll` itself when it has issued its repeats and would only wait
-    for the device.
+    There is no second thread, which would take the interpreter's lock from the host that is being timed. NVML also
+    takes locks in the driver for which launches wait. The timer calls `poll` itself when it has issued its repeats and
+    would only wait for the device.
     """
 
     def __init__(self, gpu: Gpu | None, foreign_processes: GpuProcessMonitor | None, *, cores: bool = False) -> None:

@@ -38,7 +38,7 @@ POLL = timedelta(seconds=0.5)
 
 
 class Interruption(StrEnum):
-    """Why a job must not go on."""
+    """The reason why a job must not go on."""
 
     CANCELLED = "cancelled"
     LEASE_LOST = "lease lost"
@@ -136,7 +136,7 @@ class Explore(Protocol):
 
 
 class JobEnd(StrEnum):
-    """How a worker's attempt at a job ended."""
+    """The end of a worker's attempt at a job."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"

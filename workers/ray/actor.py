@@ -27,8 +27,8 @@ def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks:
 class Actor:
     """An actor that runs one trial at a time, with a profiler process that stays between trials.
 
-    Messages are JSON, as in the database. A GPU is locked on its host as usual. Ray gives each actor one CPU, so a CPU
-    profiler runs one thread and has a lock of its own, which no other actor waits for.
+    Messages are JSON, as in the database. A GPU is locked on its host as usual. Ray gives each actor one CPU. So a CPU
+    profiler runs one thread, and has a lock of its own, for which no other actor waits.
     """
 
     def __init__(self, devices: tuple[str, ...], open_profiler: OpenProfiler) -> None:

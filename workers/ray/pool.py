@@ -221,8 +221,8 @@ _log = logging.getLogger(__name__)
 class Actors:
     """As many actors as the cluster has room for. `ready` can run trials, `pending` have not answered yet.
 
-    All devices must be alike: an actor is left out, with an event, if the fingerprint of its hardware or its usable
-    back ends differ from the first actor's.
+    All devices must be alike. If the fingerprint of an actor's hardware or its usable back ends differ from the first
+    actor's, the actor is left out, with an event.
     """
 
     def __init__(self, cluster: Cluster, start_timeout_seconds: float, check_interrupted: Callable[[], None]) -> None:

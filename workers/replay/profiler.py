@@ -190,9 +190,9 @@ class RecordedDevice:
 
     The answer for a component is one of its recorded runs. The seed of the draw depends on the component, so the answer
     depends neither on the order of trials nor on a restart. If a trial measures components again, its number is part
-    of the seed. With R runs, the distance of a run from their mean is widened by sqrt(R / (R - 1)), because a bootstrap
-    of few runs underestimates their variance (Efron, 1982). A single run is moved by its standard error. A component
-    that was never recorded is `unsupported`.
+    of the seed. A bootstrap of few runs underestimates their variance (Efron, 1982). So with R runs, the distance of a
+    run from their mean is widened by sqrt(R / (R - 1)). A single run is moved by its standard error. A component that
+    was never recorded is `unsupported`.
     """
 
     def __init__(self, recording: Recording, *, seed: int, clock: VirtualClock | None = None) -> None:

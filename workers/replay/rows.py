@@ -85,7 +85,7 @@ class ComponentRow(Frozen):
 
 
 class WholeModelRow(Frozen):
-    """One run of a candidate's whole model, or how it failed; fields as in `ComponentRow`."""
+    """One run of a candidate's whole model, or how it failed. The fields are as in `ComponentRow`."""
 
     type: Literal["whole_model"] = "whole_model"
     candidate: Candidate

@@ -56,8 +56,8 @@ class TrainingOptimizer:
     """Fused AdamW, or fused SGD with momentum.
 
     The arithmetic happens in the format of the master weights, or of the parameters where there are none. Gradients and
-    moments in another format are converted for at most `bucket_bytes` of working memory at a time, with a cut through
-    large tensors; None converts all of them at once.
+    moments in another format are converted with at most `bucket_bytes` of working memory at a time; large tensors are
+    cut for that. None converts all of them at once.
 
     Gradients in another format than the parameters are kept in main gradients. These take each new gradient as soon as
     backward has accumulated it, and free it. Of sharded parameters, each device has and steps its own share.

@@ -43,8 +43,8 @@ class Coordinator:
     """The voice of a group of ranks towards the parent.
 
     The coordinator decides a trial's outcome from the ranks' replies: all succeeded, or one failed. The ranks do not
-    learn the outcome. After a failure in a trial of several ranks the group must be replaced, because some ranks wait
-    for others in the middle of an operation. There is one exception: memory ran out on all ranks, in a block that each
+    learn the outcome. After a failure in a trial of several ranks the group must be replaced, because some ranks may
+    wait for others amid an operation. There is one exception: memory ran out on all ranks, in a block that each
     computes without the others.
     """
 

@@ -25,7 +25,7 @@ def serve_rank(rank: int, devices: Sequence[str], port: int) -> int:
     """Answer commands until the group is ended from outside; return an exit status if the device cannot be used.
 
     A rank goes on waiting for commands after a failed trial. The other ranks may wait for it in the middle of an
-    operation that it cannot join again; the coordinator's parent then ends the whole group.
+    operation that it cannot join again. The coordinator's parent then ends the whole group.
     """
     message_queue = MessageQueue(join_store(port))
 

@@ -378,9 +378,9 @@ def forget_failures(folder: Path) -> None:
 def cause_of(folder: Path, output: Sequence[str], *, kernel_killed: bool) -> tuple[Outcome, str] | None:
     """Return the outcome and the reason of the process that caused the end; None if it is not known.
 
-    A lack of memory comes first, because the others fail after it. Next is the process that torchrun names, which may
-    have been killed or may have raised no error, and then the first that failed. torchrun may name a process that has
-    only lost its connection to another, which was still ending. Then the other process is the cause.
+    A lack of memory comes first, because the others fail after it. Next is the process that torchrun names, even if it
+    was killed or raised no error. Last is the first process that failed. torchrun may name a process that has only lost
+    its connection to another, which was still ending. Then the other process is the cause.
     """
     notes = []
     for path in sorted(failures_in(folder), key=lambda path: path.stat().st_mtime_ns):

@@ -24,8 +24,8 @@ class MoEFFN(ResidualBlock):
     """Experts behind a softmax router (Shazeer et al., 2017), with routes drawn beforehand.
 
     The router runs as in training: its matrix, softmax in float32, top-k, routing weights with their gradient. Only the
-    result of top-k is given, so that a profile has the requested distribution: the scores of the drawn experts are
-    raised above all others. `set_routes` must be called before the first forward, and for each batch shape.
+    result of top-k is given, so that a profile has the requested distribution. For that, the scores of the drawn
+    experts are raised above all others. `set_routes` must be called before the first forward, and for each batch shape.
     """
 
     def __init__(

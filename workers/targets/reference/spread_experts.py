@@ -31,8 +31,8 @@ def build_spread_experts(
 ) -> MoEFFN:
     """Return a block with this rank's experts and the router of all; its routes are not set yet.
 
-    The component says how many ranks share the experts of `model`, in how many chunks they exchange tokens, and how
-    many of the most popular experts each of them copies.
+    The component has the number of ranks that share the experts of `model`, that of the chunks in which they exchange
+    tokens, and that of the most popular experts that each rank copies.
     """
     moe = model.moe
     assert moe is not None, "a model with experts"

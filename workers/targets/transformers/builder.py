@@ -135,8 +135,8 @@ class _ExpertsReached(Exception):  # noqa: N818 - it ends a forward that has don
 class ExpertInputs:
     """Hidden states for the layers with experts of a skeleton.
 
-    `sequence(number)` is a micro-batch of one sequence of `seq_length` tokens. Each goes through the layers alone, and
-    its hidden states are kept on the host, so that a part which is measured later has all of the device's memory.
+    `sequence(number)` is a micro-batch of one sequence of `seq_length` tokens. Each goes through the layers alone. Its
+    hidden states are kept on the host, so that a part which is measured later has all of the device's memory.
     """
 
     def __init__(self, skeleton: Skeleton, sequence: Callable[[int], Mapping[str, Tensor]], *, seq_length: int) -> None:
@@ -149,8 +149,8 @@ class ExpertInputs:
     def deepened(self, call: LayerCall, representative: int, texts: TextBatch) -> LayerCall:
         """Return `call` with hidden states of a typical layer of the representative's kind.
 
-        The typical layer has expert loads that are nearest to the mean over all layers of the kind, after the loads of
-        each layer are sorted. `call` stays as it is if the layer has no experts with the library's experts interface.
+        The typical layer has sorted expert loads that are nearest to the mean over all layers of the kind. `call` stays
+        as it is if the layer has no experts with the library's experts interface.
         """
         if not expert_modules(self._skeleton.layers[representative]):
             return call

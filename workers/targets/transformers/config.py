@@ -86,9 +86,9 @@ def resolve_config(raw: Mapping[str, Any], seq_length: int) -> ResolvedConfig:
     """Return `raw` (the content of a config.json) as the installed library understands it.
 
     Raises:
-        UnsupportedModelError: transformers is missing or too old, or `raw` breaks a rule of requests. Or it names a
-            type that is unknown or has no causal language model, has a value that the class refuses, or states more
-            than MAX_CONFIG_LAYERS layers.
+        UnsupportedModelError: transformers is missing or too old, or `raw` breaks a rule of requests. Or `raw` names a
+            type that is unknown or has no causal language model. Or it has a value that the class refuses, or more than
+            MAX_CONFIG_LAYERS layers.
     """
     version = _checked_version()
     kept = {name: value for name, value in raw.items() if name not in _NO_PART_OF_TRAINING}

@@ -26,9 +26,9 @@ def find_layers(model: Any) -> list[nn.Module]:
 def kind_names(layers: Sequence[nn.Module], config: Any) -> list[str]:
     """Return the kind of each layer, by a name: layers with the same name cost the same.
 
-    Layers are alike if class, parameter and buffer shapes, the entries of the configuration's lists by layer (such as
-    `layer_types`) and the switches inside the modules agree. Numbers that merely count the layers, and factors that
-    depend on the depth, do not matter.
+    Layers are alike if their class, the shapes of parameters and buffers, and the switches inside the modules agree. So
+    must the entries of the configuration's lists by layer, such as `layer_types`. Numbers that merely count the layers,
+    and factors that depend on the depth, do not matter.
     """
     keys = _keys(layers, config)
     order = list(dict.fromkeys(keys))

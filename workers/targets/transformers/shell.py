@@ -49,7 +49,7 @@ class LayerStandIn:
 class ShellPart:
     """The model with its layers taken out, for one micro-batch.
 
-    Each layer hands its hidden states on; the last one gives the hidden states of a real layer's output, so that head
+    Each layer hands its hidden states on. The last one gives the hidden states of a real layer's output, so that head
     and loss work on values like the model's. The backward pass goes through the head, and then through the embedding if
     that is trained.
     """

@@ -41,8 +41,8 @@ class TrainerOptimizer:
     after the step. The step changes float32 master weights and moments, and copies them to bfloat16 parameters.
 
     Gradients are dropped after each step, unless `keeps_gradients`: then they wait to be filled anew. An optimizer in
-    the host's memory takes gradients there as backward makes them, so that they are not clipped; kept ones go there
-    within the step.
+    the host's memory takes gradients there as backward makes them, so they are not clipped. Kept ones go there within
+    the step.
     """
 
     def __init__(
