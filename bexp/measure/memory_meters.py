@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class ByteMeter(Protocol):
-    """Counts bytes within its context. `reset_peak` begins a new peak at the present level."""
+    """A meter of bytes within its context. `reset_peak` begins a new peak at the present level."""
 
     def __enter__(self) -> Self: ...
 
@@ -34,7 +34,7 @@ class ByteMeter(Protocol):
 
 
 class CudaMeter:
-    """Reads the counts of the caching allocator, which costs the device nothing."""
+    """A reader of the caching allocator's counts, which costs the device nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,10 +61,10 @@ class CudaMeter:
 
 
 class HostMeter:
-    """Counts the storages that operations create, but not those that exist already.
+    """A meter of the storages that operations create, without those that exist already.
 
-    Everything runs eagerly within the context, for two reasons: the meter cannot see the allocations of compiled code,
-    and torch never compiles code that once ran under a dispatch mode. So the meter does not see what fusing saves.
+    Everything runs eagerly within the context, because the meter cannot see the allocations of compiled code. Besides,
+    torch never compiles code that once ran under a dispatch mode. So the meter does not see the savings of fusing.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
@@ -97,17 +97,17 @@ class HostMeter:
 
 
 def byte_meter(device: torch.device, existing: Iterable[torch.Tensor]) -> ByteMeter:
-    """The meter of `device`; it does not count `existing` tensors."""
+    """Return the meter of `device`, which does not count `existing` tensors."""
     return CudaMeter(device) if device.type == "cuda" else HostMeter(existing)
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the storages that operations create within its context until each is freed, in backward as well.
+    """A count of the storages that operations create within its context until each is freed, in backward as well.
 
-    Storages that exist before are not counted if their tensors are given as `ignore`. Sharding makes storages larger
-    and smaller where they are, and each counts with its present size. A tensor that wraps others, such as a DTensor,
-    holds no memory of its own, and counts as what it wraps. Buffers that live within one operation are not seen. The
-    counts depend on shapes alone, so they repeat exactly.
+    Storages that exist before are not counted if their tensors are given as `ignore`. Sharding resizes storages in
+    place, and each counts with its present size. A tensor that wraps others, such as a DTensor, counts as the tensors
+    that it wraps. Buffers that live within one operation are not seen. The counts depend on shapes alone, so they
+    repeat exactly.
     """
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:

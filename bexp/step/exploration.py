@@ -1,4 +1,4 @@
-"""Finds the best micro-batch size for any training step, by measuring it in the training process itself.
+"""The best micro-batch size for any training step, measured in the training process itself.
 
 Each size starts from the same state, whatever the earlier ones did. Afterwards the gradients, the buffers and the
 random state are as they were before. The search (`bexp.explorer`) chooses what is measured.
@@ -50,31 +50,37 @@ def explore(
 ) -> StepRecommendation:
     """Measure a step at several sizes and recommend the best one.
 
-    `batch(m)` makes a micro-batch of m sequences. `step(batch)` runs forward and backward and may return the loss.
-    `parameters` are the trained parameters; their gradients are saved and restored, and so are the buffers if it is a
-    module. `optimizer(parameters)` makes an optimizer like the one used in training. It takes steps of size zero here,
-    and its state is discarded. `effective_batch_size` is the number of sequences in a whole step over all processes.
-    Only sizes that divide a process's share of it are tried, and the optimizer's time is spread over the micro-batches.
+    The search chooses the sizes to measure, and computes the confidence. If measurements scatter, the confidence is
+    low, and a note says so. If the search fails, all sizes are measured in ascending order until one runs out of
+    memory. The fastest is then recommended without a confidence, and a note says why.
 
-    With `progress`, the first process prints a line on stderr for each event, as `bexp explore` does; by default it
-    does so in a notebook, or if stderr is a terminal.
+    A step may run out of memory, fail, leave no gradients, return a loss that is not finite, or take too long. That is
+    the outcome of its size, and so is a batch that has not m sequences.
 
-    The search chooses the sizes to measure, and computes the confidence. The size and its speed agree with the
-    measurements. If these scatter, the confidence is low, and a note says so. If the search fails, all sizes are
-    measured in ascending order until one runs out of memory, the fastest is recommended, its confidence is None, and a
-    note says so. The search takes sizes up to 256, and at most 64 of them.
+    Several processes must all call this with the same arguments. They get the same answer, because the outcome of one
+    counts for all. If a process fails in the middle of an exchange, the others are back after `deadline_seconds` at the
+    latest. The exploration then ends with what is known, and `group_is_usable` is false.
 
-    If a step runs out of memory, fails, leaves no gradients in `parameters`, returns a loss that is not finite, or
-    takes longer than `deadline_seconds`, that is the outcome of its size. So is a batch that has not m sequences.
-    Nothing new is started after `max_seconds`.
+    Args:
+        step: runs forward and backward of a micro-batch, and may return the loss.
+        batch: makes a micro-batch of m sequences, as `batch(m)`.
+        sizes: the sizes to try. The search takes those up to 256, and at most 64 of them.
+        parameters: those that are trained, or their module. Gradients are saved and restored, and a module's buffers.
+        optimizer: makes an optimizer of the parameters, like the one used in training. It takes steps of size zero
+            here, and its state is discarded.
+        effective_batch_size: sequences in a whole step over all processes. Only sizes that divide a process's share of
+            it are tried, and the optimizer's time is spread over the micro-batches.
+        no_sync: DDP's `model.no_sync`. Each size runs within it first, so that a process that runs out of memory alone
+            does so while nobody waits for its gradients.
+        repeats: timed steps of a measurement.
+        deadline_seconds: the longest that the first step of a size may take, and all timed ones together.
+        max_seconds: nothing new is started after them.
+        progress: whether the first process prints a line on stderr for each event, as `bexp explore` does. Default: in
+            a notebook, or if stderr is a terminal.
 
-    If there are several processes, all of them must call this with the same arguments. They get the same answer,
-    because the outcome of one counts for all. Each size first runs within `no_sync()` (DDP's `model.no_sync`), so that
-    a process that runs out of memory alone does so while nobody waits for its gradients. If a process fails in the
-    middle of an exchange, the others are back after `deadline_seconds` at the latest. The exploration then ends with
-    what is known, and `group_is_usable` is false.
-
-    Raises ValueError if no size is left to try, BrokenGroupError if the first process has ended.
+    Raises:
+        ValueError: no size is left to try.
+        BrokenGroupError: the first process has ended.
     """
     asked = _sizes(sizes, effective_batch_size)
     trained = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -171,7 +177,7 @@ class _Exploration:
         return self._results[-1]
 
     def _is_over(self) -> bool:
-        """Whether nothing more may be measured."""
+        """Return whether nothing more may be measured."""
         return not self._processes.group_is_usable or time.monotonic() >= self._end
 
     def _describe(self, first: SizeResult) -> StepDescription:
@@ -285,20 +291,24 @@ WARM_UPS = 2
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step, and how it is measured.
-
-    `batch(m)` makes a micro-batch, `run(batch)` runs forward and backward. `no_sync` keeps a step from exchanging
-    gradients, and is None if nothing does.
-    """
+    """A training step, and how it is measured."""
 
     run: Callable[[Any], Any]
+    """Runs forward and backward of a micro-batch."""
     batch: Callable[[int], Any]
+    """Makes a micro-batch of so many sequences."""
     no_sync: Callable[[], AbstractContextManager[Any]] | None
+    """Keeps a step from exchanging gradients; None if nothing does."""
     trained: Sequence[nn.Parameter]
+    """The parameters that must get gradients."""
     device: torch.device
+    """Where the parameters lie."""
     repeats: int
+    """Timed steps of a measurement."""
     deadline_seconds: float
+    """The longest that the first step of a size may take, and all timed ones together."""
     batch_shapes: BatchShapes = field(default_factory=BatchShapes)
+    """The shapes of the micro-batches so far."""
 
     def measure(self, size: int, processes: Alone | Together) -> SizeResult:
         """Run the step at one size, first without an exchange of gradients if that is possible, then timed."""

@@ -56,18 +56,18 @@ class Served:
         return {"dimensions": dimensions}
 
     def describe(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """What the search must know of the model."""
+        """Return what the search must know of the model."""
         assert self._run is not None, "open comes first"
         return self._run.describe()
 
     def measure(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Seconds and bytes at one micro-batch size."""
+        """Return seconds and bytes at one micro-batch size."""
         assert self._run is not None, "open comes first"
         return self._run.measure(int(command["micro_batch_size"]))
 
 
 def answer(handle: Callable[[Mapping[str, Any]], dict[str, Any]], command: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reply to one command: `outcome` ok with what was found, else an outcome with its reason."""
+    """Return the reply to one command: `outcome` ok with the result, else an outcome with its reason."""
     try:
         return {"outcome": "ok", **handle(command)}
     except (TargetError, NotImplementedError) as error:
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def _read_commands() -> queue.SimpleQueue[bytes | None]:
-    """Read commands in a thread. It ends the process with its parent, also in the middle of a step."""
+    """Read commands in a thread, which ends the process with its parent, also in the middle of a step."""
     commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     lines = os.fdopen(os.dup(0), "rb")
     devnull = os.open(os.devnull, os.O_RDONLY)
@@ -162,8 +162,8 @@ class TargetRun:
     """A target with its model and optimizer on a device. The optimizer's steps have size zero.
 
     Args:
-        target: what `bexp.targets.Target` describes.
-        config: what `build` gets.
+        target: an object as `bexp.targets.Target` describes it.
+        config: the argument of `build`.
         device: where the model is built.
         optimizer: `adamw` or `sgd`, if the target has no optimizer of its own.
     """

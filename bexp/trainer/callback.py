@@ -38,23 +38,26 @@ _SLOWER, _LARGER = 0.9, 1.05
 
 
 class TrainerCallback(_Callback):
-    """Compares tokens/s and peak memory with the recommendation, and logs both when training ends.
+    """A comparison of tokens/s and peak memory with the recommendation, logged when training ends.
 
-    When training begins, it warns of what differs from what was measured, one line a difference: size and length of a
-    micro-batch, number formats, adapters, recomputation, optimizer, packing. `comparison()` says it again before the
-    figures, with the length and the padding of the micro-batches that the model was given.
+    When training begins, one line warns of each difference from the measurement: size and length of a micro-batch,
+    number formats, adapters, recomputation, optimizer, packing. `comparison()` repeats them before the figures, with
+    the length and the padding of the micro-batches that the model got.
 
     The log level is a warning if the run is slower by more than 10%, or needs more memory by more than 5%. `report` and
     `comparison()` have the figures afterwards.
 
     Every micro-batch counts `seq_length` tokens per sequence (default: the recommendation's), padding included. If
     batches are shorter than that, let the Trainer count: `include_num_input_tokens_seen="all"`. Where texts of unequal
-    length were measured, padding does not count, and a sequence has their mean: `"non_padding"` counts more closely,
-    because few steps differ from the mean. The first three steps
-    are left out because kernels are built in them. Evaluations and checkpoints, and their memory, are left out as well;
-    torch's counters of peak memory are reset after them. If `service` is set (its URL), the report is posted to
-    `POST /v1/explorations/{id}/run-reports`. A service that does not answer costs at most five seconds, and the
-    failure is logged. Only the first process reports, with the figures of its own device.
+    length were measured, padding does not count, and a sequence has their mean length. `"non_padding"` is then more
+    exact, because a few steps differ from the mean.
+
+    The first three steps are left out, because kernels are built in them. So are evaluations and checkpoints with their
+    memory: torch's counters of peak memory are reset after them.
+
+    If `service` (a URL) is set, the report is posted to `POST /v1/explorations/{id}/run-reports`. A service that does
+    not answer costs at most five seconds, and the failure is logged. Only the first process reports, with the figures
+    of its own device.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class TrainerCallback(_Callback):
         _reset_peak()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the time of an evaluation or a checkpoint since the last step out, and its memory."""
+        """Leave out the time and the memory of an evaluation or a checkpoint since the last step."""
         if self._run.interrupted:
             self._run.resume()
 
@@ -188,7 +191,7 @@ class TrainerCallback(_Callback):
         ]
 
     def comparison(self) -> str:
-        """Return one line that compares what was reached with what was promised, after what was not as measured."""
+        """Return one line: what was not as measured, then what was reached of the promise."""
         if self.report is None:
             return f"nothing was measured: the first {_WARM_UP_STEPS} steps warm up"
         reached, promised = self.report, self.recommendation
@@ -232,20 +235,32 @@ def _send(url: str, token: str | None, report: str) -> None:
 
 @dataclass
 class _RunCounts:
-    """What is counted of a run. The peaks are those of training alone."""
+    """Counts of a run."""
 
     applied: bool = False
+    """`bexp.apply` has set the model up with the settings of the recommendation."""
     steps: int = 0
+    """Optimizer steps, the first ones included."""
     micro_batches: int = 0
+    """Micro-batches of this process, the first ones included."""
     micro_batches_before: int = 0
+    """Those before the report counts."""
     tokens_before: int = 0
+    """Tokens by the Trainer's count before the report counts."""
     begun: float | None = None
+    """When the report began to count; None before."""
     last_end: float = 0.0
+    """When the last step ended."""
     paused: float = 0.0
+    """Seconds of evaluations and checkpoints."""
     interrupted: bool = False
+    """An evaluation or a checkpoint follows or has run since the last step."""
     peak_bytes: int | None = None
+    """Of training alone."""
     peak_reserved_bytes: int | None = None
+    """Of training alone."""
     graphed: GraphedForward | None = None
+    """The forward that replays micro-steps as CUDA graphs, if the model has one."""
     _peak_is_noted: bool = False
 
     def begin(self, state: Any) -> None:
@@ -256,11 +271,11 @@ class _RunCounts:
         self.tokens_before = int(getattr(state, "num_input_tokens_seen", 0))
 
     def tokens_seen(self, state: Any) -> int:
-        """Tokens of all processes since then, if the Trainer counts them; else 0."""
+        """Return the tokens of all processes since `begin`, if the Trainer counts them; else 0."""
         return int(getattr(state, "num_input_tokens_seen", 0)) - self.tokens_before
 
     def interrupt(self) -> None:
-        """Keep the peaks: what follows is no training."""
+        """Keep the peaks, because no training follows."""
         self.note_peak()
         self._peak_is_noted = True
         self.interrupted = True
@@ -283,12 +298,12 @@ class _RunCounts:
 
 
 def _is_followed(control: Any) -> bool:
-    """Whether an evaluation or a checkpoint comes next."""
+    """Return whether an evaluation or a checkpoint comes next."""
     return control is not None and bool(control.should_evaluate or control.should_save)
 
 
 def _micro_batch_size(args: Any, state: Any) -> int:
-    """The sequences of a device's micro-batch; the Trainer may have found another size than it was told."""
+    """Return the sequences of a device's micro-batch; the Trainer may have found another size than it was given."""
     size = getattr(state, "train_batch_size", None)
     if not size:
         return int(args.per_device_train_batch_size)
@@ -306,7 +321,7 @@ def _wait() -> None:
 
 
 def run_differences(setup: RecommendedSetup, args: Any, model: nn.Module | None, done: Report | None) -> Iterator[str]:
-    """Yield what differs, one line each; the size and the length of micro-batches are left out, as data decide them.
+    """Yield a line for each difference, except in the size and the length of micro-batches, which data decide.
 
     `done` is what `bexp.apply` did to `model`. Without a model, its weights and its own checkpointing are not compared.
     """
@@ -323,7 +338,7 @@ def run_differences(setup: RecommendedSetup, args: Any, model: nn.Module | None,
 
 
 def _checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterator[str]:
-    """Yield that a run recomputes its layers by another policy than was measured."""
+    """Yield a line if a run recomputes its layers by another policy than was measured."""
     measured = setup.settings.recompute
     if setup.own_code or run_policy == measured:
         return
@@ -337,14 +352,14 @@ def _checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Itera
 
 
 _FLATTENED = ("position_ids", "cu_seq_lens_q")
-"""Arguments of a forward pass that tell documents apart in one row, whose width says nothing of their length."""
+"""Arguments of a forward pass that separate documents in one row, whose width says nothing of their length."""
 
 
 class SeenBatches:
-    """Notes the micro-batches of a model in training, by their shapes; the first one's mask is read as well.
+    """Notes of a model's micro-batches in training, by their shapes; the first one's mask is read as well.
 
     `longest` is the largest number of tokens in a sequence, 0 before the first micro-batch. `padded` says whether the
-    first one was padded, None if that is not known: one sequence without padding may be one of unequal length.
+    first micro-batch was padded. It is None if that is not known, as of one sequence, which padding could not change.
     """
 
     def __init__(self) -> None:
@@ -353,7 +368,7 @@ class SeenBatches:
         self._hook: RemovableHandle | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Note what `model` is given from now on."""
+        """Note the micro-batches of `model` from now on."""
         self._hook = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def stop(self) -> None:
@@ -362,7 +377,7 @@ class SeenBatches:
             self._hook.remove()
 
     def padding_difference(self, setup: RecommendedSetup) -> Iterator[str]:
-        """Yield that these micro-batches are padded where the measured ones were not, or the reverse."""
+        """Yield a line if these micro-batches are padded where the measured ones were not, or the reverse."""
         if self.padded is None or setup.batching is None:
             return
         if self.padded != (setup.batching in ("padded", "grouped")):

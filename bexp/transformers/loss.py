@@ -1,7 +1,7 @@
 """The loss of a causal language model without all its logits in memory.
 
-The head returns lazy logits while it trains, and the loss takes them apart: the product with the vocabulary moves into
-the chunks of the loss. What the model does to the logits in between (scaling, capping) moves along.
+While the head trains, it returns lazy logits, which the loss takes apart: the product with the vocabulary moves into
+the chunks of the loss. The model's own changes of the logits (scaling, capping) move along.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ ENTROPIES: Mapping[Loss, Callable[[int | None], Entropy]] = {
         _liger_entropy, fused=import_liger("functional").liger_fused_linear_cross_entropy
     ),
 }
-"""What makes the entropy of each loss but the library's own; `chunk` is the number of tokens that a test asks for."""
+"""The maker of each loss's entropy, except the library's own; `chunk` is a number of tokens that a test asks for."""
 if {*ENTROPIES, LOSS.plain} != set(LOSSES):
     raise TypeError(f"the losses are {tuple(LOSSES)}, and a model can be set up with {tuple(ENTROPIES)}")
 
@@ -129,7 +129,7 @@ def _chunked_loss(
 
 
 def _is_sharded_alone(head: nn.Module) -> bool:
-    """Whether fully_shard was called on the head itself, so that its whole weight is freed before the loss runs."""
+    """Return whether fully_shard was called on the head itself, so that its weight is freed before the loss runs."""
     return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
 
 
@@ -165,8 +165,8 @@ class LazyLogits(Tensor):
     """The logits (..., V) of a head, held as the hidden states (..., D) and the weight (V, D) that they follow from.
 
     Multiplying by a number, tanh and changes of dtype are recorded, and their result is lazy, too. Any other use
-    computes the logits once, with gradients as usual. A loss can therefore compute them chunk by chunk, and no other
-    code has to know.
+    computes the logits once, with gradients as usual. So a loss can compute them chunk by chunk, and all other code
+    stays as it is.
     """
 
     _hidden: Tensor
@@ -212,7 +212,7 @@ class LazyLogits(Tensor):
         return run
 
     def compute(self) -> Tensor:
-        """All logits."""
+        """Return all logits."""
         if self._computed is None:
             logits = F.linear(self._hidden, self._weight, self._bias)
             transform = self.transform
@@ -249,7 +249,7 @@ class LazyLogits(Tensor):
         return func(*computed[0], **computed[1])
 
     def _answers(self, func: Any) -> bool:
-        """Whether an attribute can be read without computing the logits."""
+        """Return whether an attribute can be read without computing the logits."""
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         return owner in {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta"}
 

@@ -1,4 +1,4 @@
-"""Sets which activations of a model are recomputed in backward (Chen et al., 2016, arXiv:1604.06174).
+"""The activations of a model that are recomputed in backward (Chen et al., 2016, arXiv:1604.06174).
 
 transformers' own mechanism recomputes layers: every decoder layer has a flag and a function that runs it. Policies by
 operation use the same function with a rule for the result of each operator (torch's selective checkpointing).
@@ -25,12 +25,12 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class CheckpointedGroup:
-    """`size` layers of a model, which calls them one after another, each with arguments of its own.
+    """A group of `size` layers, which the model calls one after another, each with arguments of its own.
 
     Each layer but the last only notes its call, and returns the hidden states that it got. The last one runs all noted
-    calls under one checkpoint. A model that does anything with hidden states between its layers would compute something
-    else, so a layer that does not get the group's own input raises SettingsError. A hook that only reads what such a
-    layer returns sees the group's input.
+    calls under one checkpoint. A model that changes hidden states between its layers would compute something else. So a
+    layer that does not get the group's own input raises SettingsError. A hook on a layer but the last sees the group's
+    input as its output.
     """
 
     def __init__(self, size: int) -> None:
@@ -39,7 +39,7 @@ class CheckpointedGroup:
         self._calls: list[Call] = []
 
     def function(self, place: int) -> Callable[..., Any]:
-        """Return what runs the layer at `place`, from 0, in place of `torch.utils.checkpoint.checkpoint`."""
+        """Return the function that runs layer `place`, from 0, instead of `torch.utils.checkpoint.checkpoint`."""
         return functools.partial(self._take, place)
 
     def _take(self, place: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -130,7 +130,7 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
 
 
 def is_checkpointing(module: nn.Module) -> bool:
-    """Whether transformers recomputes layers of `module`."""
+    """Return whether transformers recomputes layers of `module`."""
     return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
@@ -157,7 +157,7 @@ def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
 
 
 def _group_functions(size: int, num_layers: int) -> list[Callable[..., Any]]:
-    """Return what runs each layer; the last group may be smaller."""
+    """Return the function that runs each layer; the last group may be smaller."""
     functions = []
     for start in range(0, num_layers, size):
         group = CheckpointedGroup(min(size, num_layers - start))

@@ -1,4 +1,4 @@
-"""transformers' Trainer and its children in a command that runs with an answer: they get its sizes and settings."""
+"""transformers' Trainer and its subclasses in a command that runs with an answer: they get its sizes and settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def patch(module: ModuleType) -> None:
     from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
     class Pauses(TrainerCallback):
-        """Keeps what the Trainer does between steps out of their seconds."""
+        """Leaves the Trainer's work between steps out of their seconds."""
 
         def on_log(self, *_: Any, **__: Any) -> None:
             promise.begin_again()
@@ -63,9 +63,9 @@ def patch(module: ModuleType) -> None:
 
 
 class _Answer:
-    """The answer's sizes, and those of the command's first Trainer with data to train on, in whose place they are.
+    """The answer's sizes, which replace those of the command's first Trainer with data to train on.
 
-    A Trainer of other sizes was not measured, and keeps them.
+    A Trainer of other sizes was not measured, and keeps its own.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class _Answer:
         self._has_trained = False
 
     def apply(self, arguments: Any, *, has_data: bool) -> bool:
-        """Give arguments the answer, if it is for them; returns whether it is."""
+        """Give arguments the answer if it is for them, and return whether it is."""
         sizes = _sizes_of(arguments)
         if self._own is None and has_data:
             self._own = sizes
-            promise.takers.append(lambda _: None)  # its steps are as many as it is told
+            promise.takers.append(lambda _: None)  # the Trainer takes as many steps as are set
         answer = self._in_place_of(sizes)
         if self._own is None or sizes not in (self._own, answer):
             return False
@@ -91,7 +91,7 @@ class _Answer:
         return True
 
     def check(self, arguments: Any) -> None:
-        """Raise if the first training is one of other sizes than the answer's."""
+        """Raise if the first training has other sizes than the answer."""
         sizes = _sizes_of(arguments)
         answer = self._in_place_of(sizes)
         if not self._has_trained and sizes != answer:
@@ -102,7 +102,7 @@ class _Answer:
         self._has_trained = True
 
     def _in_place_of(self, sizes: tuple[int, int]) -> tuple[int, int]:
-        steps = os.environ.get(STEPS)  # it is not there if the batch is not known
+        steps = os.environ.get(STEPS)  # not set if the batch is not known
         return int(os.environ[SIZE]), (self._own or sizes)[1] if steps is None else int(steps)
 
 
@@ -111,9 +111,9 @@ def _sizes_of(arguments: Any) -> tuple[int, int]:
 
 
 def usable(model: Any) -> list[str]:
-    """The values to try: none, all kernels that this model passes the checks of, and these with compiled layers.
+    """Return the values to try: none, all kernels whose checks this model passes, and these with compiled layers.
 
-    Layers are compiled where a GPU takes it.
+    Layers are compiled only on a GPU.
     """
     kernels = [name for name in APPLIED if name != "compile" and _passes(model, name)]
     values = ["none", "+".join(kernels)] if kernels else ["none"]

@@ -1,4 +1,4 @@
-"""transformers' Trainer and its children in a trial: sizes are set, steps are timed, and nothing is written."""
+"""transformers' Trainer and its subclasses in a trial: sizes are set, steps are timed, and nothing is written."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def patch(module: ModuleType) -> None:
     @wraps(train)
     def measure(self: Any, *_: Any, **__: Any) -> None:
         _serve(self, partial(train, self))
-        os._exit(0)  # what the command does at its end, or if it fails, is not for a trial
+        os._exit(0)  # the command's code for its end or its failure is not for a trial
 
     trainer.__init__, trainer.train = make, measure
     for name in ("save_model", "push_to_hub", "save_state", "log_metrics", "save_metrics"):
@@ -94,7 +94,7 @@ def patch(module: ModuleType) -> None:
 
 
 def _no_evaluation(*_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-    """What a script may read of an evaluation that is not run."""
+    """Metrics that a script may read of an evaluation that is not run."""
     return defaultdict(float, {f"{metric_key_prefix}_loss": 0.0})
 
 
@@ -104,13 +104,13 @@ def _no_prediction(*_: Any, metric_key_prefix: str = "test", **__: Any) -> Predi
 
 
 def _refuse_model_init(trainer: Any) -> None:
-    """Raise CannotSetError if the model that is there is not the one that is trained."""
+    """Raise CannotSetError if the present model is not the one that is trained."""
     if trainer.model_init is not None:
         raise CannotSetError("--apply sets up the model that the Trainer is given, and model_init makes another one")
 
 
 def _prepare(arguments: Any) -> None:
-    """Set what the trial tries, and switch off all that a training writes or reads beside its data."""
+    """Set what the trial tries, and switch off all that a training writes, or reads in addition to its data."""
     if hasattr(arguments, "bexp_asked"):
         return
     asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
@@ -181,7 +181,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
 
 
 def _usable(trainer: Any) -> list[str] | None:
-    """What `bexp.apply` can do to a model that is as the command has it, if the trial asks for that."""
+    """The values of APPLY that this model can have, if the trial asks for them with a model as the command has it."""
     if choice().get(APPLY) != "none":
         return None
     found: list[str] = import_module("bexp.tune.applied_trainer").usable(trainer.model)
@@ -189,12 +189,12 @@ def _usable(trainer: Any) -> list[str] | None:
 
 
 def _evaluate(trainer: Any, ranks: Ranks) -> dict[str, Any]:
-    """What an evaluation needs in the fullest process."""
+    """The memory of an evaluation in the fullest process."""
     return max(ranks.gather(evaluate_longest(trainer)), key=lambda figures: figures["peak_bytes"])
 
 
 def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
-    """The order in which the training takes the samples that were read; None of a sampler that makes whole batches."""
+    """The training's order of the samples that were read; None for a sampler that makes whole batches."""
     if not isinstance(order, LengthGroupedSampler):
         return epoch_of(order, lengths)
     number = len(lengths.tokens)
@@ -215,7 +215,7 @@ def _next(link: Link | None) -> dict[str, Any] | None:
 def _measure(
     trainer: Any, train: Callable[[], Any], optimizer: Any, lengths: Lengths, ranks: Ranks, size: int
 ) -> dict[str, Any]:
-    """Run a few optimizer steps at one size, the longest micro-batch first; `optimizer` is the caller's own, if any."""
+    """Run a few optimizer steps at one size, the longest micro-batch first; `optimizer` is the command's, if any."""
     from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
     arguments = trainer.args
@@ -268,7 +268,7 @@ def _measure(
 
 
 def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
-    """The longest batch that an evaluation can have; None if there is no dataset that can be read in any order."""
+    """The longest batch of an evaluation; None if no dataset can be read in any order."""
     found = _datasets(trainer)
     if not found:
         return None
@@ -279,10 +279,10 @@ def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
 
 
 def evaluate_longest(trainer: Any) -> dict[str, float]:
-    """Run that batch as `evaluate` does, with the state of the optimizer that the training has left; read the peak.
+    """Return the peak of an evaluation's longest batch, while the optimizer has the state that the training left.
 
-    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added. If there are
-    several datasets, each is evaluated by itself, and the highest of their peaks counts.
+    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added. Several datasets
+    are evaluated one by one, and the highest peak counts.
     """
     return {"peak_bytes": max(_peak(trainer, dataset, lengths) for dataset, lengths in _datasets(trainer))}
 
@@ -304,7 +304,7 @@ def _peak(trainer: Any, dataset: Any, lengths: Lengths) -> float:
 
 
 def _kept_bytes(trainer: Any, logits: Any, labels: Any, num_batches: int) -> int:
-    """Bytes of the outputs of other batches, if all are as long; a second copy is there while they are put together."""
+    """Bytes of the outputs of other batches, if all are as long; concatenating them takes a second copy."""
     arguments = trainer.args
     if logits is not None and trainer.preprocess_logits_for_metrics is not None:
         logits = trainer.preprocess_logits_for_metrics(logits, labels)

@@ -1,4 +1,4 @@
-"""Names the process that holds the lock of a file. All of it is the kernel's word: no user can forge another's name."""
+"""The process that holds the lock of a file, as the kernel names it, so that no user can forge another's name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import psutil
 from bexp.explorer.model.spelling import shortened
 
 MOST_SHOWN = 120
-"""Characters of a command line."""
+"""Characters that are shown of a command line."""
 
 _PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
-"""Of the URL of a database, which may stand in a command line."""
+"""The password in the URL of a database, which may stand in a command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Holder:
 def find_holder(descriptor: int) -> Holder | None:
     """Return who holds an flock on an open file.
 
-    The kernel names the process that took the lock. If that has it no longer, one that it gave the lock to is looked
-    for. Returns None if nobody holds it, or if a container hides who does.
+    The kernel names the process that took the lock. That process may have passed the lock on, so its present owner is
+    looked for. Returns None if nobody holds it, or if a container hides who does.
     """
     try:
         file = _kernel_name(descriptor)

@@ -1,4 +1,4 @@
-"""Which back ends can serve a job's model on this device."""
+"""The back ends that can serve a job's model on this device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report_device(
 
 
 def execution_support(reason: str | None) -> tuple[BackendSupport, ...]:
-    """Return which executions can be had; `reason` says why none that replays CUDA graphs can."""
+    """Return which executions can be used; `reason` says why those that replay CUDA graphs cannot."""
     return tuple(
         BackendSupport(name=one, usable=not one.replays or reason is None, reason=reason if one.replays else None)
         for one in Execution
@@ -52,7 +52,7 @@ def _record(support: Support) -> BackendSupport:
 
 
 def _attention(support: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:
-    """`support`, and whether it serves sequences that devices share; what their length admits is for the request."""
+    """`support`, and whether it serves sequences that devices share. Their length is judged with the request."""
     reason = support.reason
     if support.usable:
         try:

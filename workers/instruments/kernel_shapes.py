@@ -1,4 +1,4 @@
-"""A `ModelSpec` as the kernels ask for it."""
+"""The shapes of a `ModelSpec`, as the kernels take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the ranks that share the sequences of a block or of a model."""
+"""The ranks that share the sequences of a block or of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one claimed job. Each step of its exploration is stored before the next begins.
+"""The run of one claimed job. Each step of its exploration is stored before the next begins.
 
 While the database does not answer, the job holds its step and goes on when it does.
 """
@@ -38,7 +38,7 @@ POLL = timedelta(seconds=0.5)
 
 
 class Interruption(StrEnum):
-    """Why a job must not go on."""
+    """The reason why a job must not go on."""
 
     CANCELLED = "cancelled"
     LEASE_LOST = "lease lost"
@@ -47,9 +47,9 @@ class Interruption(StrEnum):
 class LeaseHeartbeat:
     """A thread that extends the lease three times in its duration, and checks for a cancellation every `poll`.
 
-    It calls `interrupt` once if the job is cancelled or the lease is lost; `reason` then says which. While the database
-    does not answer it goes on trying: nobody can claim the job meanwhile, and what the job writes later is refused if
-    somebody has claimed it.
+    The thread calls `interrupt` once if the job is cancelled or the lease is lost; `reason` then says which. While the
+    database does not answer, the thread goes on trying. Nobody can claim the job meanwhile, and if somebody claims it
+    before this worker writes again, the writes are refused.
     """
 
     def __init__(self, queue: Queue, lease: Lease, interrupt: Callable[[], None], *, poll: timedelta = POLL) -> None:
@@ -75,7 +75,7 @@ class LeaseHeartbeat:
         self._thread.join()
 
     def end(self, write: Callable[[], T]) -> T:
-        """Return what `write` returns, after which the lease is given up. What is given up is not lost."""
+        """Return the result of `write`, after which the lease is given up, and is not reported as lost."""
         with self._asking:
             written = write()
             self._ended.set()
@@ -136,7 +136,7 @@ class Explore(Protocol):
 
 
 class JobEnd(StrEnum):
-    """How a worker's attempt at a job ended."""
+    """The end of a worker's attempt at a job."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -160,7 +160,7 @@ def run_job(
 ) -> JobEnd:
     """Run a job until it ends or is cancelled, its lease is lost, or `stopping` is set.
 
-    What it measures is kept for later jobs on such hardware with the same versions, those of `software` included.
+    Measurements are kept for later jobs on such hardware with the same versions, those of `software` included.
 
     The caller that sets `stopping` must then interrupt the profiler, so that a trial ends at once. If the device or the
     host cannot go on, the job is put back with the reason.
@@ -256,7 +256,7 @@ class _JobRun:
         return self._end(report)
 
     def _hold(self, write: Callable[[], T], check: Callable[[], None]) -> T:
-        """Return what `write` returns, and repeat it while the database is in trouble and `check` does not raise."""
+        """Return the result of `write`, repeated while the database is in trouble and `check` does not raise."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -269,7 +269,7 @@ class _JobRun:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _end(self, end: Callable[[], JobEnd]) -> JobEnd:
-        """Return how the attempt ends: it is lost if the lease is, or if the worker ends while the database is away."""
+        """Return the end of the attempt, which is lost with the lease, or if the worker ends without the database."""
         try:
             return self._hold(partial(self._heartbeat.end, end), self._check_worker)
         except (LeaseLostError, _JobStoppedError):
@@ -326,7 +326,7 @@ class _JobRun:
             raise _JobStoppedError
 
     def _keep_components(self) -> None:
-        """Keep what was measured for later jobs; the job ends after that, because its worker may end with it."""
+        """Keep the measurements for later jobs, before the job ends, because its worker may end with it."""
         if self._report is not None:
             claim = self._claim
             keep_components(
@@ -369,9 +369,9 @@ PHASES = ("process_start", "build", "warm_up", "timed", "messaging", "suggest", 
 
 
 class JobTimings:
-    """Counts seconds from the claim of a job on. The job was queued for `queued_seconds` before.
+    """A count of seconds from the claim of a job on. The job was queued for `queued_seconds` before.
 
-    What a profiler process does before the claim, such as importing torch, is not counted. A trial inside `suggest`
+    Work of a profiler process before the claim, such as importing torch, is not counted. A trial inside `suggest`
     counts only as a trial, so that the phases do not overlap.
     """
 
@@ -408,8 +408,8 @@ class JobTimings:
         """Count a trial that took `wall_seconds` here and reports `phases`.
 
         The process start that a trial reports may have happened before it, so only the part that fits into the wall
-        time is counted. A trial that ran beside others took longer than it was waited for; its phases are scaled to the
-        waiting time.
+        time is counted. A trial that ran at the same time as others took longer than the wait for it; its phases are
+        scaled to the waiting time.
         """
         measured = phases.model_dump()
         start = measured.pop("process_start")

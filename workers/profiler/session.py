@@ -1,4 +1,4 @@
-"""Answers the commands of the parent, one after another."""
+"""Answers to the commands of the parent, one after another."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Session:
         return self._request is not None
 
     def answer(self, command: Command) -> bool:
-        """Execute a command; returns False if this process cannot execute another one."""
+        """Execute a command; return False if this process cannot execute another one."""
         if isinstance(command, MeasureHardware):
             self._send(HardwareReply(hardware=measure_hardware(self._instruments.device, self._used_before)))
         elif isinstance(command, Begin):
@@ -80,7 +80,7 @@ class Session:
         return True
 
     def _end_job(self) -> None:
-        """Release what the last job's target holds on the device and on the host."""
+        """Release the memory of the last job's target on the device and on the host."""
         if isinstance(self._target, WholeTarget):
             self._target.close()
         self._request, self._target = None, None
@@ -90,7 +90,7 @@ class Session:
         request, hardware = command.request, command.hardware
         self._end_job()
         import_target(request.target_name)
-        freeze_imports()  # those of earlier jobs, too
+        freeze_imports()  # earlier jobs may have imported more
         self._request = request
         self._instruments.use_allocator(request.allocator)
         try:
@@ -127,7 +127,7 @@ class Session:
         return not poisoned
 
     def _attempt(self, task: TrialTask, request: ExplorationRequest, clock: PhaseClock) -> tuple[Measurement, bool]:
-        """Measure what the task asks for. An exception becomes the outcome, and keeps what came before it.
+        """Measure a task. An exception becomes the outcome, next to the measurements before it.
 
         Also returns whether the target's own process was killed for no known reason.
         """
@@ -173,7 +173,7 @@ class Session:
         return run_whole_model(self._instruments, target, task.model, task.candidate, sharded, clock)
 
     def _is_lost(self, measurement: Measurement) -> bool:
-        """Whether the trial's failure leaves the device, or the group of ranks, unusable."""
+        """Return whether the trial's failure leaves the device, or the group of ranks, unusable."""
         if measurement.outcome is Outcome.OK:
             return False
         failed = measurement.failed_component

@@ -60,13 +60,13 @@ class RayDevicePool(DevicePool):
 
     @property
     def capacity(self) -> int:
-        """How many actors are ready; 1 while all are being replaced."""
+        """Number of actors that are ready; 1 while all are being replaced."""
         if self._cluster.is_connected:
             self._actors.admit()
         return max(1, len(self._actors.ready))
 
     def start(self) -> None:
-        """Connect, and have at least one actor ready; does nothing if that is so.
+        """Connect, and make at least one actor ready, unless one is.
 
         Raises:
             ProfilerError: Ray is not installed, the cluster cannot be reached or has no such device.
@@ -88,13 +88,13 @@ class RayDevicePool(DevicePool):
         return is_ready
 
     def hardware(self) -> HardwareSpec:
-        """The hardware of the first actor that was ready."""
+        """Return the hardware of the first actor that was ready."""
         self._check_interrupted()
         assert self._actors.hardware is not None, "start() was not called"
         return self._actors.hardware
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
-        """Announce a job to all actors; returns the first actor's report."""
+        """Announce a job to all actors; return the first actor's report."""
         self._check_interrupted()
         return self._actors.begin(request)
 
@@ -176,7 +176,7 @@ class RayDevicePool(DevicePool):
                 handle.trial = trial
 
     def _collect(self, handle: ActorHandle) -> tuple[TrialTask, Measurement] | None:
-        """The result of a trial that ended; None if its actor was lost, and it begins again."""
+        """The result of a trial that ended; None if its actor was lost and the trial begins again."""
         trial = handle.trial
         assert trial is not None
         try:
@@ -212,7 +212,7 @@ class RayDevicePool(DevicePool):
 
 TICK_SECONDS = 0.1
 MOST_REPLACEMENTS = 8
-"""Between two starts of the pool, beside the actors that it starts with."""
+"""The most replacements of actors between two starts of the pool."""
 CLOSE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
@@ -221,8 +221,8 @@ _log = logging.getLogger(__name__)
 class Actors:
     """As many actors as the cluster has room for. `ready` can run trials, `pending` have not answered yet.
 
-    All devices must be alike: an actor is left out, with an event, if the fingerprint of its hardware or its usable
-    back ends differ from the first actor's.
+    All devices must be alike. If the fingerprint of an actor's hardware or its usable back ends differ from the first
+    actor's, the actor is left out, with an event.
     """
 
     def __init__(self, cluster: Cluster, start_timeout_seconds: float, check_interrupted: Callable[[], None]) -> None:
@@ -259,7 +259,7 @@ class Actors:
         return len(self.ready) > 0
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
-        """Announce a job to all actors; returns the first actor's report."""
+        """Announce a job to all actors; return the first actor's report."""
         self.wait_for_one()
         self.request, self._report = request, None
         self.pending += self.ready

@@ -1,4 +1,4 @@
-"""The jobs that a recorded table can answer, so that a worker that replays it leaves the others to other workers."""
+"""The jobs that a recorded table can answer. A worker that replays the table leaves other jobs to other workers."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ SAME = ("mode", "routing", "plain_execution", "training")
 
 
 class ReplayProfiler(DeviceProfiler):
-    """Serves jobs that a table can answer. Any other job gets the reason why it cannot.
+    """A profiler of jobs that a table can answer. Any other job is refused with the reason.
 
-    The device's name says that it is replayed, so that no real device resumes a job that a replay began, or the other
-    way round.
+    The device's name says that it is replayed, so that no real device resumes a job that a replay began, nor the
+    reverse.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,15 +59,15 @@ class ReplayProfiler(DeviceProfiler):
 
     @property
     def restarts(self) -> int:
-        """How often the profiler process would have been replaced."""
+        """Number of times that the profiler process would have been replaced."""
         return self._device.replacements if self._device is not None else 0
 
     def start(self) -> None:
-        """Be ready for the next job."""
+        """Get ready for the next job."""
         self._interrupted.clear()
 
     def hardware(self) -> HardwareSpec:
-        """The recorded device, marked as such."""
+        """Return the recorded device, marked as such."""
         recorded = self.recording.header.report.hardware
         return recorded.model_copy(update={"device_name": f"{recorded.device_name}{REPLAYED}"})
 
@@ -95,7 +95,7 @@ class ReplayProfiler(DeviceProfiler):
         return self._device(task)
 
     def interrupt(self) -> None:
-        """Every later call raises ProfilerInterruptedError, until `start()`."""
+        """Make every later call raise ProfilerInterruptedError, until `start()`."""
         self._interrupted.set()
 
     def finish_job(self) -> None:
@@ -165,7 +165,7 @@ def _short(request: ExplorationRequest, field: str) -> str:
 
 
 class VirtualClock:
-    """Seconds of recorded trials, added to the seconds of `real` (default: a clock that stands still)."""
+    """A clock of recorded trials' seconds, added to those of `real` (default: a clock that stands still)."""
 
     def __init__(self, real: Callable[[], float] | None = None) -> None:
         self._real = real or (lambda: 0.0)
@@ -190,9 +190,9 @@ class RecordedDevice:
 
     The answer for a component is one of its recorded runs. The seed of the draw depends on the component, so the answer
     depends neither on the order of trials nor on a restart. If a trial measures components again, its number is part
-    of the seed. With R runs, the distance of a run from their mean is widened by sqrt(R / (R - 1)), because a bootstrap
-    of few runs underestimates their variance (Efron, 1982). A single run is moved by its standard error. A component
-    that was never recorded is `unsupported`.
+    of the seed. A bootstrap of few runs underestimates their variance (Efron, 1982). So with R runs, the distance of a
+    run from their mean is widened by sqrt(R / (R - 1)). A single run is moved by its standard error. A component that
+    was never recorded is `unsupported`.
     """
 
     def __init__(self, recording: Recording, *, seed: int, clock: VirtualClock | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Chooses how processes train together, as the request asks."""
+"""The choice of how processes train together, by the request."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Replicated:
         self._model: DistributedDataParallel | None = None
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """Leaves the unit as it is."""
+        """Leave the unit as it is."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model as a replica. All replicas have equal parameters already."""
@@ -86,9 +86,9 @@ class Replicated:
         self._free_buckets()
 
     def _free_buckets(self) -> None:
-        """Make NCCL's process group free the buckets that it has reduced and holds, because nobody waits for them.
+        """Make NCCL's process group free the reduced buckets, which it holds because nobody waits for them.
 
-        It frees a bucket when a new collective begins after the watchdog has seen the end of the reduction.
+        The group frees a bucket when a new collective begins after the watchdog has seen the end of the reduction.
         """
         if dist.get_backend(self._members) == "nccl":
             time.sleep(WATCHDOG_SECONDS)
@@ -108,10 +108,10 @@ class ReplicatedMain:
         self._reduced: list[Tensor] = []
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """Leaves the unit as it is."""
+        """Leave the unit as it is."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Returns the model."""
+        """Return the model."""
         return model
 
     def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
@@ -132,7 +132,7 @@ class ReplicatedMain:
         self._works, self._reduced = [], []
 
     def finish(self) -> None:
-        """Does nothing, because each reduction was waited for."""
+        """Do nothing, because each reduction was waited for."""
 
     def _reduce_after(self, gradient: Tensor) -> Callable[[Tensor], None]:
         def reduce(_: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Passes the parent's commands to the ranks of a group, and merges the ranks' replies into one."""
+"""The coordinator of a group, which passes the parent's commands to the ranks, and merges their replies into one."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from bexp.workers.process.protocol import (
 from bexp.workers.profiler.distributed.message_queue import MessageQueue
 
 GRACE_SECONDS = 5.0
-"""How long a failed trial waits for more replies. If a rank ends, its peers fail first, but it is the cause."""
+"""How long a failed trial waits for more replies. If a rank ends, its peers report first, but the rank is the cause."""
 
 R = TypeVar("R", Hello, HardwareReply, ReportReply)
 
 
 class GroupEndedError(Exception):
-    """The group cannot go on, and the parent knows."""
+    """The group cannot go on, as the parent has been informed."""
 
 
 class Coordinator:
-    """Answers the parent for a group of ranks.
+    """The voice of a group of ranks towards the parent.
 
     The coordinator decides a trial's outcome from the ranks' replies: all succeeded, or one failed. The ranks do not
-    learn it. After a failure in a trial of several ranks the group must be replaced, because some ranks wait for others
-    in the middle of an operation. There is one exception: memory ran out on all ranks, in a block that each computes
-    without the others.
+    learn the outcome. After a failure in a trial of several ranks the group must be replaced, because some ranks may
+    wait for others amid an operation. There is one exception: memory ran out on all ranks, in a block that each
+    computes without the others.
     """
 
     def __init__(self, message_queue: MessageQueue, devices: Sequence[str], send: Callable[[Frozen], None]) -> None:
@@ -80,7 +80,7 @@ class Coordinator:
         self._send(HardwareReply(hardware=hardware))
 
     def _collect(self, kind: type[R]) -> list[R]:
-        """Wait for one reply of each rank; returned in the order of ranks."""
+        """Wait for one reply of each rank, and return them in the order of ranks."""
         replies: dict[int, R] = {}
         while len(replies) < len(self._devices):
             received = self._message_queue.next_reply()
@@ -115,7 +115,7 @@ class _Trial:
         self._first_failed: int | None = None
 
     def follow(self) -> TrialFinished:
-        """Wait for the ranks, and report their progress to the parent; returns the merged result.
+        """Wait for the ranks, and report their progress to the parent; return the merged result.
 
         Raises:
             GroupEndedError: a rank has ended.
@@ -177,7 +177,7 @@ class _Trial:
 
 
 def _failed_alone(finished: TrialFinished) -> bool:
-    """Whether memory ran out in a block that each rank computes alone, so that no rank waits inside it.
+    """Return whether memory ran out in a block that each rank computes alone, so that no rank waits inside it.
 
     All ranks compute the same, so all of them run out of memory there. A rank that did not would wait for the others to
     agree on the number of repeats.
@@ -260,7 +260,7 @@ def merge_trial(trials: Sequence[TrialFinished]) -> TrialFinished:
     measurements = [finished.measurement for finished in trials]
     components = zip(*(measurement.components for measurement in measurements), strict=True)
     whole = [m.whole_model for m in measurements if m.whole_model is not None]
-    slowest = max(trials, key=lambda finished: finished.seconds)  # whose phases add up to its time
+    slowest = max(trials, key=lambda finished: finished.seconds)  # only its own phases add up to its time
     merged = slowest.measurement.model_copy(
         update={
             "components": tuple(merge_component(ranks) for ranks in components),
@@ -273,7 +273,7 @@ def merge_trial(trials: Sequence[TrialFinished]) -> TrialFinished:
 
 def _merge_whole_model(measurements: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
     """Take micro-step and communication of the slowest rank: the others' communication includes their wait for it."""
-    on_mesh = measurements[0].num_micro_batches is not None  # whose ranks wait for each other, and update unlike shares
+    on_mesh = measurements[0].num_micro_batches is not None  # ranks then wait for each other, and update unlike shares
     slowest = max(measurements, key=lambda whole: whole.mesh_step_seconds if on_mesh else whole.micro_step_seconds)
     optimizer = [slowest] if on_mesh else measurements
     return slowest.model_copy(

@@ -1,4 +1,4 @@
-"""Measures an optimizer step on one layer of each kind, the embedding and the head, and scales it to the model."""
+"""An optimizer step, measured on one layer of each kind, the embedding and the head, and scaled to the model."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class _StepPasses:
         self._optimizer.zero_grad()
 
     def prepare_backward(self) -> None:
-        """Does nothing, because a step has no backward."""
+        """Do nothing, because a step has no backward."""
 
     def backward(self) -> None:
-        """Does nothing, because a step has no backward."""
+        """Do nothing, because a step has no backward."""
 
     def run_chain(self, length: int) -> None:
-        """Does nothing, because a model never steps several times in a row."""
+        """Do nothing, because a model never steps several times in a row."""
 
 
 def measure_optimizer(

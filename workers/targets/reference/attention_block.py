@@ -28,9 +28,9 @@ from bexp.workers.targets.reference.weights import Weights
 class AttentionBlock(ResidualBlock):
     """Causal self-attention with one projection for queries, keys and values, in this order of heads.
 
-    `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward;
-    recomputation of the projections runs all that comes before it, and keeps what the kernel itself keeps. With
-    `context_parallel` the block has this rank's tokens of each sequence, and attention alone asks the other ranks.
+    `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward.
+    Recomputation of the projections runs everything before the core again, and keeps the kernel's own saved tensors.
+    With `context_parallel` the block has this rank's tokens of each sequence, and attention alone asks the other ranks.
     `norm_over_ranks` is set where other ranks have heads that a norm spans, too.
     """
 
@@ -77,7 +77,7 @@ class AttentionBlock(ResidualBlock):
         self.train(training)
 
     def core(self, x_BSD: Tensor) -> Tensor:
-        """Norm, projections and attention of a tile."""
+        """Return norm, projections and attention of a tile."""
         q, k, v = (heads.transpose(1, 2) for heads in self._project(recomputable(self.norm, x_BSD)))
         if self.recompute is BlockRecompute.SELECTIVE and self.training:
             out_BHSD = recomputed(self.attend, q, k, v)
@@ -127,10 +127,10 @@ _BASE = 10_000.0
 
 
 class Rotary(nn.Module):
-    """Rotates the leading `rotary_size` entries of each head by an angle that grows with the position.
+    """A rotation of the leading `rotary_size` entries of each head by an angle that grows with the position.
 
     The tables (S, 1, rotary_size) are computed once; the sine carries the sign of the rotation. `positions` (S) are
-    those of the tokens that will come, default 0, 1, 2 and so on.
+    those of the tokens in the forward pass, default 0, 1, 2 and so on.
     """
 
     cos: Tensor
@@ -150,8 +150,8 @@ class Rotary(nn.Module):
     def split(self, x_BSND: Tensor, sizes: tuple[int, ...], num_rotated: int) -> tuple[Tensor, ...]:
         """Rotate the first `num_rotated` heads of x (B, S, N, D) and split its heads into parts of the given sizes.
 
-        x is rotated where it lies and must not be used again: the parts are views of it, so that queries, keys and
-        values that were projected together are stored once.
+        x is rotated in place and must not be used again. The parts are views of it, so that queries, keys and values
+        that were projected together are stored once.
         """
         seq_length = x_BSND.shape[1]
         cos, sin = self.cos[:seq_length], self.sin[:seq_length]

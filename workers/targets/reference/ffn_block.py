@@ -33,6 +33,6 @@ class DenseFFN(ResidualBlock):
         self.train(training)
 
     def core(self, x_BSD: Tensor) -> Tensor:
-        """The branch of a tile."""
+        """Return the branch of a tile."""
         out: Tensor = self.mlp(recomputable(self.norm, x_BSD))
         return out

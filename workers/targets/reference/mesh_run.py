@@ -1,4 +1,4 @@
-"""A model in training on a mesh of ranks: tensor parallelism, a pipeline, and data parallelism beside them."""
+"""A model in training on a mesh of ranks: tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 class MeshTrainingRun:
     """This rank's stages of a model, with their optimizer and the micro-batches of a step.
 
-    Ranks are numbered as `bexp.explorer.meshes.transfers` says. Replicas have equal parameters and different
-    data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
+    Ranks are numbered as `bexp.explorer.meshes.transfers` says. Replicas have equal parameters and different data.
+    Ranks that share blocks have one seed, so that their shards are alike and unsharded parameters equal.
     """
 
     graph_bytes = 0
@@ -134,7 +134,7 @@ class MeshTrainingRun:
             self._schedule = self._plan(model, candidate, run)
 
     def begin(self) -> float:
-        """Bring memory and communication to their steady state; returns the seconds of a step."""
+        """Bring memory and communication to their steady state; return the seconds of a step."""
         if self._schedule is None:
 
             def micro_step() -> None:
@@ -151,7 +151,7 @@ class MeshTrainingRun:
         return seconds
 
     def step(self) -> list[Mark]:
-        """Run a step; returns the moments before it, before the optimizer, and after it."""
+        """Run a step; return the moments before it, before the optimizer, and after it."""
         marks = [self._mark()]
         self.compute_gradients()
         marks.append(self._mark())
@@ -160,7 +160,7 @@ class MeshTrainingRun:
         return [*marks, self._mark()]
 
     def compute_gradients(self) -> None:
-        """Run forward and backward of all micro-batches, and exchange gradients; `losses` are then those of them."""
+        """Run forward and backward of all micro-batches, and exchange gradients; `losses` are then theirs."""
         self.losses = []
         if self._schedule is None:
             for number in range(self._number):
@@ -195,7 +195,7 @@ class MeshTrainingRun:
             torch._foreach_div_([gradients[parameter] for parameter in left], float(self._replicas.size()))
 
     def finish(self) -> None:
-        """Wait for the last step, and free what outlives the model."""
+        """Wait for the last step, and free memory that outlives the model."""
         self._instruments.synchronize()
         for parallel in self._parallel:
             parallel.finish()
@@ -257,11 +257,12 @@ class MeshTrainingRun:
 class DecoderStage(nn.Module):
     """Layers `first` to `end` of `model` as a rank of a pipeline has them, with random weights.
 
-    The first stage has the embedding and takes tokens, the last has the head and returns the loss as a tensor of one
-    element; all others take and return hidden states. `ranks` share the blocks; what each of them has whole is drawn
-    alike, because they have one seed. A model that ties embedding and head has one matrix if a stage has both, and
-    otherwise two, whose gradients must be summed: see `tied`. `take_unit` is that of `DecoderModel`. `experts` builds
-    the blocks whose experts are spread over ranks.
+    The first stage has the embedding and takes tokens. The last has the head and returns the loss as a tensor of one
+    element. All others take and return hidden states. A model that ties embedding and head has one matrix if a stage
+    has both, and otherwise two, whose gradients must be summed: see `tied`.
+
+    `ranks` share the blocks; with one seed they draw unsharded parameters alike. `take_unit` is that of `DecoderModel`.
+    `experts` builds the blocks whose experts are spread over ranks.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class DecoderStage(nn.Module):
             head = end_of_model(ComponentKind.HEAD, w_tied)
             assert isinstance(head, Head)
             if ranks is not None:
-                ranks.lose(head)
+                ranks.spread_loss(head)
             self.head = head
             if not shares_ends:
                 take_unit(head, is_last=True)
@@ -328,7 +329,7 @@ class DecoderStage(nn.Module):
         share_rotary(self)
         if model.moe is not None:
             routes_TK = device_routes(model, request.routing, m * model.seq_length, request.seed, device)
-            if ranks is not None and experts is not None:  # then each rank routes its own tokens
+            if ranks is not None and experts is not None:  # each rank routes its own tokens
                 routes_TK = routes_TK.chunk(ranks.size)[ranks.rank]
             share_routes(self, routes_TK)
 
@@ -343,7 +344,7 @@ class DecoderStage(nn.Module):
         return own
 
     def forward(self, x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """Tokens or hidden states of a micro-batch to hidden states, or to the mean cross entropy of `targets_BS`."""
+        """Map a micro-batch's tokens or hidden states to hidden states, or to the loss of `targets_BS`."""
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers:

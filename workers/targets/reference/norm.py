@@ -37,6 +37,6 @@ class LayerNorm(nn.Module):
 
 
 def build_norm(model: ModelSpec, weights: Weights) -> RMSNorm | LayerNorm:
-    """The model's norm over its hidden size."""
+    """Return the model's norm over its hidden size."""
     kind = RMSNorm if model.norm == "rmsnorm" else LayerNorm
     return kind(model.hidden_size, weights)

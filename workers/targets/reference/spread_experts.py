@@ -31,8 +31,8 @@ def build_spread_experts(
 ) -> MoEFFN:
     """Return a block with this rank's experts and the router of all; its routes are not set yet.
 
-    The component says how many ranks share the experts of `model`, in how many chunks they exchange tokens, and how
-    many of the most popular experts each of them copies.
+    The component has the number of ranks that share the experts of `model`, that of the chunks in which they exchange
+    tokens, and that of the most popular experts that each rank copies.
     """
     moe = model.moe
     assert moe is not None, "a model with experts"
@@ -79,9 +79,9 @@ def build_busiest_rank(
     generator: torch.Generator | None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[MoEFFN, LocalPeers]:
-    """Return the block of the rank that the most pairs of token and expert go to, with the other ranks played.
+    """Return the block of the rank that gets the most pairs of token and expert, with the other ranks imitated.
 
-    Within the context of its `waiting` it is one of the ranks of `group`, if there is one, which exchange tokens as in
+    Within the context of its `waiting` the block exchanges tokens with the ranks of `group`, if there is one, as in
     training.
     """
     routes_TK = _routes(model, component, request, device)
@@ -94,7 +94,7 @@ def build_busiest_rank(
     peers = LocalPeers(size, int(counts_E.view(size, -1).sum(dim=1).argmax()))
     block = build_spread_experts(peers, model, component, request, device, generator)
     block.set_routes(routes_TK)
-    block.is_repeatable = not drops  # other inputs drop other pairs, so that the numbers of rows that are known change
+    block.is_repeatable = not drops  # other inputs drop other pairs, so that the known numbers of rows change
     if group is not None:
         run = _expert_parallel(GroupPeers(group), model, component, request, device)
         block.waiting = partial(_experts_run_by, block, run)
@@ -123,11 +123,11 @@ def _counts(model: ModelSpec, routes_TK: Tensor) -> Tensor:
 class LocalPeers:
     """One of `size` ranks that have equal routes, without the others. Exchanges are copies on its own device.
 
-    What comes from another rank is what this rank sends to itself, so that its experts get as many rows, with the same
-    routes, as in a group whose ranks have such tokens. A copy takes a fraction of an exchange's time; whoever adds the
-    exchange can take it off again, because `bexp.explorer.meshes.layers` knows its bytes.
+    Rows from another rank are replaced by those that this rank sends to itself. So its experts get as many rows, with
+    the same routes, as in a group whose ranks have such tokens. A copy takes a fraction of an exchange's time. It can
+    be subtracted where the exchange is added, because `bexp.explorer.meshes.layers` knows its bytes.
 
-    The host reads counts once, and knows them afterwards, because routes stay the same. It then runs ahead of the
+    The host reads counts once, and knows them afterwards, because routes stay the same. The host then runs ahead of the
     device, so that the seconds of both can be measured.
     """
 
@@ -137,7 +137,7 @@ class LocalPeers:
         self._drawn: dict[tuple[int, ...], Tensor] = {}
 
     def all_to_all(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> None:
-        """Fill the buffer with what this rank sends to itself; on the way back, with what it sends to anyone."""
+        """Fill the buffer with the rows that this rank sends to itself; on the way back, with those for any rank."""
         own = splits.sent[self.rank]
         if all(number == own for number in splits.received):
             first = sum(splits.sent[: self.rank])
@@ -154,10 +154,10 @@ class LocalPeers:
         part.copy_(self._drawn[shape])
 
     def reduce(self, part: Tensor, owner: int) -> None:
-        """Leave the tensor as it is: its sum passes the links alone."""
+        """Leave the tensor as it is, because a sum adds work on the links alone."""
 
     def all_to_all_counts(self, sent: Tensor) -> Tensor:
-        """Return what this rank sends to itself as that of every rank."""
+        """Return this rank's counts for itself as those of every rank."""
         return sent[self.rank].expand_as(sent).contiguous()
 
     def read(self, counts: Tensor) -> list[int]:

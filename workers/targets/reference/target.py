@@ -68,7 +68,7 @@ class BlockPasses(ModulePasses):
         self._meet_waiting = meet_waiting
 
     def waiting(self) -> AbstractContextManager[None] | None:
-        """The context in which the host waits as the block says; None if it never does."""
+        """Return the context in which the host waits as the block says; None if it never does."""
         block = self.module
         if not isinstance(block, ResidualBlock) or block.waiting is None:
             return None
@@ -85,7 +85,7 @@ class BlockPasses(ModulePasses):
 
     @contextmanager
     def without_recomputation(self) -> Iterator[None]:
-        """The block without recomputation of the whole of it; its tiles and its single operations keep theirs."""
+        """Run the block without recomputing it as a whole; its tiles and single operations are still recomputed."""
         block = self.module
         if not isinstance(block, ResidualBlock) or not block.recompute.is_whole:
             yield
@@ -103,7 +103,7 @@ WIDTH, HEADS, TOKENS, WORDS = 64, 2, 16, 64
 
 
 def miniature_of(model: ModelSpec) -> ModelSpec:
-    """Return a small model of the same kind. Its FFNs are dense, because experts have as few parameter tensors."""
+    """Return a small model of the same kind, with dense FFNs, because experts have as few parameter tensors."""
     sizes = {
         "num_layers": NUM_LAYERS,
         "hidden_size": WIDTH,
@@ -136,7 +136,7 @@ class ReferenceTarget:
         return report_device(request.shapes, hardware, device, chooses_execution=chooses)
 
     def rest(self) -> int:
-        """Nothing is kept between trials."""
+        """Return 0, because nothing is kept between trials."""
         return 0
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
@@ -186,7 +186,7 @@ class ReferenceTarget:
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[OptimizerPart]:
-        """Embedding with head, and one layer of each kind."""
+        """Yield embedding with head, and one layer of each kind."""
         return optimizer_parts(self._instruments, _specified(model), candidate, request)
 
     @contextmanager
@@ -240,7 +240,7 @@ class _SteppedTogether:
 def optimizer_parts(
     instruments: Instruments, model: ModelSpec, candidate: Candidate, request: ExplorationRequest
 ) -> Iterator[OptimizerPart]:
-    """Embedding with head, and one layer of each kind, each with the optimizer that the request asks for."""
+    """Yield embedding with head, and one layer of each kind, each with the request's optimizer."""
     for part in _parts(model, candidate):
 
         def build(part: _SteppedTogether = part) -> TrainingOptimizer:
@@ -371,7 +371,7 @@ class ReferenceTrainingRun:
         return 0 if self._graphed is None else self._graphed.held_bytes
 
     def begin(self) -> float:
-        """Prepare, and run a step of one micro-step; returns an estimate of a whole step in seconds."""
+        """Prepare, and run a step of one micro-step; return an estimate of a whole step in seconds."""
         seconds: list[float] = []
 
         def timed_micro_step() -> None:
@@ -387,14 +387,14 @@ class ReferenceTrainingRun:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
         if self.optimizer is not None:
-            self._parallel.prepare(self.optimizer, timed_micro_step)  # may run some, and leave gradients
+            self._parallel.prepare(self.optimizer, timed_micro_step)  # may run micro-steps, and leave gradients
         if not seconds:
             timed_micro_step()
         self.update()
         return seconds[-1] * len(self._batches)
 
     def step(self) -> list[Mark]:
-        """Run a step; returns the moments before each micro-step, before the optimizer, and after it."""
+        """Run a step; return the moments before each micro-step, before the optimizer, and after it."""
         marks = [self._mark()]
         for i in range(len(self._batches)):
             self.micro_step(i)
@@ -403,7 +403,7 @@ class ReferenceTrainingRun:
         return [*marks, self._mark()]
 
     def finish(self) -> None:
-        """Wait for the last step, and free what outlives the model."""
+        """Wait for the last step, and free memory that outlives the model."""
         self._instruments.synchronize()
         self._parallel.finish()
 

@@ -23,12 +23,12 @@ from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
 
 
 class PartsBuilder:
-    """Makes layers, shell and whole model for micro-batches of any texts.
+    """A builder of layers, shell and whole model for micro-batches of any texts.
 
-    The weights of one layer of each kind and of the shell stay on the device from the first part until `release`: the
-    whole model has them too, so that they take no memory from a part that training would leave to it. A part that was
-    handed out earlier is of no use once another is asked for. `kinds` names the kind of each layer, in the model's
-    order, and `classes` are the layers' classes.
+    The weights of one layer of each kind and of the shell stay on the device from the first part until `release`. They
+    take no memory that a part would have in training, because the whole model has them too. A part becomes invalid when
+    the next is asked for. `kinds` names the kind of each layer, in the model's order, and `classes` are the layers'
+    classes.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class PartsBuilder:
         self._expert_inputs: ExpertInputs | None = None
 
     def batch(self, texts: TextBatch | int) -> dict[str, Tensor]:
-        """Random token ids and labels on the device, of these texts or of so many full sequences."""
+        """Return random token ids and labels on the device, of these texts or of so many full sequences."""
         return make_batch(self.resolved.config, self._texts(texts), self.device, seed=self.settings.seed)
 
     def _texts(self, texts: TextBatch | int) -> TextBatch:
         return TextBatch.whole(texts, self.resolved.seq_length) if isinstance(texts, int) else texts
 
     def layer(self, kind: str, texts: TextBatch | int) -> BuiltLayer:
-        """One layer of `kind`, ready to run. KeyError if there is no such kind.
+        """Return one layer of `kind`, ready to run. Raises KeyError if there is no such kind.
 
-        If it has experts, its hidden states are those of a typical depth of the model. Else they are the embedding's.
+        A layer with experts gets hidden states of a typical depth of the model, any other those of the embedding.
         """
         if kind not in self.kinds:
             raise KeyError(kind)
@@ -72,16 +72,16 @@ class PartsBuilder:
         )
 
     def shell(self, texts: TextBatch | int) -> ShellPart:
-        """Embedding, norm, head and loss, ready to run."""
+        """Return embedding, norm, head and loss, ready to run."""
         return ShellPart(self.skeleton, self.batch(texts))
 
     def whole(self) -> Any:
-        """The whole model on the device. The parts are dropped first."""
+        """Return the whole model on the device, after the parts are dropped."""
         self.release()
         return build_model(self.resolved, self.settings, self.device)
 
     def rest(self) -> int:
-        """Drops gradients; returns the bytes of the weights that stay on the device."""
+        """Drop gradients; return the bytes of the weights that stay on the device."""
         if self._skeleton is None:
             return 0
         for parameter in self._skeleton.model.parameters():
@@ -89,7 +89,7 @@ class PartsBuilder:
         return storage_bytes(held_tensors(self._skeleton.model))
 
     def release(self) -> None:
-        """Frees what the builder holds on the device and on the host."""
+        """Free the builder's memory on the device and on the host."""
         self._skeleton = None
         self._expert_inputs = None
 
@@ -120,9 +120,9 @@ class PartsBuilder:
 COMPARED_SEQUENCES = 2
 """How many sequences decide which depth is typical."""
 DEEPEST_LAYER = 8
-"""Layers from this one on are not typical, which bounds the work for each sequence; loads hardly change so deep."""
+"""Layers from this one on are not considered, which bounds the work for each sequence; loads hardly change so deep."""
 MOST_SEQUENCES = 32
-"""A larger micro-batch repeats its sequences: so many are spread over the experts as more would be."""
+"""A larger micro-batch repeats its sequences, because so many are spread over the experts as more would be."""
 
 Visit = Callable[[int, Tensor, Sequence[Tensor]], None]
 """Gets a layer's index, the hidden states that go in, and the experts that each token is sent to."""
@@ -135,8 +135,8 @@ class _ExpertsReached(Exception):  # noqa: N818 - it ends a forward that has don
 class ExpertInputs:
     """Hidden states for the layers with experts of a skeleton.
 
-    `sequence(number)` is a micro-batch of one sequence of `seq_length` tokens. Each goes through the layers alone and
-    waits on the host, so that a part which is measured later has all of the device's memory.
+    `sequence(number)` is a micro-batch of one sequence of `seq_length` tokens. Each goes through the layers alone. Its
+    hidden states are kept on the host, so that a part which is measured later has all of the device's memory.
     """
 
     def __init__(self, skeleton: Skeleton, sequence: Callable[[int], Mapping[str, Tensor]], *, seq_length: int) -> None:
@@ -147,11 +147,10 @@ class ExpertInputs:
         self._known: dict[int, list[Tensor]] = defaultdict(list)
 
     def deepened(self, call: LayerCall, representative: int, texts: TextBatch) -> LayerCall:
-        """`call` with hidden states of a typical layer of the representative's kind.
+        """Return `call` with hidden states of a typical layer of the representative's kind.
 
-        It is the layer whose experts have loads that are nearest to the mean over all layers of the kind, the loads of
-        each in order of size. `call` stays as it is if the layer has no experts, or none that take the library's
-        experts interface.
+        The typical layer has sorted expert loads that are nearest to the mean over all layers of the kind. `call` stays
+        as it is if the layer has no experts with the library's experts interface.
         """
         if not expert_modules(self._skeleton.layers[representative]):
             return call
@@ -212,10 +211,10 @@ def _nearest_to_mean(indices: Sequence[int], loads: Mapping[int, Tensor]) -> int
 
 
 def _walk(skeleton: Skeleton, batch: Mapping[str, Tensor], visit: Visit) -> None:
-    """A forward through the layers, each of which is its representative with rotated channels, until `visit` ends it.
+    """Run forward through the layers, each its representative with rotated channels, until `visit` ends it.
 
-    Weights are drawn alike for all channels. A rotation thus makes other weights of the same ones, where the same ones
-    over and over would draw the tokens together faster than a model's own layers do.
+    Weights are drawn alike for all channels, so a rotation makes other weights of them. Equal weights in each layer
+    would make the tokens alike faster than a model's own layers do.
     """
 
     @torch.no_grad()
@@ -245,7 +244,7 @@ def _walk(skeleton: Skeleton, batch: Mapping[str, Tensor], visit: Visit) -> None
 
 @contextmanager
 def _recorded_routes(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Within the context, the experts that each token of a call of `layer` is sent to."""
+    """Record, within the context, the experts that each token of a call of `layer` is sent to."""
     routes: list[Tensor] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

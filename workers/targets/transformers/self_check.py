@@ -1,4 +1,4 @@
-"""Whether a model's parts compute what the model computes, on a tiny model of the same type."""
+"""The check that a model's parts compute the same as the model, on a tiny model of the same type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.parts_comparison import CPU, OtherLayerError, PartsComparison
 from bexp.workers.targets.transformers.reference_run import run_plain, taken_gradients
 
-PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # what measuring by parts needs
+PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # needed to measure by parts
 FEATURES = (*PARTS, "uniform_layers", "padded_text", "checkpointing", "batch_tiles", "experts_interface")
 _SETTINGS = BuildSettings(precision="pure", dtype=torch.float32)
 _SIZES = (1, 2)
@@ -30,19 +30,18 @@ _SIZES = (1, 2)
 
 @dataclass
 class SelfCheck:
-    """What a tiny model of a type can and cannot do.
-
-    failures:             why a feature is missing; a feature that is not named works
-    saved_bytes_per_token: by kind, what the tiny layer keeps for its backward pass (float32)
-    hidden_per_token:     numbers in the hidden states of one token at a layer's border
-    followed_outputs:     by kind, the places of the outputs that get a gradient (among the floating-point ones)
-    """
+    """The abilities of a tiny model of a type."""
 
     failures: dict[str, str] = field(default_factory=dict)
+    """Why a feature is missing; a feature that is not named works."""
     kinds: tuple[str, ...] = ()
+    """Of each layer."""
     saved_bytes_per_token: dict[str, float] = field(default_factory=dict)
+    """By kind, the bytes that the tiny layer keeps for its backward pass (float32)."""
     hidden_per_token: int = 0
+    """Numbers in the hidden states of one token at a layer's border."""
     followed_outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By kind, the places of the outputs that get a gradient (among the floating-point ones)."""
 
     @property
     def by_parts(self) -> bool:
@@ -56,7 +55,7 @@ class SelfCheck:
 
 
 def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = None) -> SelfCheck:
-    """Checks every feature on `tiny`, a small configuration, in float32 on the CPU.
+    """Check every feature on `tiny`, a small configuration, in float32 on the CPU.
 
     `prepare` changes each model once it is built, as in `BuildSettings`.
     """
@@ -70,7 +69,7 @@ def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = Non
 
 
 def _settings(prepare: Callable[[Any], None] | None) -> BuildSettings:
-    """Return how the models are built: without dropout of adapters, because random values cannot be compared."""
+    """Return settings without dropout of adapters, because random values cannot be compared."""
 
     def without_dropout(model: Any) -> None:
         if prepare is not None:
@@ -102,7 +101,7 @@ class _Check:
         self.comparison: PartsComparison  # once the layers are found
 
     def result(self) -> SelfCheck:
-        """Runs the checks in order; one that fails is noted, and those that need it fail with it."""
+        """Run the checks in order, and note failures. A check that needs a failed one fails with it."""
         self._try("runs", self._check_whole)
         self._try("layers", self._check_layers, needs=("runs",))
         self._try("layer_replay", self._check_replay, needs=("runs", "layers"))
@@ -138,14 +137,14 @@ class _Check:
         return make_batch(self.tiny.config, texts, CPU)
 
     def _batches(self, size: int) -> list[dict[str, Tensor]]:
-        """Without padding and, where the model takes it, with."""
+        """Micro-batches without padding and, where the model takes it, with."""
         whole = [self._batch(size)]
         return whole if "padded_text" in self.found.failures else [*whole, self._batch(_padded(self.tiny))]
 
     def _check_whole(self) -> None:
         self.model = build_model(self.tiny, self.settings, CPU)
         if not self.model.get_input_embeddings().weight.requires_grad:
-            # The checks tell by their gradients which tensors follow from the hidden states, the first layer's too.
+            # Gradients show the checks which tensors follow from the hidden states, the first layer's too.
             self.model.enable_input_require_grads()
         with torch.enable_grad():
             loss = self.model(**self._batch(2), use_cache=False).loss
@@ -202,9 +201,9 @@ _CHECK = "bexp_self_check"
 
 
 def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
-    """Half of the layers are recomputed as `bexp.apply` sets it: same loss and gradients, and those run twice.
+    """Recompute half of the layers as `bexp.apply` does: the loss and the gradients must not change.
 
-    DifferenceError, SettingsError, or what the library raises, if not.
+    Raises DifferenceError, SettingsError, or an error of the library if they do, or if other layers run twice.
     """
     expected, settings = run_plain(model, batch), Settings(recompute="partial_50")
     chosen = chosen_layers(settings, len(layers))
@@ -226,15 +225,15 @@ def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[
 
 
 def check_layer_groups(model: Any, batch: Mapping[str, Tensor]) -> None:
-    """Pairs of layers are recomputed as one: same loss and gradients. DifferenceError or SettingsError if not."""
+    """Recompute pairs of layers as one. Raises DifferenceError or SettingsError unless loss and gradients stay."""
     expected = run_plain(model, batch)
     _require_same_run(model, _run_with(model, Settings(recompute="groups_2"), batch), expected)
 
 
 def check_batch_tiles(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Attention (and recurrent mixers) run sequence by sequence: same loss and gradients.
+    """Run attention (and recurrent mixers) sequence by sequence.
 
-    DifferenceError or SettingsError if not.
+    Raises DifferenceError or SettingsError unless loss and gradients stay.
     """
     for batch in batches:
         expected = run_plain(model, batch)
@@ -244,9 +243,9 @@ def check_batch_tiles(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> No
 def check_experts_interface(
     tiny: ResolvedConfig, settings: BuildSettings, model: Any, batch: Mapping[str, Tensor]
 ) -> None:
-    """`grouped_mm` and a function of our own run in place of the class's experts: same loss and gradients.
+    """Run `grouped_mm` and a function of our own in place of the class's experts.
 
-    DifferenceError if the model has no experts, does not call the function, or computes something else.
+    Raises DifferenceError if the model has no experts, does not call the function, or computes something else.
     """
     experts = expert_modules(model)
     if not experts:

@@ -64,7 +64,7 @@ from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO
 
 
 class TransformersTarget:
-    """One job's model on one device. Everything it builds is released at the end of a context."""
+    """One job's model on one device. All parts that it builds are released at the end of a context."""
 
     def __init__(self, request: ExplorationRequest, instruments: Instruments) -> None:
         """Resolve the configuration.
@@ -96,7 +96,7 @@ class TransformersTarget:
         self._builder: PartsBuilder | None = None
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
-        """Every setting is tried at micro-batch 1, after the class has passed a check of its parts.
+        """Try every setting at micro-batch 1, after the class has passed a check of its parts.
 
         Raises:
             UnsupportedTrialError: the class cannot be measured by its parts.
@@ -152,11 +152,11 @@ class TransformersTarget:
         )
 
     def rest(self) -> int:
-        """The weights of the parts stay on the device."""
+        """Return the bytes of the parts' weights, which stay on the device."""
         return 0 if self._builder is None else self._builder.rest()
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
-        """Every setting was tried before the job began; a trial tries it again at its own size."""
+        """Do nothing: every setting was tried before the job began, and a trial tries it again at its own size."""
 
     @contextmanager
     def component(
@@ -166,7 +166,7 @@ class TransformersTarget:
         request: ExplorationRequest,
         batch: TextBatch | None = None,
     ) -> Iterator[ComponentPasses]:
-        """A layer or the shell, with the component's settings."""
+        """Build a layer or the shell, with the component's settings."""
         builder = self._parts()
         settings = settings_of_component(component, self._request)
         if settings.compile:
@@ -197,12 +197,12 @@ class TransformersTarget:
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[OptimizerPart]:
-        """The trained parameters of the shell, and those of one layer of each kind."""
+        """Yield the trained parameters of the shell, and those of one layer of each kind."""
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
         return self._optimizer_parts(model, request)
 
     def _optimizer_parts(self, model: ModelParts, request: ExplorationRequest) -> Iterator[OptimizerPart]:
-        # Master weights: it converts all gradients before it steps. The others keep temporaries of all parameters.
+        # With master weights all gradients are converted before a step. The others keep temporaries of all parameters.
         at_once = self._device.type == "cuda" and request.training.optimizer.name in ("adagrad", "rmsprop")
         adds_up = self._build.keeps_master_weights or at_once
         if model.shell.trainable_bytes:
@@ -216,21 +216,21 @@ class TransformersTarget:
     def training_run(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[TransformersTrainingRun]:
-        """The whole model, set up as `bexp.apply` does it."""
+        """Build the whole model, set up as by `bexp.apply`."""
         self._parts().release()
-        self._instruments.settle(release=True)  # else the peak and the reserved memory count what the parts held
+        self._instruments.settle(release=True)  # else the peak and the reserved memory include that of the parts
         settings, size = settings_of(candidate, request), candidate.micro_batch_size
         batches = text_batches(request, size)
         if settings.compile:
             torch.compiler.reset()  # as above
-        # One comes first that is not timed: the optimizer may still run beside it.
+        # The first micro-batch is not timed, because the optimizer may still run at the same time.
         texts = [TextBatch.whole(size, request.seq_length)] if batches is None else list(batches.measured)
         texts = texts if batches is None else [texts[0], *texts]
         yield self._train(self._resolved.config, settings, texts, request, together=True)
 
     @contextmanager
     def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
-        """The configuration of the self-check."""
+        """Build a model of the self-check's configuration."""
         tiny = self._resolved.tiny
         run = self._train(tiny, Settings(), [TextBatch.whole(1, tiny.seq_length)], request, together=together)
         yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
@@ -263,7 +263,7 @@ class TransformersTarget:
         *,
         together: bool,
     ) -> TransformersTrainingRun:
-        """A whole model in training; one micro-batch is used again and again. The ranks have different data."""
+        """A whole model in training, with the same micro-batches in each step. The ranks have different data."""
         group, dtype = self._instruments.rank_group, self._build.parameter_dtype
         is_data_parallel = together and self._build.training and group.size > 1
         sharding = request.training.sharding
@@ -306,7 +306,7 @@ class TransformersTarget:
             if shards > 1:
                 trained = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in trained]
             known = self._request.training.optimizer.of_library
-            if known is not None and known.is_on_host:  # its hooks stay on what it was given
+            if known is not None and known.is_on_host:  # its hooks stay on its parameters
                 trained = [nn.Parameter(p.detach().clone()) for p in trained]
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
@@ -319,7 +319,7 @@ class TransformersTarget:
 
 @lru_cache(maxsize=2)
 def _resolved(config: str, seq_length: int, build: BuildSettings) -> ResolvedModel:
-    """The model of a configuration in JSON. The next job often asks about the same one, and a check takes seconds."""
+    """The model of a configuration in JSON, cached because the next job often has the same and checks take seconds."""
     return resolve(json.loads(config), seq_length, settings=build)
 
 
@@ -333,7 +333,7 @@ def _shell_parameters(part: Any) -> list[nn.Parameter]:
 
 
 def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
-    """Raise UnsupportedTrialError for what a request asks for and this target would leave out in silence."""
+    """Raise UnsupportedTrialError for parts of a request that this target would leave out in silence."""
     sharded = request.mode == "train" and request.space.highest_sharding is not Sharding.NONE
     if sharded and request.training.precision == "autocast":
         raise UnsupportedTrialError(
@@ -349,7 +349,7 @@ def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
 def describe_parts(
     resolved: ResolvedModel, *, tiles: str | None, checkpointing: str | None, named: Mapping[str, str | None]
 ) -> ModelParts:
-    """The parts of a model. The arguments say why it has no tiles, checkpoints, or policies by name."""
+    """Return the parts of a model. The arguments say why it has no tiles, checkpoints, or policies by name."""
     parameters = list({id(p): p for p in resolved.model.parameters()}.values())
     policies = [Recompute.NONE]
     if checkpointing is None:
@@ -377,7 +377,7 @@ def describe_parts(
 
 
 def with_quantized_weights(parts: ModelParts, found: PartWeights) -> ModelParts:
-    """The parts with the bytes that quantised weights really have."""
+    """Return the parts with the bytes that quantised weights really have."""
     kinds = [kind.model_copy(update={"parameter_bytes": _total(found.layers[kind.name])}) for kind in parts.kinds]
     weights = add_up([(1, found.shell), *((parts.layers.count(name), layer) for name, layer in found.layers.items())])
     return parts.model_copy(
@@ -398,7 +398,7 @@ def with_optimizer_state(parts: ModelParts, name: str, optimizers: Iterable[Opti
     """Return a model's parts with the bytes after a step of each of `optimizers`, as often as the model has it.
 
     Raises:
-        UnsupportedTrialError: the optimizer does not work here, or the host cannot hold what it keeps there.
+        UnsupportedTrialError: the optimizer does not work here, or the host cannot hold its state.
     """
     on_device = on_host = 0
     for part in optimizers:

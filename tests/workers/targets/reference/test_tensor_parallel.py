@@ -28,7 +28,7 @@ from bexp.workers.targets.reference.mesh_run import DecoderStage
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
 from bexp.workers.targets.reference.target import BlockPasses
-from bexp.workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
+from bexp.workers.targets.reference.tensor_parallel import TensorParallel, spread_loss_alone, whole_parameters
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(
@@ -154,7 +154,7 @@ def test_the_loss_of_a_part_of_the_vocabulary_needs_one_float32_copy_of_a_chunk(
     num_tokens, vocabulary = 64, 4096
     model = MODEL.model_copy(update={"vocab_size": vocabulary})
     head = Head(model, loss=LossSpec(kind="chunked", chunk_tokens=128), device=CPU, training=True)
-    lose_alone(head)
+    spread_loss_alone(head)
     x = torch.randn(2, num_tokens // 2, 64, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(vocabulary, (2, num_tokens // 2))
     with byte_meter(CPU, (*head.parameters(), x, targets)) as meter:
