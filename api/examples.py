@@ -20,7 +20,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trainer_formats import formats_for
+from bexp.explorer.search.trainer_terms import formats_for
 
 JOB_ID = "9f1c2d3e4a5b46c7"
 CREATED_AT = "2026-01-15T19:39:12Z"

@@ -13,7 +13,7 @@ from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.trainer_formats import formats_for, own_formats
+from bexp.explorer.search.trainer_terms import formats_for, own_formats
 from bexp.storage.jobs import Job, JobSummary
 from bexp.storage.run_reports import StoredRunReport
 from bexp.storage.workers import KnownWorker, WorkerState

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.export import export
+from bexp.explorer.trainers.document import ExportDocument
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.trials import read_all_trials

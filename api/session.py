@@ -15,7 +15,6 @@ from typing import Any
 
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.cli.explore import check_target
 from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.options import device_kind
 from bexp.client.errors import ProblemError, ServiceError
@@ -42,7 +41,6 @@ def _run(asked: dict[str, Any]) -> None:
     device = asked["device"]
     kind = device_kind(device)
     request = parse_request(asked["document"], overrides={} if kind is None else {"device_kind": kind})
-    check_target(request, device)
     with LocalRun(request, new_job_id(), device, None) as run, open_stored() as stored:
         job = stored.submit(request, job_id=run.job_id, own_worker=run.worker_name)
         _tell(exploration=job.model_dump(mode="json"))

@@ -21,13 +21,12 @@ from bexp.explorer.request.labels import parse_label
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database, describe_trouble
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, JobSummary, get_job, get_summary
-from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.jobs import JobFilter, JobState, JobSummary, get_job, get_summary, list_jobs
 from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
 from bexp.storage.trials import read_all_trials
-from bexp.storage.workers import list_known_workers
+from bexp.storage.workers import read_workers
 
 POLL_SECONDS = 0.1
 
@@ -110,7 +109,7 @@ class StoredExplorations:
     def workers(self) -> tuple[Worker, ...]:
         """Return the workers that live, and those that were lost within a day."""
         with _refusals():
-            return tuple(map(resources.worker_of, list_known_workers(self.database)))
+            return tuple(map(resources.worker_of, read_workers(self.database)))
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework, in the format called `name`."""

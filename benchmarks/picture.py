@@ -21,7 +21,7 @@ from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.search.explore import explore
-from bexp.storage.progress import claim_event
+from bexp.storage.changes import claim_event
 from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
 

@@ -17,7 +17,6 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from bexp.explorer.model.hardware import HardwareSpec
-from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import ComponentMeasurement
@@ -55,7 +54,7 @@ def keep_components(
         "source": source,
         "environment": environment,
         "device": report.hardware.device_name,
-        "versions": shortened(_describe(report.hardware, software), 250),
+        "versions": _describe(report.hardware, software),
     }
     subjects = component_subjects(request, report)
     rows: dict[tuple[str, str], dict[str, Any]] = {}

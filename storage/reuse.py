@@ -27,7 +27,7 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.matching import MEMORY_TOLERANCE, find_takers, needs_of
 from bexp.storage.tables import jobs, run_reports
-from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
+from bexp.storage.workers import WorkerInfo, select_live
 
 _COPIED = (
     *("fingerprint", "report", "device_name", "space", "answer"),
@@ -79,7 +79,7 @@ def find_answer_of_live(database: Database, request: ExplorationRequest, owner: 
     if request.fresh:
         return None
     with database.read() as connection:
-        live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
+        live = select_live(database, connection)
     takers = find_takers(SimpleNamespace(**needs_of(request), own_worker=""), live)
     return find_answer(database, request, owner, {Offer.of(request, worker) for worker in takers})
 

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
+from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import is_held
 from bexp.storage.matching import NEEDED, OWN_WORKER, STARTING, has_live_own_worker, waiting_reason
 from bexp.storage.tables import events, jobs
-from bexp.storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
-from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_live
 
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
@@ -42,7 +42,7 @@ def select_overdue(
     database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
 ) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
     """Return the live workers and the `overdue` jobs, within a transaction."""
-    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
+    live = select_live(database, connection, live_within)
     told = (is_held(database).label("is_held"), has_live_own_worker(database).label("own_is_alive"))
     columns = (jobs.c.id, jobs.c.owner, *NEEDED, jobs.c.report, jobs.c.waiting_reason, *told)
     return live, list(connection.execute(sa.select(*columns).where(overdue).order_by(jobs.c.created_at)))

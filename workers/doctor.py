@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import ModelSpec, MoESpec
@@ -158,7 +158,7 @@ def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str,
         for backend in backends:
             yield f"{label} {backend.name}", _describe(backend, default=backend.name == default)
     yield "torch.compile", device.compile_reason or "usable"
-    for execution in report.executions:
+    for execution in report.choices.get(EXECUTION.name, ()):
         if execution.name == Execution.GRAPH:
             yield "CUDA graphs", _describe(execution, default=False)
 

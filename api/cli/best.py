@@ -19,12 +19,11 @@ from bexp.explorer.answers.alternatives import no_dividing_text
 from bexp.explorer.answers.lines import render
 from bexp.explorer.answers.runs import render_run_report
 from bexp.explorer.answers.uses import is_provisional
-from bexp.explorer.exports.exploration import UnknownFormatError
-from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.model.amounts import slower_text
 from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.recommendation import Alternative, CandidateFigures, Recommendation, Role
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FORMATS, UnknownFormatError, find_format
 
 
 def best(
@@ -121,7 +120,7 @@ def _print_export(
     if into is not None and export_format is not None and request is not None:
         from bexp.api.cli.exported_into import exported_into  # noqa: PLC0415 - it reads files, which takes long to import
 
-        text, comments = exported_into(into, export_format, text, request)
+        text, comments = exported_into(into, find_format(export_format).trainer.name, text, request)
         notes = [*comments, *notes]
     typer.echo(text, nl=False)
     for note in notes:

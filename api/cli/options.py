@@ -13,12 +13,13 @@ import typer
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.files import read_document, read_lengths, with_model
+from bexp.explorer.dimensions.candidate import DimensionsAsked
 from bexp.explorer.formats.document import FormatError, read_field
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.lengths import Batching
 from bexp.explorer.model.target import name_local_target
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.trainer import TrainerName
+from bexp.explorer.trainers.registry import FILES, TRAINERS, TrainerName
 
 Mode = Literal["train", "eval"]
 ExecutionMode = Literal["eager", "compile", "graph", "compile+graph", "explore"]
@@ -56,8 +57,8 @@ Config = Annotated[
     typer.Argument(
         metavar="CONFIG",
         help="A request (YAML or JSON); a config.json of Hugging Face or its folder; a Cerebras or NeMo YAML; "
-        "Megatron's flags; a YAML of Axolotl, LLaMA-Factory, TRL or torchtune; - reads stdin. Options replace what it "
-        "says; defaults hold where neither says anything.",
+        f"Megatron's flags; a YAML of {_one_of(TRAINERS[name].title for name in FILES)}; - reads stdin. "
+        "Options replace what it says; defaults hold where neither says anything.",
         show_default=False,
     ),
 ]
@@ -189,7 +190,13 @@ Headroom = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    _option(CHOICES, "K=V", "Set any field of a request, such as batching=packed; may be repeated.", name="--set"),
+    _option(
+        CHOICES,
+        "K=V",
+        "Set any field of a request, such as batching=packed; may be repeated. What is explored is restricted by "
+        f"{', '.join(DimensionsAsked.model_fields)}.",
+        name="--set",
+    ),
 ]
 MaxSeconds = Annotated[
     float | None,

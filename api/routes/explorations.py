@@ -21,8 +21,17 @@ from bexp.client.explorations import Exploration
 from bexp.explorer.formats.document import FormatError, load_document, read_field
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.request.labels import MAX_LABELS, parse_label
-from bexp.storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
-from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
+from bexp.storage.jobs import (
+    InvalidCursorError,
+    Job,
+    JobFilter,
+    JobNotFoundError,
+    JobState,
+    JobSummary,
+    get_job,
+    get_summary,
+    list_jobs,
+)
 from bexp.storage.owners import Scope
 from bexp.storage.pruning import delete_job
 

@@ -16,7 +16,7 @@ from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
 from bexp.client.address import exploration_path
 from bexp.client.explorations import NOTE_HEADER, Result
-from bexp.explorer.exports.document import ExportDocument
+from bexp.explorer.trainers.document import ExportDocument
 from bexp.storage.trials import read_trials
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])

@@ -15,7 +15,7 @@ from bexp.api.service import ServiceDep
 from bexp.client.address import exploration_path
 from bexp.client.explorations import Exploration
 from bexp.storage.owners import Scope
-from bexp.storage.resuming import JobFinishedError
+from bexp.storage.submission import JobFinishedError
 
 router = APIRouter(
     prefix="/v1/explorations/{exploration_id}", tags=["explorations"], dependencies=[Depends(accepts_json)]

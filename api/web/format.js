@@ -59,6 +59,12 @@ export const clock = (iso) => `${new Date(iso).toISOString().slice(11, 19)} GMT`
 
 export const words = (name) => name.replaceAll("_", " ");
 
+/** Fields of a candidate that are named in another way than `name=value`. */
+const NAMED = new Set([
+  ...["micro_batch_size", "bta_tile", "recompute", "attention_backend", "expert_backend", "settings"],
+  ...["context_parallel_size", "context_parallel_layout", "num_query_groups", "capacity_factor"],
+]);
+
 /** What `Candidate.describe` returns, without the size of the micro-batch: what is chosen beside it. */
 export function settings(candidate) {
   const parts = [];
@@ -70,8 +76,8 @@ export function settings(candidate) {
   if (candidate.context_parallel_layout !== null) {
     parts.push(`context_parallel=${candidate.context_parallel_size}:${candidate.context_parallel_layout}`);
   }
-  for (const name of ["sharding", "loss", "execution", "kernels"]) {
-    if (candidate[name] != null) parts.push(`${name}=${candidate[name]}`);
+  for (const [name, value] of Object.entries(candidate)) {
+    if (!NAMED.has(name) && value !== null) parts.push(`${name}=${value}`);
   }
   if (candidate.settings !== null) parts.push(candidate.settings);
   return parts.join(" ");

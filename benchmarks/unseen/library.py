@@ -127,12 +127,14 @@ def _report(draws: Draws, report: DeviceReport, model: ModelParts) -> DeviceRepo
         expert_backends=tuple(
             BackendSupport(name=name, usable=True, stock=not name.startswith("bexp")) for name in experts
         ),
-        kernels=(
-            BackendSupport(name="library", usable=True),
-            BackendSupport(name="liger", usable=has_liger, reason=reason, stock=False, only_when_named=True),
-        ),
-        executions=tuple(BackendSupport(name=execution, usable=True) for execution in Execution),
-        losses=tuple(BackendSupport(name=loss, usable=True) for loss in ("library", "chunked", "liger")),
+        choices={
+            "kernels": (
+                BackendSupport(name="library", usable=True),
+                BackendSupport(name="liger", usable=has_liger, reason=reason, stock=False, only_when_named=True),
+            ),
+            "execution": tuple(BackendSupport(name=execution, usable=True) for execution in Execution),
+            "loss": tuple(BackendSupport(name=loss, usable=True) for loss in ("library", "chunked", "liger")),
+        },
         default_attention="sdpa",
         default_experts="grouped_mm" if experts else None,
         parts=model,
@@ -147,7 +149,7 @@ class _LibraryKernels:
         self._kernels = kernels
         self._spec = spec
         self._shares = {
-            None: 1.0,
+            "": 1.0,
             "liger": draws.between(0.15, 0.6, "fused", "liger"),
             "compiled": draws.between(0.1, 0.6, "fused", "compiled"),
         }
@@ -186,7 +188,9 @@ class _LibraryKernels:
         plain = attention.model_copy(update={"backend": BackEnd("cudnn"), "bta_tile": None})
         usual = self._kernels.seconds(plain, spec)[0]
         jump = 1.0 + self._draws.between(-0.01, 0.01, "fused", backend, size)
-        device = (sum(device for device, _ in pairs) + self._small * self._shares[backend.fusing] * usual) * jump
+        device = (
+            sum(device for device, _ in pairs) + self._small * self._shares["".join(backend.marks)] * usual
+        ) * jump
         if component.recompute is not BlockRecompute.NONE:
             device *= 4 / 3
         host = sum(host for _, host in pairs) * (0.5 if component.is_compiled else 1.0)

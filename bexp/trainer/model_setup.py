@@ -13,7 +13,7 @@ from torch import nn
 
 from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
-from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source, execution_settings
+from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source
 from bexp.trainer.trained_weights import differences_of_training, refuse_another_training
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.undo import Changes
@@ -72,8 +72,7 @@ def apply(
     """
     setup = RecommendedSetup.read(recommendation)
     if execution is not None:
-        compiled, replayed = execution_settings(execution)
-        setup = replace(setup, settings=replace(setup.settings, compile=compiled, graph=replayed))
+        setup = replace(setup, settings=setup.settings.run_as(execution))
     inner = inner_model(model)
     _refuse_another_architecture(inner, setup)
     refuse_another_training(inner, setup)

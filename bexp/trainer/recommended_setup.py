@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from bexp.explorer.dimensions.loss import LOSS, Loss
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.loss import LOSS
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.model.quantization import quantization_of
-from bexp.explorer.trainers.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
+from bexp.explorer.trainers.back_ends import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
-from bexp.transformers.settings import Float8, Settings, SettingsError
+from bexp.transformers.settings import Float8, Settings
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation
 
@@ -106,7 +108,7 @@ class RecommendedSetup:
         request = _request(document)
         try:
             settings = _settings(recommendation, candidate, request)
-        except (SettingsError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise RecommendationError(f"this recommendation cannot be applied: {error}") from error
         own_code = candidate.get("attention_backend") == _OWN_ATTENTION and not is_library_code(request)
         dtype = recommendation.get("dtype")
@@ -202,18 +204,16 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
     is_whole = attention == _OWN_ATTENTION
     if is_whole or candidate.get("loss") is not None or request.get("hf_config") is not None:  # its own was measured
         kind = candidate.get("loss")
-    compiled, replayed = execution_settings(candidate.get("execution") or request.get("execution") or "eager")
+    stated = {EXECUTION.name: request.get("execution"), LOSS.name: None if kind == "full" else kind}
+    values = {choice.name: candidate.get(choice.fields[0]) or stated.get(choice.name) for choice in CHOICES}
     allocator: Any = recommendation.get("allocator") or request.get("allocator") or "default"
-    return Settings(
+    return Settings.of(
+        {choice.name: choice.read(value) for choice in CHOICES if (value := values[choice.name]) is not None},
         attention=None if is_whole else f"sdpa:{attention}" if attention in TORCH_KERNELS else attention,
         experts=_experts_setting(experts) if isinstance(experts, str) else None,
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
-        loss=cast(Loss, LOSS.plain if kind in (None, "full") else kind),
-        compile=compiled,
-        graph=replayed,
         allocator=allocator,
-        kernels=candidate.get("kernels") or "library",
         float8=_float8(training),
     )
 
@@ -226,19 +226,6 @@ def _float8(training: Any) -> Float8 | None:
 def _experts_setting(name: str) -> str:
     """Return the experts setting of a transformers model for an expert back end, also one of our reference layers."""
     return f"bexp_{name}" if name in OUR_EXPERTS else library_experts(name)
-
-
-def execution_settings(execution: str) -> tuple[bool, bool]:
-    """Return whether layers are compiled and whether the micro-step is replayed as CUDA graphs.
-
-    The execution is `eager`, `compile`, `graph`, or `compile+graph`.
-
-    Raises SettingsError for another name.
-    """
-    names = set(execution.split("+"))
-    if not names <= {"eager", "compile", "graph"} or ("eager" in names and len(names) > 1):
-        raise SettingsError(f"the execution is 'eager', 'compile', 'graph' or 'compile+graph', not '{execution}'")
-    return "compile" in names, "graph" in names
 
 
 def _context(

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.offload import OnHost
-from bexp.transformers.settings import LAYER_SHARES, ON_HOST, OPERATION_POLICIES, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.transformers.undo import Changes
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -75,8 +76,10 @@ _ATTENTION_OPERATORS = (
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-LAYERS_KEPT = ("none", "selective", "experts", ON_HOST)
+LAYERS_KEPT = (Recompute.NONE, Recompute.SELECTIVE, Recompute.EXPERTS, Recompute.OFFLOAD)
 """Policies that recompute no layer as a whole. Checkpointing of layers would change what they mean."""
+BY_OPERATION = (Recompute.ACTIVATIONS, Recompute.PROJECTIONS)
+"""Policies that keep the results of some operators in every layer and recompute the others."""
 _PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm", "_scaled_mm")
 
 
@@ -86,30 +89,33 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
     Any policy by layer recomputes a layer that is given alone. Raises SettingsError if the class cannot be
     checkpointed.
     """
-    policy = settings.recompute
-    if policy in {"none", "selective"}:  # the attention core is recomputed by the attention function itself
+    policy = settings.policy
+    if policy in {
+        Recompute.NONE,
+        Recompute.SELECTIVE,
+    }:  # the attention core is recomputed by the attention function itself
         return
     layers = decoder_layers(module)
     if not layers:
         raise SettingsError(f"{type(module).__name__} has no decoder layers that can be recomputed")
-    if policy == "experts":
+    if policy is Recompute.EXPERTS:
         _recompute_experts(module, changes)
         return
-    if policy == ON_HOST:
+    if policy is Recompute.OFFLOAD:
         for layer in layers:
             changes.set(layer, "forward", OnHost(layer))
         return
     run = functools.partial(checkpoint, use_reentrant=False)
-    if policy in OPERATION_POLICIES:
-        rule = functools.partial(_keep, products=policy == "activations")
+    if policy in BY_OPERATION:
+        rule = functools.partial(_keep, products=policy is Recompute.ACTIVATIONS)
         run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, rule))
         chosen = set(range(len(layers)))
     else:
         chosen = chosen_layers(settings, len(layers)) if len(layers) > 1 or layers[0] is not module else {0}
-    groups = None if settings.group_size is None else _group_functions(settings.group_size, len(layers))
+    groups = None if policy.group_size is None else _group_functions(policy.group_size, len(layers))
     flags = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if not any(hasattr(layer, "gradient_checkpointing") for layer in layers):
-        if policy != "full" or not flags:
+        if policy is not Recompute.FULL or not flags:
             can = "can recompute only all of its layers" if flags else "cannot recompute its layers"
             raise SettingsError(f"{type(module).__name__} {can}")
         chosen_parts = flags
@@ -140,12 +146,13 @@ def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
 
     Raises SettingsError if the policy names more layers than there are.
     """
-    named = settings.first_layers or settings.group_size
+    policy = settings.policy
+    named = policy.first_layers or policy.group_size
     if named is not None:
         if named > num_layers:
-            raise SettingsError(f"'{settings.recompute}' names more layers than the {num_layers} of the model")
-        return set(range(settings.first_layers or num_layers))
-    count = max(1, round(LAYER_SHARES[settings.recompute] * num_layers))
+            raise SettingsError(f"'{policy}' names more layers than the {num_layers} of the model")
+        return set(range(policy.first_layers or num_layers))
+    count = max(1, round(policy.layer_share * num_layers))
     return set(range(count))
 
 

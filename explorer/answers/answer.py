@@ -12,7 +12,6 @@ from bexp.explorer.answers.uses import is_provisional, next_rows, surer_text
 from bexp.explorer.answers.variants import variant_table
 from bexp.explorer.cost.step import MemoryParts
 from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
-from bexp.explorer.formats.trainers.reader import FILES
 from bexp.explorer.model.amounts import bytes_text, rate_text, seconds_text
 from bexp.explorer.model.target import BEXP, describe_target
 from bexp.explorer.model.training import LoRASpec
@@ -26,6 +25,7 @@ from bexp.explorer.records.recommendation import (
     TextFigures,
 )
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FILES
 
 TOTAL = "total"
 LEAST_GAIN = 1.01

@@ -8,7 +8,7 @@ from bexp.explorer.answers.rows import Row, brief, detail
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.recommendation import NoteCode, Recommendation
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trainer_formats import own_formats
+from bexp.explorer.search.trainer_terms import own_formats
 
 FRESH = "fresh: true (option --fresh)"
 

@@ -138,7 +138,7 @@ class Component(Frozen):
 
     In a mesh a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
     experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks: see
-    `bexp.explorer.cost.shards`.
+    `bexp.explorer.meshes.shards`.
 
     `num_query_groups` and `capacity_factor` are set where a block depends on them, so that variants of a model share
     all other blocks.
@@ -205,8 +205,8 @@ class Component(Frozen):
 
     @property
     def is_fused(self) -> bool:
-        """Whether its small operations are fused where others' are not: by the compiler, or by liger's kernels."""
-        return self.backend is not None and self.backend.fusing is not None
+        """Whether it is not the plain code: the compiler's or liger's, for instance, fuses small operations."""
+        return self.backend is not None and bool(self.backend.marks)
 
     @property
     def variant(self) -> tuple[int | None, float | None]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.cost.back_end import BackEnd, marks_of
 from bexp.explorer.cost.components import (
     BlockRecompute,
     Component,
@@ -17,6 +17,7 @@ from bexp.explorer.cost.components import (
 )
 from bexp.explorer.cost.layer_groups import EqualLayers, Kind, group_chunks, group_layers
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.dimension import CodePart
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.training import Sharding
@@ -111,8 +112,8 @@ class Decomposer:
         common = math.gcd(m, size)
         local = {"micro_batch_size": m // common, "context_parallel_size": size // common}
         whole = {"micro_batch_size": 0, "num_query_groups": groups}
-        compiled = candidate.execution is not None and candidate.execution.compiles
-        plain = BackEnd(compiled=True) if compiled else None  # where there is a choice, layers alone are compiled
+        marks = marks_of(candidate, CodePart.LAYER)
+        plain = BackEnd(marks=marks) if marks else None  # where there is a choice, layers alone are compiled
         layers = []
         for equal in self._layer_groups(candidate.recompute):
             moe = equal.kind is LayerKind.MOE
@@ -127,7 +128,7 @@ class Decomposer:
                 micro_batch_size=m,
                 bta_tile=candidate.bta_tile,
                 recompute=core,
-                backend=BackEnd(attention=candidate.attention_backend, compiled=compiled),
+                backend=BackEnd(attention=candidate.attention_backend, marks=marks),
                 num_query_groups=groups,
                 context_parallel_size=size,
                 context_parallel_layout=layout,
@@ -136,7 +137,7 @@ class Decomposer:
                 kind=ffn_kind,
                 **local,
                 recompute=again,
-                backend=BackEnd(experts=candidate.expert_backend, compiled=compiled) if moe else plain,
+                backend=BackEnd(experts=candidate.expert_backend, marks=marks) if moe else plain,
                 capacity_factor=candidate.capacity_factor if moe else None,
             )
             layers.append(LayerGroup(equal, (attention, ffn)))

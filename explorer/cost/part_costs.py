@@ -5,7 +5,7 @@ The estimates follow from the target's counts. They only decide what is measured
 
 from __future__ import annotations
 
-from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.cost.back_end import BackEnd, marks_of
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, whole_recompute
 from bexp.explorer.cost.decomposition import (
     Decomposition,
@@ -19,7 +19,7 @@ from bexp.explorer.cost.parameters import master_bytes
 from bexp.explorer.cost.request_texts import text_batches, widest
 from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.dimension import CodePart
 from bexp.explorer.dimensions.loss import function_of
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.parts import ModelParts, Part
@@ -68,12 +68,7 @@ class PartsDecomposer:
         layers = []
         for equal in self._layer_groups(candidate.recompute):
             experts = candidate.expert_backend if self._parts.kind(equal.kind).has_experts else None
-            backend = BackEnd(
-                candidate.attention_backend,
-                experts,
-                liger=candidate.kernels is Kernels.LIGER,
-                compiled=candidate.execution is not None and candidate.execution.compiles,
-            )
+            backend = BackEnd(candidate.attention_backend, experts, marks_of(candidate, CodePart.LAYER))
             recompute = whole_recompute(candidate.recompute) if equal.recomputed else policy
             block = self._share(
                 kind=ComponentKind.LAYER,
@@ -87,9 +82,7 @@ class PartsDecomposer:
         return Decomposition(
             embedding=None,
             layers=tuple(layers),
-            head=self._share(
-                kind=ComponentKind.SHELL, micro_batch_size=m, backend=candidate.settings or candidate.loss
-            ),
+            head=self._share(kind=ComponentKind.SHELL, micro_batch_size=m, backend=_shell_setting(candidate)),
             optimizer=(
                 self._share(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, sharding=stepped_level(candidate))
                 if self._training
@@ -107,6 +100,10 @@ class PartsDecomposer:
             chosen = recomputed_layers(self._parts, recompute)
             self._groups[recompute] = equal_layers(self._parts.layers, recompute, chosen)
         return self._groups[recompute]
+
+
+def _shell_setting(candidate: Candidate) -> str | None:
+    return candidate.settings or "+".join(marks_of(candidate, CodePart.SHELL)) or None
 
 
 def part_of(component: Component, parts: ModelParts) -> Part:

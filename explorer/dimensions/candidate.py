@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bexp.explorer.dimensions.attention import ATTENTION, AttentionAsked, AttentionOf
 from bexp.explorer.dimensions.bta_tile import BTA_TILE, TileAsked, TileOf
 from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, SharingAsked, SharingOf
-from bexp.explorer.dimensions.dimension import Dimension
+from bexp.explorer.dimensions.dimension import Choice, Dimension
 from bexp.explorer.dimensions.execution import EXECUTION, ExecutionAsked, ExecutionOf
 from bexp.explorer.dimensions.experts import EXPERTS, ExpertsAsked, ExpertsOf
 from bexp.explorer.dimensions.kernels import KERNELS, KernelsAsked, KernelsOf
@@ -22,6 +24,8 @@ DIMENSIONS: tuple[Dimension, ...] = (
     SETTINGS,
 )
 """What a candidate of one model variant chooses, in the order in which a line for a person names it."""
+CHOICES: tuple[Choice[Any], ...] = tuple(dimension for dimension in DIMENSIONS if isinstance(dimension, Choice))
+"""Those with few values that have names: all that the search does with such a value is derived from this list."""
 FIELDS = tuple(name for dimension in DIMENSIONS for name in dimension.fields)
 
 

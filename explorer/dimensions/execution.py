@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.dimension import Dimension, named
+from bexp.explorer.dimensions.dimension import Choice, CodePart, Place, named
 from bexp.explorer.model.base import Frozen
 
 
@@ -59,4 +60,29 @@ class ExecutionAsked(Frozen):
     )
 
 
-EXECUTION = Dimension(name="execution", fields=("execution",), asked="executions", **named("execution", "execution"))
+COMPILED = "compiled"
+"""Marks a component that is compiled where others are not."""
+
+
+def _explored(place: Place) -> Sequence[Execution]:
+    """All that the device can have: code whose shapes differ would be compiled and captured anew each time."""
+    if place.is_quick or place.is_eager:
+        return (Execution.EAGER,)
+    return tuple(execution for execution in Execution if place.replays or not execution.replays)
+
+
+EXECUTION: Choice[Execution] = Choice(
+    name="execution",
+    fields=("execution",),
+    asked="executions",
+    values=tuple(Execution),
+    plain=Execution.EAGER,
+    explored=_explored,
+    words=lambda execution: f"execution '{execution}'",
+    part=CodePart.LAYER,
+    mark=lambda execution: COMPILED if execution.compiles else None,
+    of_mark=lambda mark: Execution.COMPILE if mark == COMPILED else None,
+    is_tried=lambda execution: False,  # a layer is captured instead
+    settings=lambda execution: {"compile": execution.compiles, "graph": execution.replays},
+    **named("execution", "execution"),
+)

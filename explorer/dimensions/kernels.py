@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.dimension import Dimension, named
+from bexp.explorer.dimensions.dimension import Choice, CodePart, Place, marked, named
 from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.target import TRANSFORMERS
 
 
 class Kernels(StrEnum):
@@ -37,4 +39,21 @@ class KernelsAsked(Frozen):
     )
 
 
-KERNELS = Dimension(name="kernels", fields=("kernels",), asked="kernels", **named("kernels", "kernels"))
+def _explored(place: Place) -> Sequence[Kernels]:
+    return (Kernels.LIBRARY,) if place.is_quick or place.target != TRANSFORMERS else tuple(Kernels)
+
+
+KERNELS: Choice[Kernels] = Choice(
+    name="kernels",
+    fields=("kernels",),
+    asked="kernels",
+    values=tuple(Kernels),
+    plain=Kernels.LIBRARY,
+    explored=_explored,
+    words=lambda kernels: f"the kernels of {kernels}",
+    part=CodePart.LAYER,
+    settings=lambda kernels: {"kernels": kernels.value},
+    is_tried=lambda kernels: kernels is not Kernels.LIBRARY,
+    **marked({"liger": Kernels.LIGER}),
+    **named("kernels", "kernels"),
+)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.dimension import Choice, Place, named
+from bexp.explorer.dimensions.dimension import Choice, CodePart, Place, marked, named
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.parts import ModelParts
 
@@ -77,10 +77,16 @@ LOSS: Choice[Loss] = Choice(
     plain="library",
     explored=_explored,
     words=lambda loss: f"the {loss} loss",
+    part=CodePart.SHELL,
+    settings=lambda loss: {"loss": loss},
+    is_tried=lambda loss: LOSSES[loss].is_tried,
+    is_written=True,
+    **marked({loss: loss for loss in LOSSES}),
     **named("loss", "loss"),
 )
 
 
 def function_of(setting: str | None) -> LossFunction:
     """Return what is known of the loss that a shell was measured with; another setting leaves the library's."""
-    return next((known for name, known in LOSSES.items() if name == setting), LOSSES[LOSS.plain])
+    names = (setting or LOSS.plain).split("+")
+    return next((known for name, known in LOSSES.items() if name in names), LOSSES[LOSS.plain])

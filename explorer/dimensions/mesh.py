@@ -21,7 +21,7 @@ MOST_VIRTUAL_STAGES = 8
 
 
 class Schedule(StrEnum):
-    """In which order the stages of a pipeline run: see `bexp.explorer.cost.pipeline_order`."""
+    """In which order the stages of a pipeline run: see `bexp.explorer.meshes.pipeline_order`."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"

@@ -27,16 +27,15 @@ from bexp.explorer.search.trainer_terms import (
     precision_of,
     sharding_of,
 )
-from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
+from bexp.explorer.trainers.document import ALLOCATOR_VARIABLE
+from bexp.explorer.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
     from bexp.explorer.exports.choice import Choice
 
-ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
-
 
 def header_lines(
-    name: TrainerName,
+    trainer: Trainer,
     format_name: str,
     exploration: ExportSource,
     request: ExplorationRequest,
@@ -44,7 +43,7 @@ def header_lines(
     choice: Choice,
 ) -> list[str]:
     """Return the lines above an export: what was measured, what the trainer is not told, and what to expect."""
-    report, trainer = exploration.report, TRAINERS[name]
+    report = exploration.report
     parts = report.parts if report is not None else None
     measured = describe_target(
         request.target_name, parts.target_version if parts else None, parts.class_name if parts else None
@@ -65,7 +64,7 @@ def header_lines(
             f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
             f"{', '.join(map(str, choice.plan.layers_per_stage))}"
         )
-    lines += _lost(name, request, known, choice, report)
+    lines += _lost(trainer, request, known, choice, report)
     if is_own_code(request):
         lines.append(
             "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
@@ -176,17 +175,17 @@ def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) ->
 
 
 def _lost(
-    name: TrainerName, request: ExplorationRequest, known: Recommendation, choice: Choice, report: DeviceReport | None
+    trainer: Trainer, request: ExplorationRequest, known: Recommendation, choice: Choice, report: DeviceReport | None
 ) -> list[str]:
     """Return what the trainer cannot be told, what it costs, and what is used in its place."""
-    lines, trainer, best = [], TRAINERS[name], known.for_batch
+    lines, best = [], known.for_batch
     lost = choice.missing
     if not choice.is_own:
         lost = find_missing(trainer, best.candidate, request, report) | lost
         lines.append(
             f"in place of the recommended {best.candidate.describe()}, which is explored for "
             f"{request.runner.title}: {slower_text(choice.loss)}, confidence {choice.confidence} out of 100 among what "
-            f"{trainer.title} can be told; `--trainer {name}` measures it"
+            f"{trainer.title} can be told; `--trainer {trainer.name}` measures it"
         )
     lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
     formats = lost_formats(trainer, request, report, choice.candidate)

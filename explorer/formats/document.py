@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.translation import Location, Problem
 
 try:
     from yaml import CSafeLoader as _Base
@@ -35,9 +36,6 @@ _TOO_MANY_VALUES = f"has more than {MAX_VALUES:,} values"
 _CONFIG_KEYS = ("model", "hf_config")
 """Where a request holds a Hugging Face config.json, if it is none itself."""
 _NO_LIMIT = [0.0, math.inf]
-
-Location = tuple[str | int, ...]
-Problem = tuple[Location, str]
 
 
 class FormatError(ValueError):

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE
-from bexp.explorer.formats.document import Location, Problem
 from bexp.explorer.model.base import MAPPING_RULE, RuleError, rule_of
 from bexp.explorer.model.spelling import did_you_mean
 from bexp.explorer.model.training import Sharding
+from bexp.explorer.model.translation import Location, Problem
 from bexp.explorer.request.request import ExplorationRequest
 
 MICRO_BATCH_RULE = (

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
-from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.layers import find_layer_pattern
-from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.translation import Location, Section, Translation
 
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False)} | {
     name: (inner, True) for name, inner in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu"))

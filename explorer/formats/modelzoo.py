@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.formats.document import Location
-from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.translation import Location, Section, Translation
 
 MARKS = frozenset({"num_heads", "filter_size"})
 """A model section with either of these keys is one of Model Zoo's."""

@@ -28,6 +28,8 @@ LONGEST_TEXT = 256
 
 MAX_MODULES = 1 << 20
 """Layers times experts: some classes build each expert of each layer as a module of its own."""
+MAX_ADAPTERS = 1 << 12
+"""Layers times adapters. Each is some modules, whose construction takes milliseconds; XMOD has 24 x 81."""
 MAX_PARAMETERS = 1 << 50
 """Above a hundred times what any published model has, because it bounds a rough product from above."""
 
@@ -53,6 +55,7 @@ _VALUE = _Kind("value", 1 << 53, _REAL)
 _FACTOR = _Kind("factor", 1 << 16, 1 << 16)
 _LAYERS = _Kind("layers", MAX_CONFIG_LAYERS, MAX_CONFIG_LAYERS)
 _EXPERTS = _Kind("experts", 1 << 14, 1 << 14)
+_ADAPTERS = _Kind("adapters", 1 << 8, 1 << 8)
 _TIMES = _Kind("times", 1 << 12, 1 << 12)
 _HEADS = _Kind("heads", 1 << 12, 1 << 12)
 _COUNT = _Kind("count", 1 << 16, 1 << 16)
@@ -70,13 +73,17 @@ _KINDS: tuple[tuple[re.Pattern[str], _Kind], ...] = tuple(
         (r"(.*_)?(len|n_ctx|tokens?|ids?|idx|idxs|index|indices)(_.*)?", _TABLE),
         (r".*(sizes?|dims?|channels?|width|rank|kernel|units|embe?d|inner).*", _WIDTH),
         (r"(.*_)?(iters?|iterations|cycles|steps?|loops|passes|hash(es)?|functions|parts)", _TIMES),
-        (r"(.*_)?(layers?|blocks|depths?|stages|repeats)(_.*)?", _LAYERS),
+        (r"(.*_)?(layers?|blocks|depths?|stages|repeats)(_.*)?|attention_types", _LAYERS),
         (r"(.*_)?experts?(_.*)?", _EXPERTS),
+        (r"languages", _ADAPTERS),
         (r"(.*_)?heads?(_.*)?", _HEADS),
         (r"(num|n)_.*", _COUNT),
     )
 )
-"""The first pattern that matches a key, in small letters, says what kind its numbers are; all others are widths."""
+"""The first pattern that matches a key, in small letters, says what kind its numbers are; all others are widths.
+
+The number of a list's items is one of them: a list may stand where a class has a number, and say the layers one by one.
+"""
 
 _KEY = re.compile(r"(?!__)[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN = re.compile(r"(?!.*\.[*+])[A-Za-z0-9_ .,+*|#=-]*")
@@ -85,9 +92,9 @@ _DTYPE = re.compile(r"auto|half|float|double|(fp|bf|float|bfloat|u?int)\d+(_?e\d
 _CODE_KEYS = ("auto_map", "trust_remote_code")
 _OF_CODE = re.compile(
     r"auto_map|trust_remote_code|custom_pipelines|kernel_config|use_kernels|(use_(timm|pretrained)_)?backbone"
-    r"|_?(attn|experts)_implementation(_internal)?"
+    r"|_?(attn|experts)_implementation(_internal)?|attribute_map|sub_configs"
 )
-"""Keys that choose the code which a library runs, or have it fetch something."""
+"""Keys that choose the code which a library runs, have it fetch something, or say what another key means."""
 _OF_PLACE = re.compile(r"(.*_)?(name_or_path|path|repo(sitory)?(_id)?|revision|checkpoint|url|file|commit_hash)")
 """Keys whose texts say where something lies."""
 
@@ -149,9 +156,12 @@ def _faults(value: Any, path: FieldPath, numbers: _Numbers) -> Iterator[tuple[Fi
     is_named = isinstance(value, Mapping)
     if not is_named and not isinstance(value, list | tuple):
         return
-    if len(value) > MAX_ITEMS:
-        yield path, f"has {len(value):,} items; at most {MAX_ITEMS:,} are allowed"
+    most = MAX_ITEMS if is_named else min(MAX_ITEMS, _kind_of(_key_of(path)).most)
+    if len(value) > most:
+        yield path, f"has {len(value):,} items; at most {most:,} are allowed"
         return
+    if not is_named:
+        numbers.take(path, len(value))
     for key, inner in value.items() if is_named else enumerate(value):
         at = (*path, str(key))
         if _is_labels(key, path):
@@ -219,9 +229,11 @@ class _Numbers:
         """Raise RuleError if a model of these numbers could have more modules or parameters than any model has."""
         layers, experts, heads, head = (self._first(kind) for kind in (_LAYERS, _EXPERTS, _HEADS, _HEAD_WIDTH))
         modules = layers[0] * experts[0]
-        if modules > MAX_MODULES:
-            message = f"{layers[0]:,} layers of {experts[0]:,} experts: at most {MAX_MODULES:,} in all are allowed"
-            raise RuleError(message, *_paths(layers, experts))
+        for kind, most in ((_EXPERTS, MAX_MODULES), (_ADAPTERS, MAX_ADAPTERS)):
+            each = self._first(kind)
+            if layers[0] * each[0] > most:
+                message = f"{layers[0]:,} layers of {each[0]:,} {kind.name}: at most {most:,} in all are allowed"
+                raise RuleError(message, *_paths(layers, each))
         widths = [*self._largest[_WIDTH], (heads[0] * head[0], head[1]), (1, ()), (1, ())]
         first, second = sorted(widths, reverse=True)[:2]
         parameters = modules * first[0] * second[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from bexp.explorer.model.base import Frozen
@@ -22,9 +24,9 @@ class DeviceReport(Frozen):
     hardware: HardwareSpec
     attention_backends: tuple[BackendSupport, ...]
     expert_backends: tuple[BackendSupport, ...] = ()
-    kernels: tuple[BackendSupport, ...] = Field((), description="Empty unless the request has a choice of kernels.")
-    executions: tuple[BackendSupport, ...] = Field((), description="Empty unless there is a choice of executions.")
-    losses: tuple[BackendSupport, ...] = Field((), description="Empty unless one of the request's losses was tried.")
+    choices: Mapping[str, tuple[BackendSupport, ...]] = Field(
+        {}, description="The values that this model can have here, by dimension, where the request leaves a choice."
+    )
     default_attention: str
     default_experts: str | None = None
     parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")

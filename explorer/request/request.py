@@ -26,7 +26,8 @@ from bexp.explorer.request.labels import Labels
 from bexp.explorer.request.request_rules import MESH_RULES, RULES
 from bexp.explorer.request.requested_space import RequestedSpace
 from bexp.explorer.request.shorthands import expand_shorthands
-from bexp.explorer.trainers.trainer import TRAINERS, Trainer, TrainerName
+from bexp.explorer.trainers.registry import DEFAULT_TRAINER, TRAINERS, TrainerName
+from bexp.explorer.trainers.trainer import Trainer
 
 
 class ExplorationRequest(DimensionsAsked):
@@ -204,7 +205,7 @@ class ExplorationRequest(DimensionsAsked):
     @property
     def runner(self) -> Trainer:
         """What the trainer that will run the answer can be told; that of `bexp.apply` if none is named."""
-        return TRAINERS[self.trainer or TrainerName.BEXP]
+        return DEFAULT_TRAINER if self.trainer is None else TRAINERS[self.trainer]
 
     @property
     def flattens(self) -> bool:

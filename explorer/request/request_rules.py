@@ -31,7 +31,7 @@ from bexp.explorer.request.execution_rules import (
 )
 from bexp.explorer.request.legal_meshes import check_expert_modes, check_meshes
 from bexp.explorer.request.trainer_rules import check_trainer
-from bexp.explorer.trainers.trainer import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
+from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
@@ -111,9 +111,11 @@ def _count_combinations(request: ExplorationRequest) -> int:
     """Return the number of combinations of micro-batch, tile and recomputation."""
     space = request.space
     tilings = [tile is not None for m in space.micro_batch_sizes for tile in space.tiles_for(m)]
-    tiled = sum(tilings)
-    untiled = len(tilings) - tiled
-    return (untiled and untiled * len(space.policies_for(None))) + (tiled and tiled * len(space.policies_for(1)))
+    if not tilings:
+        return 0
+    policies, tiled = space.recompute_policies, sum(tilings)
+    num_tiled = len([policy for policy in policies if not policy.untiled_only])
+    return (len(tilings) - tiled) * len(policies) + tiled * num_tiled
 
 
 OWN = "hf_config.quantization_config"
@@ -281,7 +283,7 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
     if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
         other = "num_devices" if request.num_devices > 1 else "device_kind"
         raise RuleError(f"optimizer '{name}' steps in the host's memory, beside one GPU", field, other)
-    if not request.runner.has_optimizer(known):
+    if request.runner.lacks("optimizer", request.training.optimizer):
         return  # the trainer cannot be told it, whatever its precision
     if request.training.precision == "master":
         raise RuleError(f"optimizer '{name}' is measured without float32 master weights", field, "training.precision")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from bexp.explorer.dimensions.bta_tile import tiles_of
 from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
-from bexp.explorer.dimensions.dimension import Place
-from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.kernels import Kernels
-from bexp.explorer.dimensions.loss import LOSS, Loss
+from bexp.explorer.dimensions.dimension import Choice, Place
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.dimensions.micro_batch_size import (
     LADDER,
     MAX_MICRO_BATCH_SIZE,
@@ -26,6 +24,8 @@ from bexp.explorer.model.training import Sharding
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
 
+
+V = TypeVar("V")
 
 FEW_DIVISORS = 4
 """With fewer divisors than this, other sizes are compared with them."""
@@ -110,37 +110,23 @@ class RequestedSpace:
             and (policy is not Recompute.EXPERTS or self.asked.explored.may_have_experts)
         )
 
-    def policies_for(self, bta_tile: int | None) -> tuple[Recompute, ...]:
-        """The recomputation policies to consider with one attention tile; None is no tiling."""
-        if bta_tile is None or self.asked.mode == "eval":
-            return self.recompute_policies
-        return tuple(policy for policy in self.recompute_policies if not policy.untiled_only)
-
     @property
     def executions(self) -> tuple[Execution, ...]:
         """The executions that candidates may have, eager first."""
-        if (chosen := self.asked.executions) is not None:
-            return tuple(one for one in Execution if one in chosen)
-        if self.asked.execution is not None:
-            return (self.asked.execution,)
-        return default_executions(self.asked, self.device_kind)
+        return self.values_of(EXECUTION)
 
     @property
     def names_executions(self) -> bool:
         """Whether the request says how candidates run."""
         return self.asked.execution is not None or self.asked.executions is not None
 
-    @property
-    def execution_choices(self) -> tuple[Execution | None, ...]:
-        """What `Candidate.execution` may be: the executions, or None where there is no choice."""
-        found = self.executions
-        return (None,) if self.asked.executions is None and len(found) == 1 else found
+    def values_of(self, choice: Choice[V]) -> tuple[V, ...]:
+        """The values of a choice to consider before the device is asked, the base's first."""
+        return choice.considered(self.asked, place_of(self.asked, self.device_kind))
 
-    @property
-    def losses(self) -> tuple[Loss, ...]:
-        """The ways to compute the loss of a model's own code, the library's first if it is among them."""
-        explored = LOSS.explored(place_of(self.asked, self.device_kind))
-        return self.asked.losses or tuple(loss for loss in explored if loss in self.asked.runner.losses)
+    def choices_of(self, choice: Choice[V]) -> tuple[V | None, ...]:
+        """What candidates may have of a choice: its values, or None alone where there is nothing to choose."""
+        return choice.written(self.asked, self.values_of(choice))
 
     @property
     def compiles(self) -> bool:
@@ -156,13 +142,6 @@ class RequestedSpace:
     def replays(self) -> bool:
         """Whether some candidates may be replayed as CUDA graphs."""
         return any(execution.replays for execution in self.executions)
-
-    @property
-    def kernel_choices(self) -> tuple[Kernels | None, ...]:
-        """The kernels to choose among, the model's own first; None alone if they are the only ones."""
-        asked = self.asked.kernels or default_kernels(self.asked, self.device_kind)
-        found = tuple(kernels for kernels in Kernels if kernels in asked)
-        return (None,) if found == (Kernels.LIBRARY,) else found
 
     @property
     def sharings(self) -> tuple[Sharing, ...]:
@@ -214,36 +193,20 @@ class RequestedSpace:
         return any(model.variant.capacity_factor is not None for model in self.variants())
 
 
-def default_executions(request: ExplorationRequest, device_kind: str | None) -> tuple[Execution, ...]:
-    """Return the executions to explore on a kind of device; None is one that is not known yet.
-
-    CUDA graphs are for training on one GPU. Lengths that differ from batch to batch would be compiled and captured
-    anew, so texts of unequal length run eagerly, as does what several devices compute together.
-    """
-    if _is_quick(request, device_kind) or request.lengths is not None or request.devices.is_mesh:
-        return (Execution.EAGER,)
-    if max(request.devices.context_parallel_sizes, default=1) > 1:
-        return (Execution.EAGER,)
-    trainer = request.runner
-    replays = trainer.graphs and request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
-    return tuple(
-        execution
-        for execution in Execution
-        if (trainer.compiled_layers or not execution.compiles) and (replays or not execution.replays)
-    )
-
-
 def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
-    """Return where the candidates of a request would run."""
-    is_quick = _is_quick(request, device_kind)
-    return Place(request.target_name, device_kind or request.device_kind, is_quick)
-
-
-def default_kernels(request: ExplorationRequest, device_kind: str | None) -> tuple[Kernels, ...]:
-    """Return what may compute norms, rotation and gated activations of a transformers model."""
-    if _is_quick(request, device_kind) or request.target_name != TRANSFORMERS or not request.runner.liger:
-        return (Kernels.LIBRARY,)
-    return tuple(Kernels)
+    """Return where the candidates of a request would run; `device_kind` is None if that is not known yet."""
+    devices = request.devices
+    is_joint = devices.is_mesh or max(devices.context_parallel_sizes, default=1) > 1
+    replays = request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
+    return Place(
+        request.target_name,
+        device_kind or request.device_kind,
+        is_quick=_is_quick(request, device_kind),
+        is_eager=is_joint or request.lengths is not None,
+        replays=replays,
+        stated={EXECUTION.name: request.execution},
+        expressible=request.runner.expresses,
+    )
 
 
 def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:

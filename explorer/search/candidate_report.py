@@ -10,7 +10,7 @@ from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence
 from bexp.explorer.cost.step import GIB, StepSeconds
 from bexp.explorer.cost.text_batches import TextBatches
 from bexp.explorer.cost.token_dropping import dropped_share
-from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.optimizers import ON_HOST_NOTE, PAGED_NOTE
@@ -312,9 +312,7 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
     refused = {} if report.parts is None else report.parts.unavailable
     policies = [policy for policy in request.recompute or () if policy in refused]
     asked: tuple[tuple[str, tuple[str, ...] | None, tuple[BackendSupport, ...]], ...] = (
-        ("execution", request.executions, report.executions),
-        ("kernels", request.kernels, report.kernels),
-        ("loss", request.losses, report.losses),
+        *((choice.name, choice.named(request), report.choices.get(choice.name, ())) for choice in CHOICES),
         ("attention back end", request.attention_backends, report.attention_backends),
         ("expert back end", request.expert_backends, report.expert_backends),
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from bexp.explorer.cost.collectives import is_communication_timed
 from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.candidate import DimensionsAsked
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.parts import LayerPart, ModelParts
@@ -28,12 +29,12 @@ Subject = tuple[ComponentKind, str | None]
 IRRELEVANT = frozenset(
     {
         # of the space and the search
-        *("micro_batch_size", "batch_size", "num_query_groups", "bta", "recompute", "attention_backends"),
-        *("flash_attention", "expert_backends", "context_parallel", "sharding_levels", "executions"),
+        *DimensionsAsked.model_fields,  # components name what they have of a dimension
+        "batch_size",
         *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
-        *("sampler", "fresh", "notices", "labels", "device_kind", "capacity_factors", "trainer", "quick"),
+        *("sampler", "fresh", "notices", "labels", "device_kind", "trainer", "quick"),
         # taken into account in another way
-        *("target", "model", "hf_config", "num_devices", "execution", "training", "losses", "kernels"),
+        *("target", "model", "hf_config", "num_devices", "training"),
     }
 )
 """Fields of a request that a component's time does not depend on, or that `component_subjects` treats by itself."""

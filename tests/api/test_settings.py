@@ -22,11 +22,11 @@ from bexp.api.agents import commands
 from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
-from bexp.storage import components, matching, stored_bytes
+from bexp.storage import components, matching, quotas
 from bexp.storage.audit import KEEP_AUDIT, MOST_RECORDS
 from bexp.storage.database import DatabaseLimits
+from bexp.storage.leases import LONGEST_PAUSE, QueueSettings
 from bexp.storage.queue import WAITING_GRACE
-from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES
 from bexp.storage.run_reports import MAX_EXPLORATIONS, MAX_REPORTS
 from bexp.storage.submission import KEY_LIFETIME
@@ -190,8 +190,8 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("configuration", r"up to \S+ s \| (\S+) \|", QueueSettings().retry_pause.total_seconds()),
         ("configuration", r"it doubles each time, up to (\S+) s", LONGEST_PAUSE.total_seconds()),
         ("configuration", r"idle worker asks again \(at least (\S+)\)", worker.MIN_POLL_SECONDS),
-        ("owners", r"sums what an owner stores once in (\S+) s", stored_bytes.SUM_SECONDS),
-        ("owners", r"by 1/(\S+) for each further API process", 1 / stored_bytes.SHARE_OF_ROOM),
+        ("owners", r"sums what an owner stores once in (\S+) s", quotas.SUM_SECONDS),
+        ("owners", r"by 1/(\S+) for each further API process", 1 / quotas.SHARE_OF_ROOM),
         ("service", r"memory \(within a (\S+)\)", matching.MEMORY_TOLERANCE),
         ("service", r"up to (\S+) reports of what real runs", MAX_REPORTS),
         ("service", r"the owner's later explorations of that model use those of the last (\S+) \|", MAX_EXPLORATIONS),

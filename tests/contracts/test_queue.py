@@ -17,9 +17,8 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobNotFoundError, JobState, get_job
+from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, list_jobs
 from bexp.storage.leases import Lease
-from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, stored_trials

@@ -24,7 +24,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import QueuedQuotaError, Quota, set_quota
 from bexp.storage.reuse import find_answer
 from bexp.storage.run_reports import insert_run_report
-from bexp.storage.workers import WorkerState, forget_worker, list_known_workers, register_worker
+from bexp.storage.workers import WorkerState, forget_worker, read_workers, register_worker
 from tests.contracts.jobs import expire, recommendation_rows
 from tests.contracts.samples import (
     make_candidate,
@@ -338,7 +338,7 @@ def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) 
     claim = queue.claim(make_worker("live", fingerprint=FINGERPRINT, targets=TARGETS))
     assert claim is not None
     assert claim.job.id == theirs.id
-    shown = {owner: list_known_workers(database, owner=owner)[0] for owner in (None, "other", "local")}
+    shown = {owner: read_workers(database, owner=owner)[0] for owner in (None, "other", "local")}
     assert {worker.state for worker in shown.values()} == {WorkerState.MEASURING}
     assert [worker.job_id for worker in shown.values()] == [theirs.id, theirs.id, None]
     with pytest.raises(JobNotFoundError):

@@ -12,7 +12,7 @@ from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.part_costs import predict_part_bytes
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.export import export
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory_meters import LiveStorages
 from bexp.workers.instruments.device_instruments import Instruments

@@ -316,7 +316,7 @@ def test_a_target_of_transformers_reports_and_runs_graphs() -> None:
     target = TransformersTarget(request, Instruments(DEVICE))
     report = target.report(measure_hardware(DEVICE, 0))
     assert report.parts is not None
-    assert {support.name: support.reason for support in report.executions} == dict.fromkeys(Execution)
+    assert {support.name: support.reason for support in report.choices["execution"]} == dict.fromkeys(Execution)
     peaks = {}
     for execution in (Execution.EAGER, Execution.GRAPH):
         candidate = Candidate(

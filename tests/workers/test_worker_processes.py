@@ -28,7 +28,7 @@ from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
-from bexp.storage.workers import list_workers
+from bexp.storage.workers import read_workers
 from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers import held_worker
 
@@ -179,7 +179,7 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     put_back = get_job(sqlite_database, job.id)
     assert (put_back.state, put_back.worker) == (JobState.QUEUED, None)
     assert read_trials(sqlite_database, job.id) != []
-    assert list_workers(sqlite_database) == []
+    assert read_workers(sqlite_database) == []
 
 
 def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_blocks_and_is_resumed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
@@ -26,13 +26,14 @@ def report_device(
     """
     attention, experts = attention_shape(model), experts_shape(model)
     expert_backends = expert_support(experts, device) if experts is not None else ()
+    executions = execution_support(None if device.type == "cuda" else NO_GRAPHS)
     return DeviceReport(
         hardware=hardware,
         attention_backends=tuple(
             _attention(support, attention, device) for support in attention_support(attention, device)
         ),
         expert_backends=tuple(_record(support) for support in expert_backends),
-        executions=execution_support(None if device.type == "cuda" else NO_GRAPHS) if chooses_execution else (),
+        choices={EXECUTION.name: executions} if chooses_execution else {},
         default_attention=default_attention_backend(attention, device),
         default_experts=default_expert_backend(experts, device) if experts is not None else None,
     )

@@ -13,8 +13,7 @@ from contextlib import suppress
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.storage.database import DATABASE_TROUBLE
 from bexp.storage.jobs import JobNotFoundError, JobState, get_summary
-from bexp.storage.matching import OWN_WORKER, OWN_WORKER_TERM
-from bexp.storage.own_workers import keep_job
+from bexp.storage.matching import OWN_WORKER, OWN_WORKER_TERM, keep_job
 from bexp.storage.queue import Queue
 from bexp.storage.waiting import DEVICE_HELD, find_reason, note_reason
 from bexp.workers.jobs.worker import JobWorker

@@ -230,7 +230,7 @@ class _JobRun:
         def give_up() -> JobEnd:
             if self._queue.watch(self._claim.lease).cancel_requested:
                 self._keep_components()
-                self._queue.confirm_cancel(self._claim.lease)
+                self._queue.finish(self._claim.lease, JobState.CANCELLED)
                 return JobEnd.CANCELLED
             self._queue.release(self._claim.lease)
             return JobEnd.RELEASED

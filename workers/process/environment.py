@@ -34,11 +34,15 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """Libraries fetch neither weights nor kernels nor code, whatever a request has them build."""
 SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN")
 """What only the worker needs. A profiler runs code of a model's author."""
+DATABASE_SECRETS = ("PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE")
+"""What libpq reads where the URL has no password. A person's own code may read its texts from such a database."""
 
 
 def profiler_environment(given: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
     """`given` without secrets, with the defaults of a process that measures `devices`; several have one rank each."""
     more = (CPU_DEFAULTS if "cpu" in devices else {}) | (GROUP_DEFAULTS if len(devices) > 1 else {})
-    more |= {} if given.get(LOCAL_TARGET) else OFFLINE
-    kept = {name: value for name, value in given.items() if name not in SECRETS}
+    is_own = bool(given.get(LOCAL_TARGET))
+    more |= {} if is_own else OFFLINE
+    secrets = SECRETS if is_own else (*SECRETS, *DATABASE_SECRETS)
+    kept = {name: value for name, value in given.items() if name not in secrets}
     return CHILD_DEFAULTS | more | kept

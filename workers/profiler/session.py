@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.shards import shard_of
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.meshes.shards import shard_of
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport

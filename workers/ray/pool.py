@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
@@ -360,7 +361,7 @@ class Actors:
 def _usable(report: DeviceReport) -> tuple[object, ...]:
     names = (
         b.name
-        for b in (*report.attention_backends, *report.expert_backends, *report.kernels, *report.losses)
+        for b in (*report.attention_backends, *report.expert_backends, *chain(*report.choices.values()))
         if b.usable
     )
     return (*sorted(names), report.default_attention, report.default_experts)

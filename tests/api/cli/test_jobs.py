@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> Path:
 def _empty(queue: Queue) -> Any:
     yield
     for state in (JobState.QUEUED, JobState.RUNNING):
-        from bexp.storage.listing import JobFilter, list_jobs
+        from bexp.storage.jobs import JobFilter, list_jobs
 
         for job in list_jobs(queue.database, JobFilter(state=state))[0]:
             queue.request_cancel(job.id)

@@ -13,8 +13,7 @@ import pytest
 from bexp.api.cli.commands import COMMANDS
 from bexp.api.stored import StoredExplorations
 from bexp.explorer.answers.lines import render
-from bexp.explorer.exports.registry import FORMATS
-from bexp.explorer.trainers.trainer import TRAINERS, TrainerName
+from bexp.explorer.trainers.registry import FORMATS, TRAINERS, TrainerName
 from bexp.storage.queue import Queue
 from tests.api.cli.conftest import Run
 from tests.api.cli.explored import explored

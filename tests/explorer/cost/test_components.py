@@ -127,8 +127,8 @@ def test_components_are_listed_once_in_the_order_of_a_step() -> None:
         ("moe_ffn", "quack", BackEnd(experts="quack")),
         ("shell", "compile=true", BackEnd(setting="compile=true")),
         ("layer", "sdpa", BackEnd("sdpa")),
-        ("layer", "sdpa+grouped_mm+liger+compiled", BackEnd("sdpa", "grouped_mm", liger=True, compiled=True)),
-        ("layer", "sdpa+compiled", BackEnd("sdpa", compiled=True)),
+        ("layer", "sdpa+grouped_mm+liger+compiled", BackEnd("sdpa", "grouped_mm", ("liger", "compiled"))),
+        ("layer", "sdpa+compiled", BackEnd("sdpa", marks=("compiled",))),
         ("head", None, None),
     ],
 )

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.mesh_layers import ExpertOverlap, run_beside
-from bexp.explorer.cost.shards import SPREAD_EXPERTS, busiest_device
-from bexp.explorer.cost.transfers import Transfer
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.meshes.layers import ExpertOverlap, run_beside
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS, busiest_device
+from bexp.explorer.meshes.transfers import Transfer
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routing import RoutingSpec
 

@@ -178,7 +178,7 @@ def test_layers_with_other_kernels_are_components_of_their_own_and_are_not_compi
     own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
     asked = request(**own, micro_batch_size=2, recompute=["none"], execution="explore", kernels=["library", "liger"])
     both = tuple(BackendSupport(name=name, usable=True) for name in Kernels)
-    found = enumerate_candidates(asked, report().model_copy(update={"kernels": both}), parts()).candidates
+    found = enumerate_candidates(asked, report().model_copy(update={"choices": {"kernels": both}}), parts()).candidates
     decompose = PartsDecomposer(parts(), training=True)
     first = found[0].attention_backend
     backends = {str(decompose(each).layers[0].blocks[0].backend) for each in found if each.attention_backend == first}

@@ -14,10 +14,10 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_component_table, predict_memory
 from bexp.explorer.cost.roofline import predict_component_seconds
+from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from tests.explorer.cost import described
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.recordings import check_recorded

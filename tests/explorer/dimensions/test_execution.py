@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.dimensions.kernels import KERNELS, Kernels
 from bexp.explorer.model.target import BEXP
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.trainer import ATTENTION_OF, EXPERTS_OF
+from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 
@@ -31,9 +31,9 @@ def build(**fields: Any) -> ExplorationRequest:
 
 def test_a_list_or_explore_is_a_choice() -> None:
     both = (Execution.EAGER, Execution.COMPILE)
-    assert build(execution=["compile", "eager"]).space.execution_choices == both
-    assert build(execution="explore").space.execution_choices == tuple(Execution)
-    assert build(execution="compile").space.execution_choices == (None,)
+    assert build(execution=["compile", "eager"]).space.choices_of(EXECUTION) == both
+    assert build(execution="explore").space.choices_of(EXECUTION) == tuple(Execution)
+    assert build(execution="compile").space.choices_of(EXECUTION) == (None,)
     assert [build(execution=asked).space.compiles for asked in ("eager", "compile", "explore", ["eager"])] == [
         *(False, True, True, False)
     ]
@@ -97,9 +97,9 @@ def test_wrong_kernels_name_the_field(fields: dict[str, Any]) -> None:
 
 
 def test_the_models_own_kernels_alone_are_no_choice() -> None:
-    assert build(kernels=["library"]).space.kernel_choices == (None,)
-    assert build(kernels=["liger"]).space.kernel_choices == (Kernels.LIGER,)
-    assert build(kernels=["liger", "library"]).space.kernel_choices == (Kernels.LIBRARY, Kernels.LIGER)
+    assert build(kernels=["library"]).space.choices_of(KERNELS) == (None,)
+    assert build(kernels=["liger"]).space.choices_of(KERNELS) == (Kernels.LIGER,)
+    assert build(kernels=["liger", "library"]).space.choices_of(KERNELS) == (Kernels.LIBRARY, Kernels.LIGER)
 
 
 def test_a_choice_of_flash_alone_is_undone_by_its_exclusion() -> None:

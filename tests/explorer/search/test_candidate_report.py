@@ -155,7 +155,7 @@ def test_what_a_config_says_and_is_not_measured_is_noted() -> None:
 def test_an_execution_that_was_asked_for_and_cannot_be_had_is_noted_with_the_reason() -> None:
     refused = BackendSupport(name="graph", usable=False, reason="the model waits for the device")
     other = refused.model_copy(update={"name": "compile+graph"})
-    report = REPORT.model_copy(update={"executions": (refused, other)})
+    report = REPORT.model_copy(update={"choices": {"execution": (refused, other)}})
     state = known_state()
     state.request = state.request.model_copy(update={"executions": (Execution.EAGER, Execution.GRAPH)})
     notes = notes_of(recommend(state, report=report))

@@ -149,7 +149,7 @@ def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() ->
         BackendSupport(name=one, usable=not one.replays, reason="no graphs here" if one.replays else None)
         for one in Execution
     )
-    without = found.model_copy(update={"executions": supports})
+    without = found.model_copy(update={"choices": {"execution": supports}})
     assert {execution for _, execution in tried(without, execution=both)} == {"eager"}
     assert base_candidates(request(**named, execution=both), without, parts())[0].execution is Execution.EAGER
     with pytest.raises(EmptySpaceError, match="no graphs here"):

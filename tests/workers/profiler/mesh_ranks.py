@@ -19,10 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from bexp.explorer.cost.components import Component, ComponentKind, ExchangeSpec, Operation
-from bexp.explorer.cost.shards import SPREAD_EXPERTS
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.model import DType, ModelSpec, MoESpec
 from bexp.explorer.model.training import LossSpec, Sharding, TrainingSpec
 from bexp.explorer.records.trial import TrialKind, TrialTask

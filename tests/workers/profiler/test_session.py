@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.shards import SPREAD_EXPERTS
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType
@@ -216,9 +216,9 @@ def test_a_whole_model_that_cannot_be_captured_is_unsupported(
     session = Session(instruments, None, sent.append)
     session.answer(Begin(request=REQUEST.model_copy(update={"execution": Execution.GRAPH}), hardware=HARDWARE))
     report = next(message.report for message in sent if isinstance(message, ReportReply))
-    assert {support.name: support.reason for support in report.executions if not support.usable} == dict.fromkeys(
-        ("graph", "compile+graph"), "CUDA graphs need a GPU"
-    )
+    assert {
+        support.name: support.reason for support in report.choices["execution"] if not support.usable
+    } == dict.fromkeys(("graph", "compile+graph"), "CUDA graphs need a GPU")
     session.answer(RunTrial(task=whole_model_plan(candidate())))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)

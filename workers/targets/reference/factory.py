@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.shards import SPREAD_EXPERTS
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.shards import spread_expert_model, tensor_shard
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.mesh import MeshRun, Schedule
 from bexp.explorer.dimensions.recompute import recomputed_layers
+from bexp.explorer.meshes.shards import spread_expert_model, tensor_shard
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
@@ -49,7 +49,7 @@ from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 class MeshTrainingRun:
     """This rank's stages of a model, with their optimizer and the micro-batches of a step.
 
-    Ranks are numbered as `bexp.explorer.cost.transfers` says. Replicas have equal parameters and different
+    Ranks are numbered as `bexp.explorer.meshes.transfers` says. Replicas have equal parameters and different
     data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
     """
 

@@ -125,7 +125,7 @@ class LocalPeers:
 
     What comes from another rank is what this rank sends to itself, so that its experts get as many rows, with the same
     routes, as in a group whose ranks have such tokens. A copy takes a fraction of an exchange's time; whoever adds the
-    exchange can take it off again, because `bexp.explorer.cost.mesh_layers` knows its bytes.
+    exchange can take it off again, because `bexp.explorer.meshes.layers` knows its bytes.
 
     The host reads counts once, and knows them afterwards, because routes stay the same. It then runs ahead of the
     device, so that the seconds of both can be measured.

@@ -1,6 +1,6 @@
 """Blocks that several ranks share, with tensor and sequence parallelism.
 
-Each rank has the blocks of one device of a mesh (`bexp.explorer.cost.shards`), which are also timed alone.
+Each rank has the blocks of one device of a mesh (`bexp.explorer.meshes.shards`), which are also timed alone.
 Between blocks a rank has 1 / size of a micro-batch's tokens. A block gathers all of them behind its norm, and its
 partial results are summed and scattered (Korthikanti et al., 2022, arXiv:2205.05198). Embedding and head have a part of
 the vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).

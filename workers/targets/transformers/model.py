@@ -115,6 +115,7 @@ class Construction:
             state.built.append(module)
             with state.device_of(len(state.built) - 1):
                 original(module, *args, **kwargs)
+            _skip_drawing(module)
 
         return construct
 
@@ -162,6 +163,14 @@ def build_model(
         if settings.prepare is not None:
             settings.prepare(model)
     return model.train(settings.training)
+
+
+def _skip_drawing(layer: nn.Module) -> None:
+    """Have the library draw nothing for what lies on the meta device, which takes it milliseconds a tensor."""
+    for module in layer.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own and all(tensor.device == META for tensor in own):
+            module._is_hf_initialized = True  # type: ignore[assignment]  # as the library marks what it has drawn
 
 
 def _upcast(model: Any) -> None:

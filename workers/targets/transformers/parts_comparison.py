@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -135,9 +136,10 @@ class PartsComparison:
         for (name, own), parameter in zip(part.module.named_parameters(), self.layers[index].parameters(), strict=True):
             if own.grad is not None:
                 gradients[id(parameter)] = own.grad.clone()
-            if id(parameter) not in self._shared():
+            if id(parameter) not in self._shared:
                 require_equal(f"gradient of layer {index}, {name}", own.grad, run.gradients.get(id(parameter)))
 
+    @cached_property
     def _shared(self) -> set[int]:
         """Parameters that more than one layer, or a layer and the shell, hold: their gradients are compared as sums."""
         seen: dict[int, int] = {}

@@ -14,9 +14,11 @@ from torch.nn.attention import SDPBackend
 
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.dimension import Choice, CodePart
+from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
-from bexp.explorer.dimensions.kernels import Kernels
-from bexp.explorer.dimensions.loss import LOSSES, Loss
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.spelling import shortened
@@ -26,7 +28,7 @@ from bexp.graphs.training_state import TrainingState
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import OURS, expert_modules
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import ON_HOST, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.batch import arranged, is_flattened
 from bexp.workers.targets.transformers.builder import PartsBuilder
@@ -35,7 +37,6 @@ from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.quantized import keeps_inputs
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.results import require_alike, results_of, results_of_shell
-from bexp.workers.targets.transformers.shell import ShellPart
 
 _NAMES = {
     SDPBackend.MATH.value: "math",
@@ -179,28 +180,28 @@ class SettingsProbe:
             name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=only_when_named
         )
 
-    def kernel_supports(self) -> tuple[BackendSupport, ...]:
-        """What the request's choice of kernels can have here; empty without a choice."""
-        if self._space.kernel_choices == (None,):
+    def choice_supports(self) -> dict[str, tuple[BackendSupport, ...]]:
+        """Which values of each choice can be had here, by dimension; without those where there is nothing to choose."""
+        found = {choice.name: self._supports(choice) for choice in CHOICES if choice is not EXECUTION}
+        found[EXECUTION.name] = self.execution_supports()
+        return {name: supports for name, supports in found.items() if supports}
+
+    def _supports(self, choice: Choice[Any]) -> tuple[BackendSupport, ...]:
+        values = self._space.values_of(choice)
+        if values == (choice.plain,):
             return ()
-        reason = self._difference(Settings(kernels="liger"))
-        return (
-            BackendSupport(name=Kernels.LIBRARY, usable=True),
-            BackendSupport(name=Kernels.LIGER, usable=reason is None, reason=reason, stock=False, only_when_named=True),
-        )
+        return tuple(self._support(choice, value) for value in dict.fromkeys((choice.plain, *values)))
 
-    def loss_supports(self) -> tuple[BackendSupport, ...]:
-        """Which losses can be had here; empty if the request names them, and none of those has to be tried."""
-        tried = [loss for loss in self._space.losses if LOSSES[loss].is_tried]
-        plain = tuple(BackendSupport(name=loss, usable=True) for loss in self._space.losses if loss not in tried)
-        if not tried:
-            return plain if self._request.losses is None else ()
-        shell = self._builder.shell(1)
-        return (*plain, *(self._loss_support(loss, shell) for loss in tried))
-
-    def _loss_support(self, loss: Loss, shell: ShellPart) -> BackendSupport:
-        reason = self._differs(lambda: results_of_shell(shell), shell.model, Settings(loss=loss))
-        return BackendSupport(name=loss, usable=reason is None, reason=reason, stock=False, only_when_named=True)
+    def _support(self, choice: Choice[Any], value: Any) -> BackendSupport:
+        if not choice.is_tried(value):
+            return BackendSupport(name=value, usable=True)
+        settings = Settings.of({choice.name: value})
+        if choice.part is CodePart.SHELL:
+            shell = self._builder.shell(1)
+            reason = self._differs(lambda: results_of_shell(shell), shell.model, settings)
+        else:
+            reason = self._difference(settings)
+        return BackendSupport(name=value, usable=reason is None, reason=reason, stock=False, only_when_named=True)
 
     def execution_supports(self) -> tuple[BackendSupport, ...]:
         """The executions that can be had here, if there is a choice; for graphs, a layer of each kind is captured."""
@@ -270,7 +271,7 @@ class SettingsProbe:
         """Why what layers save cannot lie in the host's memory; None if it can."""
         if self._device.type == "cpu":
             return "the host's memory is the device's own"
-        return self.refusal(Settings(recompute=ON_HOST))
+        return self.refusal(Settings(recompute=Recompute.OFFLOAD))
 
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""

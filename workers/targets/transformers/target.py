@@ -27,7 +27,7 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import ON_HOST, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
@@ -112,7 +112,7 @@ class TransformersTarget:
             leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
-        kernels, losses = probe.kernel_supports(), probe.loss_supports()
+        choices = probe.choice_supports()
         named, checkpointing = set(self._request.recompute or ()), probe.layer_recompute_refusal()
         parts = describe_parts(
             self._resolved,
@@ -122,9 +122,9 @@ class TransformersTarget:
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
                     for name in BY_OPERATION.values()
-                    if name != ON_HOST
+                    if name != Recompute.OFFLOAD
                 },
-                ON_HOST: probe.offload_refusal(),
+                Recompute.OFFLOAD: probe.offload_refusal(),
                 **{
                     policy.value: checkpointing or self._resolved.group_problem
                     for policy in named
@@ -145,9 +145,7 @@ class TransformersTarget:
             hardware=hardware,
             attention_backends=attention,
             expert_backends=experts,
-            kernels=kernels,
-            executions=probe.execution_supports(),
-            losses=losses,
+            choices=choices,
             default_attention=probe.default_attention,
             default_experts=default if default in usable else next(iter(usable), None),
             parts=parts,
@@ -189,7 +187,7 @@ class TransformersTarget:
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         try:
-            if settings.recompute == ON_HOST:
+            if settings.policy is Recompute.OFFLOAD:
                 require_host_memory(passes, component, model)
             yield passes
         finally:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.shards import SPREAD_EXPERTS
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import Splits

@@ -137,8 +137,7 @@ def space(resolved: ResolvedModel, builder: PartsBuilder, asked: ExplorationRequ
     report = DeviceReport(
         hardware=HARDWARE,
         attention_backends=probe.attention_supports(),
-        kernels=probe.kernel_supports(),
-        losses=probe.loss_supports(),
+        choices=probe.choice_supports(),
         default_attention="sdpa",
         parts=describe_parts(resolved, tiles="none", checkpointing=None, named={}),
     )
@@ -188,7 +187,7 @@ def test_ligers_loss_is_a_choice_where_it_computes_the_same(
     fake_liger.install(monkeypatch)
     asked = request_for(losses=["liger", "library"], micro_batch_size=2, recompute=["none"])
     found = space(resolved, builder, asked)
-    assert [settings_of(candidate, asked).loss for candidate in found] == ["liger", "library"]
+    assert [settings_of(candidate, asked).loss for candidate in found] == ["library", "liger"]
     fake_liger.install(monkeypatch, norm_factor=1.5)
     assert {candidate.loss for candidate in space(resolved, builder, asked)} == {"library"}
     with pytest.raises(EmptySpaceError, match=r"no usable loss with .* \(liger: loss: off by"):
