@@ -8,9 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field
 
-from bexp.client.explorations import AnswerSource, Exploration, ExplorationSummary, Links, Result, Worker
+from bexp.client.explorations import AnswerSource, Exploration, ExplorationSummary, Links, Worker
 from bexp.explorer.answers.answer import Explored, answer_text
-from bexp.explorer.answers.rows import AnswerText
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
@@ -48,34 +47,11 @@ def exploration_of(job: Job, *, with_results: bool = True) -> Exploration:
     shown = _summary_fields(job) | {name: getattr(job, name) for name in names}
     shown["error"] = job.error or job.unreadable
     best = job.recommendation if with_results else None
-    shown["text"] = _text_of(job) if with_results else None
+    explored = Explored(job.id, job.request, job.report, is_over=job.state.is_final)
+    shown["text"] = answer_text(explored, job.recommendation, job.answer) if with_results else None
     shown["export_formats"] = [] if best is None else formats_for(best, job.request)
     shown["own_formats"] = [] if best is None else own_formats(best, job.request)
     return Exploration.model_construct(**shown | ({} if with_results else dict.fromkeys(_RESULTS)))
-
-
-def result_of(job: Job) -> Result | None:
-    """Return the best candidate so far, with the answer at the end; None while there is neither.
-
-    The target and the allocator are None if the request cannot be read.
-    """
-    text, parts = _text_of(job), job.report.parts if job.report else None
-    if text is None:
-        return None
-    return Result.model_construct(
-        id=job.id,
-        state=job.state.value,
-        final=job.state.is_final,
-        target=job.request.target_name if job.request else None,
-        target_version=parts.target_version if parts else None,
-        target_class=parts.class_name if parts else None,
-        allocator=job.request.allocator if job.request else None,
-        hardware=job.report.hardware if job.report else None,
-        request=job.request,
-        recommendation=job.recommendation,
-        answer=job.answer,
-        text=text,
-    )
 
 
 def worker_of(worker: KnownWorker) -> Worker:
@@ -90,11 +66,6 @@ def worker_of(worker: KnownWorker) -> Worker:
         last_heartbeat_at=worker.last_seen_at,
         lost_since=worker.last_seen_at if worker.state is WorkerState.LOST else None,
     )
-
-
-def _text_of(job: Job) -> AnswerText | None:
-    explored = Explored(job.id, job.request, job.report, is_over=job.state.is_final)
-    return answer_text(explored, job.recommendation, job.answer)
 
 
 def _summary_fields(job: JobSummary) -> dict[str, Any]:

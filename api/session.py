@@ -18,6 +18,7 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.options import device_kind
 from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Result
 from bexp.explorer.formats.document import FormatError, describe_problem
 from bexp.explorer.formats.request import parse_request
 from bexp.storage.ids import new_job_id
@@ -52,7 +53,7 @@ def _run(asked: dict[str, Any]) -> None:
         if not ended.is_final:
             run.cancel(stored)
             return
-        result = stored.result(job.id)
+        result = Result.of(ended)
         _tell(
             exploration=ended.model_dump(mode="json"),
             trials=[trial.model_dump(mode="json") for trial in stored.trials(job.id)],

@@ -13,7 +13,7 @@ from bexp.api.refusals import Problem, refusal_of
 from bexp.api.results import export_notes, export_of
 from bexp.api.submission import submit
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import Exploration, ExplorationSummary, Export, Result, State, Worker
+from bexp.client.explorations import Exploration, ExplorationSummary, Export, State, Worker
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
@@ -110,11 +110,6 @@ class StoredExplorations:
         """Return the workers that live, and those that were lost within a day."""
         with _refusals():
             return tuple(map(resources.worker_of, read_workers(self.database)))
-
-    def result(self, job_id: str) -> Result | None:
-        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
-        with _refusals():
-            return resources.result_of(get_job(self.database, job_id))
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework, in the format called `name`."""

@@ -15,7 +15,7 @@ import typer
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import ExitCode, say
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import Exploration, Explorations
+from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.answers.lines import headline, render
 from bexp.explorer.answers.text import WIDTH
 from bexp.explorer.records.event import Event, EventCode
@@ -54,7 +54,7 @@ def say_best(client: Explorations, job_id: str) -> None:
 
 def document(client: Explorations, job: Exploration) -> dict[str, Any]:
     """Return a job with its recommendation, its answer, its certainty, and what real runs reached, as JSON."""
-    result, reports = client.result(job.id), client.run_reports(job.id)
+    result, reports = Result.of(job), client.run_reports(job.id)
     about = {} if result is None else result.model_dump(mode="json", include=MEASURED)
     return {
         **dict.fromkeys(ANSWERED),

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from bexp.api import examples
 from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import ProblemException, readable
-from bexp.api.resources import TrialPage, result_of
+from bexp.api.resources import TrialPage, exploration_of
 from bexp.api.results import export_notes, export_of, why_nothing
 from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
@@ -64,7 +64,7 @@ def get_recommendation(
     """
     if export_format is not None:
         return _file(export_of(service.database, job, export_format), export_format)
-    result = result_of(job)
+    result = Result.of(exploration_of(job))
     if result is None:
         raise ProblemException(HTTPStatus.NOT_FOUND, why_nothing(job), name="no-recommendation")
     return result

@@ -21,7 +21,6 @@ from bexp.client.explorations import (
     Exploration,
     ExplorationSummary,
     Export,
-    Result,
     State,
     Worker,
     read_as,
@@ -225,8 +224,13 @@ class Client:
 
     def answer(self, job_id: str) -> Mapping[str, Any] | None:
         """Return the recommendation as the service's document, to save as best.json; None while nothing is known."""
-        stored = self._recommendation(job_id)
-        return stored if stored is not None and stored.get("recommendation") is not None else None
+        try:
+            stored = self.connection.request("GET", exploration_path(job_id, "recommendation"))
+        except ProblemError as error:
+            if error.name == NO_RECOMMENDATION:
+                return None
+            raise
+        return stored if stored.get("recommendation") is not None else None
 
     def recommendation(self, job_id: str) -> RecommendedSetup | None:
         """Return the best candidate so far, as `bexp.apply` takes it; None while nothing is known."""
@@ -234,11 +238,6 @@ class Client:
 
         document = self.answer(job_id)
         return None if document is None else RecommendedSetup.read(document)
-
-    def result(self, job_id: str) -> Result | None:
-        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
-        document = self._recommendation(job_id)
-        return None if document is None else read_as(Result, document)
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework; docs/exports.md lists the names."""
@@ -287,11 +286,3 @@ class Client:
         for _ in self.events(job_id):
             pass
         return self.get(job_id)
-
-    def _recommendation(self, job_id: str) -> Any:
-        try:
-            return self.connection.request("GET", exploration_path(job_id, "recommendation"))
-        except ProblemError as error:
-            if error.name == NO_RECOMMENDATION:
-                return None
-            raise

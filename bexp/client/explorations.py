@@ -14,7 +14,6 @@ from bexp.client.errors import ServiceError
 from bexp.explorer.answers.rows import AnswerText
 from bexp.explorer.model.base import rule_of
 from bexp.explorer.model.hardware import HardwareSpec
-from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.recommendation import Answer, Recommendation
@@ -151,10 +150,30 @@ class Result(_Document):
     hardware: Annotated[HardwareSpec | None, Field(description="What the figures were measured on.")]
     request: Annotated[ExplorationRequest | None, Field(description="What was asked; `bexp.apply` needs it.")]
 
-    @property
-    def measured(self) -> str | None:
-        """What was measured, for a person; None if that is not known."""
-        return describe_target(self.target, self.target_version, self.target_class) if self.target else None
+    @staticmethod
+    def of(known: Exploration) -> Result | None:
+        """Return the result of an exploration; None while there is neither a candidate nor an answer.
+
+        The target and the allocator are None if the request cannot be read.
+        """
+        if known.text is None:
+            return None
+        request, report = known.request, known.report
+        parts = None if report is None else report.parts
+        return Result.model_construct(
+            id=known.id,
+            state=known.state,
+            final=known.is_final,
+            target=None if request is None else request.target_name,
+            target_version=None if parts is None else parts.target_version,
+            target_class=None if parts is None else parts.class_name,
+            allocator=None if request is None else request.allocator,
+            hardware=None if report is None else report.hardware,
+            request=request,
+            recommendation=known.recommendation,
+            answer=known.answer,
+            text=known.text,
+        )
 
 
 class Worker(_Document):
@@ -220,9 +239,6 @@ class Explorations(Protocol):
 
     def workers(self) -> tuple[Worker, ...]:
         """Return the workers that live, and those that were lost within a day."""
-
-    def result(self, job_id: str) -> Result | None:
-        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework, in the format called `name`."""

@@ -147,10 +147,6 @@ def _place(error: BaseException) -> str:
     return f" ({Path(outside[-1].filename).name} line {outside[-1].lineno})" if outside else ""
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
 MICRO_STEPS = 2
 WARM_UP_STEPS = 2
 BUDGET = TimingBudget(min_repeats=4, max_repeats=12, seconds=3.0)
@@ -334,3 +330,7 @@ class TargetRun:
 def _bytes_of(tensors: list[Tensor]) -> int:
     storages = {id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -34,8 +34,7 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     browser.evaluate(f"document.querySelector('.list a[href$=\"{service.finished}\"]').click()")
     browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
 
-    best = service.client.result(service.finished)
-    assert best is not None
+    best = service.client.get(service.finished)
     assert best.recommendation is not None
     shown = browser.evaluate("[...document.querySelectorAll('.headline strong')].map((node) => node.textContent)")
     assert shown[0] == str(best.recommendation.candidate.micro_batch_size)
@@ -74,8 +73,7 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
 
 def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) -> None:
     open_exploration(browser, service, service.finished)
-    best = service.client.result(service.finished)
-    assert best is not None
+    best = service.client.get(service.finished)
     assert best.recommendation is not None
     plan = MeshPlan(
         mesh=Mesh(tensor=2, pipeline=2, schedule=Schedule.ONE_F_ONE_B, data=8),

@@ -78,6 +78,11 @@ def check(bexp: Run, queue: Queue, job_id: str) -> None:
     assert bexp("report", job_id, "--out", "report.html").code == 0
     page = re.findall(r'id="report">(.*?)</script>', Path("report.html").read_text(), re.DOTALL)[0]
     assert json.loads(page)["exploration"]["recommendation"] == answered
+    assert json.loads(page)["exploration"]["text"] == document["text"]
+    for each in document["text"]["rows"]:
+        said = " ".join(f"{each['label']} {each['text']}".split())
+        assert (said in six) == (each["importance"] in {"main", "brief"}), said
+        assert (said in whole) == (each["importance"] != "brief"), said
 
     ran = {
         trial.candidate for trial in StoredExplorations(queue.database).trials(job_id) if trial.measurement.whole_model

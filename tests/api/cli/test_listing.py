@@ -27,7 +27,7 @@ from bexp.api.cli.results import (
 from bexp.api.stored import StoredExplorations
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import Exploration, Result
+from bexp.client.explorations import Exploration
 from bexp.explorer.answers.uses import next_rows
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.recommendation import Answer
@@ -36,7 +36,7 @@ from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, RECOMMENDATION, REQUEST, TINY, event, job_document, result_document
+from tests.api.cli.samples import ANSWER, RECOMMENDATION, REQUEST, TINY, event, job_document
 from tests.contracts.samples import make_report, make_worker
 
 ROOM = {"memory_bytes": 1 << 34, "memory_limit_bytes": 1 << 33}
@@ -229,8 +229,7 @@ def test_the_end_of_an_exploration_is_its_answer_or_why_there_is_none(
     said: str,
 ) -> None:
     job = Exploration.model_validate(job_document(**known))
-    result = None if job.text is None else Result.model_validate(result_document(**known))
-    client: Any = SimpleNamespace(get=lambda _: job, result=lambda _: result, run_reports=lambda _: ())
+    client: Any = SimpleNamespace(get=lambda _: job, run_reports=lambda _: ())
     last = event(9, code, "it ended")
     assert conclude(client, job.id, last, as_json=False, verbose=False) is status
     told = capsys.readouterr()
@@ -241,7 +240,7 @@ def test_the_end_of_an_exploration_is_its_answer_or_why_there_is_none(
     assert (found["job"]["id"], told.err) == (job.id, "")
     of_job = job.model_dump(mode="json")
     assert all(found[name] == of_job[name] for name in ("recommendation", "answer", "text"))
-    assert ("target" in found) is (result is not None)
+    assert ("target" in found) is (job.text is not None)
 
 
 def test_a_program_is_given_no_number_that_json_does_not_have() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Result
 from bexp.explorer.records.event import EventCode
-from tests.api.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
+from tests.api.cli.samples import EVENTS, RECOMMENDATION, REQUEST, event, job_document, result_document, sse
 from tests.contracts.samples import make_trial
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -142,11 +143,11 @@ def test_list_and_recommendation_and_trials() -> None:
 
     with client_of(handler) as client:
         assert [job.model for job in client.list(state="queued")] == ["tiny", "tiny"]
-        result = client.result("job1")
-        assert result is not None
+        document = client.answer("job1")
+        assert document is not None
+        result = Result.model_validate(document)
         assert result.final
-        assert result.recommendation is not None
-        assert result.recommendation.candidate.micro_batch_size == 4
+        assert result.recommendation == RECOMMENDATION
         assert client.trials("job1") == ()
 
 
