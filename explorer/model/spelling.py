@@ -31,6 +31,6 @@ def shortened(value: object, most: int = 60) -> str:
     if len(text) <= most or (ends[-1:] == ends[:1] and len(text) <= LONGEST_WORD):
         return text
     end = max((each for each in ends if each <= most), default=ends[0] if ends else 0)
-    if end > LONGEST_WORD:
+    if end > LONGEST_WORD and end == ends[0]:
         end = max(text.rfind(mark, 0, LONGEST_WORD) for mark in "./|")
     return f"{text[:end]}..." if end > 0 else f"({len(text):,} characters)"

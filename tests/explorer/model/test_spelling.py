@@ -30,6 +30,10 @@ LONG = "a_name_that_is_longer_than_most_and_means_nothing_unless_it_is_whole"
 def test_a_text_is_cut_between_words(text: object, shown: str) -> None:
     assert shortened(text) == shown
     assert shortened("one two three", 9) == "one two..."
+    assert (
+        shortened("model.safetensors: " + "no more space " * 30, 300)
+        == "model.safetensors: " + ("no more space " * 20)[:-1] + "..."
+    )
 
 
 def test_a_notice_and_a_refusal_name_whole_keys() -> None:
