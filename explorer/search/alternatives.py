@@ -44,26 +44,29 @@ def find_alternatives(
         Role.UNDIVIDED: best_undivided(posterior) if final else None,
         Role.RUNNER_UP: None if runner_up is None else table.row[runner_up],
     }
-    found = (
-        compare(posterior, recommended, role, row, whole_model_of(table.candidates[row]))
+    scores = {} if dividing is None else {Role.DIVIDING: confidence_score(dividing.confidence)}
+    return tuple(
+        compare(posterior, recommended, role, row, whole_model_of(table.candidates[row]), scores.get(role))
         for role, row in rows.items()
         if row is not None
     )
-    return tuple(
-        each.model_copy(update={"confidence": confidence_score(dividing.confidence)})
-        if dividing is not None and each.role is Role.DIVIDING
-        else each
-        for each in found
-    )
 
 
-def compare(posterior: Posterior, recommended: int, role: Role, row: int, whole_model: Trial | None) -> Alternative:
+def compare(
+    posterior: Posterior,
+    recommended: int,
+    role: Role,
+    row: int,
+    whole_model: Trial | None,
+    confidence: int | None = None,
+) -> Alternative:
     """Return the figures of a row with this role, compared with the `recommended` one; `whole_model` is its run."""
     own, tokens_per_second = (expected_tokens_per_second(posterior, each, recommended) for each in (recommended, row))
     candidate, bytes_ = posterior.table.candidates[row], posterior.bytes(row)
     return Alternative(
         role=role,
         candidate=candidate,
+        confidence=confidence,
         tokens_per_second=tokens_per_second,
         ratio=own / tokens_per_second,
         composed_tokens_per_second=posterior.seconds(row).tokens_per_second,
