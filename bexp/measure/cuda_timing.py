@@ -74,8 +74,8 @@ class CudaTimer:
     If a module waits for the device (as a loop over experts that reads their counts), device and host cannot be
     separated. Both times are then those of the device.
 
-    Before each pass the second-level cache is overwritten, because in a model a layer's weights and saved activations
-    have left the cache when their turn comes. Then the input of the pass is written once more, because the neighbouring
+    Before each pass the second-level cache is overwritten, because in a model a layer's weights and activations have
+    left the cache when their turn comes. Then the input of the pass is written once more, because the neighbouring
     layer wrote it last. Neither is in the time.
     """
 

@@ -16,7 +16,7 @@ APPEARED_BYTES = 256 << 20
 A CUDA context takes more than this; our own kernels and libraries, once warm, take nothing more.
 """
 OWN_GROWTH_BYTES = 2 << 30
-"""What our own loaded modules and kernels may take outside the allocator between two timings."""
+"""The most that our own modules and kernels may take outside the allocator between two timings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class ForeignProcesses:
 class GpuProcessMonitor:
     """A watch for processes that come to the device while a job runs.
 
-    A container may hide the processes of another container, so the monitor looks at two things: process ids that are
-    new since the job began, and memory in use outside this process's allocator. That memory also contains the runtime's
-    context, loaded kernels, and the memory of earlier processes, whose size is known at the beginning. The time and the
-    size of a growth distinguish a new process from kernels that this process loads later.
+    A container may hide the processes of another container. So the monitor looks at process ids that are new since the
+    job began, and at memory in use outside this process's allocator. That memory also contains the runtime's context,
+    loaded kernels, and the memory of earlier processes, whose size is known at the beginning. The time and the size of
+    a growth distinguish a new process from kernels that this process loads later.
 
     Args:
         gpu: the device.

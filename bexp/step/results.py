@@ -32,7 +32,7 @@ class StepRecommendation:
     results: tuple[SizeResult, ...]
     """A size has several if it was measured again to be surer."""
     notes: tuple[str, ...] = ()
-    """What a person should know of the answer, a sentence each."""
+    """Remarks on the answer for a person, a sentence each."""
     peak_bytes: int | None = None
     """The peak of allocated memory at this size; None on the CPU."""
     effective_batch_size: int | None = None

@@ -151,15 +151,15 @@ class Clock:
         is_spent = number >= MOST_STEPS or elapsed >= MOST_SECONDS
         restarts = enough and not is_spent and self._num_restarts < MOST_RESTARTS and not self._has_settled()
         over = is_spent or (enough and not restarts)
-        told = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
-        if told is None:
+        agreed = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
+        if agreed is None:
             return
-        if told["restarts"] or (told["is_warm"] and self._began is None):  # of the first process, so that all agree
-            self._num_restarts += told["restarts"]
+        if agreed["restarts"] or (agreed["is_warm"] and self._began is None):  # of the first process, so that all agree
+            self._num_restarts += agreed["restarts"]
             self._micro_steps = [replace(step, is_timed=False) for step in self._micro_steps]
             self._optimizer_steps.clear()
             self._began = now
-        self.is_over = told["is_over"]
+        self.is_over = agreed["is_over"]
 
     def figures(self) -> dict[str, Any]:
         """Return the figures for the trial, each of the slowest or the fullest process."""

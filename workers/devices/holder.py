@@ -54,11 +54,11 @@ def find_holder(descriptor: int) -> Holder | None:
 
 def _kernel_name(descriptor: int) -> str:
     """Return a file as /proc/locks names it. Btrfs and overlays show stat(2) another device than the kernel's own."""
-    told = dict(line.split(maxsplit=1) for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines())
+    info = dict(line.split(maxsplit=1) for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines())
     mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
     devices = {fields[0]: fields[2] for fields in mounts}
-    major, minor = map(int, devices[told["mnt_id:"].strip()].split(":"))
-    return f"{major:02x}:{minor:02x}:{told.get('ino:', os.fstat(descriptor).st_ino)}"
+    major, minor = map(int, devices[info["mnt_id:"].strip()].split(":"))
+    return f"{major:02x}:{minor:02x}:{info.get('ino:', os.fstat(descriptor).st_ino)}"
 
 
 def _lives(pid: int) -> bool:

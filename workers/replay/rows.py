@@ -90,6 +90,7 @@ class WholeModelRow(Frozen):
     type: Literal["whole_model"] = "whole_model"
     candidate: Candidate
     run: Annotated[int, Field(ge=0)]
+    """The number of the run among those of the candidate."""
     outcome: Outcome = Outcome.OK
     reason: str | None = None
     figures: WholeModelMeasurement | None = None

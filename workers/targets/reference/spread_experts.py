@@ -31,8 +31,8 @@ def build_spread_experts(
 ) -> MoEFFN:
     """Return a block with this rank's experts and the router of all; its routes are not set yet.
 
-    The component has the number of ranks that share the experts of `model`, that of the chunks in which they exchange
-    tokens, and that of the most popular experts that each rank copies.
+    The component says how many ranks share the experts of `model`, and in how many chunks they exchange tokens. It also
+    says how many of the most popular experts each rank copies.
     """
     moe = model.moe
     assert moe is not None, "a model with experts"

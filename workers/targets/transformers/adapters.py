@@ -12,7 +12,7 @@ from bexp.workers.targets.transformers.config import UnsupportedModelError, one_
 def add_adapters(model: Any, spec: LoRASpec, *, is_quantized: bool = False) -> None:
     """Wrap the modules that `spec` names in `model` in place with `peft.get_peft_model`, and freeze everything else.
 
-    Both matrices of an adapter are random, as they are after the first steps. peft's own start is a zero matrix, whose
+    Both matrices of an adapter are random, as they are after the first steps. But peft starts with a zero matrix, whose
     partner gets no gradient. Adapters of half-precision weights are in float32, which is peft's default. If the model
     `is_quantized`, it is prepared as by peft: other weights are cast to float32, and embeddings hand on a gradient.
 

@@ -30,7 +30,7 @@ UPCAST_EMBEDDINGS = {
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How a model is built and run."""
+    """Settings by which a model is built and run."""
 
     precision: Precision = "pure"
     """The number formats of parameters and products.
