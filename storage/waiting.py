@@ -80,7 +80,7 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
     with database.read() as connection:
         overdue = sa.or_(
             (jobs.c.state == JobState.QUEUED.value)
-            & sa.not_(jobs.c.queued_at.between(database.clock(-grace), database.clock())),
+            & sa.not_(jobs.c.queued_at.between(database.clock(-grace), database.clock(grace))),  # it may come meanwhile
             (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
             is_held(database) & jobs.c.waiting_reason.is_not(None),  # its worker was frozen and goes on
         )

@@ -115,6 +115,16 @@ def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
     assert describe_duration(timedelta(seconds=seconds)) == text
 
 
+def test_a_job_that_comes_after_the_clock_was_read_is_given_time(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    for seconds, noted in ((1, []), (90, ["none is running"])):  # the clock was set back since
+        with database.begin() as connection:
+            connection.execute(sa.update(jobs).values(queued_at=database.clock(timedelta(seconds=seconds))))
+        queue.note_waiting(grace=timedelta(seconds=30))
+        assert [event.data["reason"] for event in read_events(database, job.id)[1:]] == noted
+
+
 def test_a_fresh_job_is_given_time(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
