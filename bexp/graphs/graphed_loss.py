@@ -162,7 +162,7 @@ class _GraphedStep:
             recorder.warm_up(self._warm_up)
             self._forward_again, self._backward_again = recorder.record((self._forward, self._backward))
             if self._loss is not None:
-                self._loss = self._loss.detach()  # what was saved for backward is the graphs' own business
+                self._loss = self._loss.detach()  # the graphs keep the tensors that backward needs
         assert self._incoming is not None, "the warm-up ran a backward"
         self.anchor: Tensor = torch.zeros((), device=self._incoming.device, requires_grad=True)
 

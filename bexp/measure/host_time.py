@@ -29,7 +29,7 @@ class HostMark:
     def __init__(self, *, alone: bool = True) -> None:
         self._to = _clocks()
         self._waited = waited_seconds() if alone else 0.0
-        self._from = _clocks()  # what was read in between belongs to no interval
+        self._from = _clocks()  # the reading itself belongs to no interval
 
     def seconds_until(self, later: HostMark) -> float:
         """Seconds from this mark to `later`, both made by this thread."""

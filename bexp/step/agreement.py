@@ -122,7 +122,7 @@ class Together:
         self._number += 1
         key = f"{self._key}/{self._number}"
         if self.is_leader:
-            end = time.monotonic() + self._patience  # for all of them, so that the others still wait for the verdict
+            end = time.monotonic() + self._patience  # one for all, so that they still wait for the verdict
             statuses = [own, *(self._status(f"{key}/{rank}", rank, end) for rank in range(1, self._world_size))]
             self._store.set(f"{key}/verdict", json.dumps([_judge(statuses)]))
         else:

@@ -21,7 +21,7 @@ def patch(module: ModuleType) -> None:
     """Have the first call of `fit` train with the answer."""
     trainer, package = module.Trainer, import_module(module.__name__.removesuffix(".trainer.trainer"))
     loops: Any = import_module(f"{package.__name__}.loops.fit_loop")
-    fit, process = trainer.fit, loops._process_dataloader  # those of evaluations go through another module
+    fit, process = trainer.fit, loops._process_dataloader  # the loaders of evaluations go through another module
     chosen: list[Any] = []
 
     @wraps(fit)

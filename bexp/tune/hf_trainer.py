@@ -118,7 +118,7 @@ def _prepare(arguments: Any) -> None:
     if owner is not None and SIZE not in os.environ:
         raise CannotSetError(f"{owner} {FIXED_SIZES}")
     for name, value in choice().items():
-        if name == APPLY:  # of the model, which is made later
+        if name == APPLY:  # a setting of the model, which is made later
             continue
         if name in _FIXED:
             raise CannotSetError(f"'{name}' is fixed when TrainingArguments are made: put {{{name}}} in the command")
@@ -222,7 +222,7 @@ def _measure(
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30
     trainer.accelerator.gradient_accumulation_steps = arguments.gradient_accumulation_steps
-    trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
+    trainer.optimizer, trainer.lr_scheduler = optimizer, None  # without a given one, each size makes its own
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     trainer._created_lr_scheduler = False
     trainer.accelerator.free_memory()  # now, and not when the clock of the peak runs

@@ -154,7 +154,7 @@ class Clock:
         agreed = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
         if agreed is None:
             return
-        if agreed["restarts"] or (agreed["is_warm"] and self._began is None):  # of the first process, so that all agree
+        if agreed["restarts"] or (agreed["is_warm"] and self._began is None):  # all by the first process's word
             self._num_restarts += agreed["restarts"]
             self._micro_steps = [replace(step, is_timed=False) for step in self._micro_steps]
             self._optimizer_steps.clear()
@@ -235,7 +235,7 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         gc.collect()
-        trim()  # what earlier sizes have freed is still resident
+        trim()  # memory that earlier sizes have freed is still resident
         _forget_peak()
 
 

@@ -121,7 +121,7 @@ class Watch:
             (samples.celsius, gpu.temperature_celsius()),
         ):
             if value is not None:
-                values.append(value)  # type: ignore[arg-type]  # of one kind each
+                values.append(value)  # type: ignore[arg-type]  # each list has one type
         samples.reasons.update(dict.fromkeys(gpu.clock_reasons()))
         if self._foreign is not None:
             self._foreign.look()

@@ -198,7 +198,7 @@ class _JobRun:
         self._stopping = stopping
         self._software = software
         self._report: DeviceReport | None = None
-        self._trials = [] if job.software is None else list(claim.history)  # of the versions that are installed here
+        self._trials = [] if job.software is None else list(claim.history)  # of the installed versions alone
         self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
         self._last_seq = job.last_seq
