@@ -134,7 +134,9 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                 f"no micro_batch_size divides what {max(s.size for s, _ in sharings)} devices get of batch_size "
                 f"({request.batch_size}), and this worker's profiler has no more that could share sequences"
             )
-        raise EmptySpaceError(_why_no_policy(request, model) or min(refused, key=refused.__getitem__))
+        untiled = "no attention tile divides a micro-batch of the space"
+        reason = _why_no_policy(request, model) or min(refused, key=refused.__getitem__, default=untiled)
+        raise EmptySpaceError(reason)
     return LegalSpace(model, expressible(candidates, lambda candidate: candidate, request, report))
 
 
