@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import cache
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from bexp.api import examples
@@ -18,9 +20,8 @@ from bexp.api.administration import QuotaLimits
 from bexp.api.auth import authorize
 from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.metrics import LatencyMiddleware, Metrics
-from bexp.api.parameters import refuse_unknown_parameters
 from bexp.api.problems import install_problem_handlers
-from bexp.api.refusals import Problem
+from bexp.api.refusals import Problem, invalid_parameter
 from bexp.api.routes import (
     administration,
     comparisons,
@@ -37,7 +38,8 @@ from bexp.api.routes import (
 from bexp.api.service import refuse_changes_if_outdated, run_service
 from bexp.api.settings import ServiceSettings
 from bexp.api.turns import TurnMiddleware
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.model.spelling import did_you_mean, shortened
+from bexp.explorer.request.request import ExplorationRequest
 
 DESCRIPTION = """\
 Submit the configuration of a language model. Workers measure what a trainer can choose (micro-batch size, batch \
@@ -55,6 +57,25 @@ COMMON_PROBLEMS = examples.problems(
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.SERVICE_UNAVAILABLE,
 )
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Raise a 422 that names the first query parameter that the route of `request` does not take."""
+    if not request.query_params:
+        return
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    known = set(_parameters(route.dependant))
+    for name in request.query_params:
+        if name not in known:
+            raise invalid_parameter(shortened(name), f"is no parameter of this route{did_you_mean(name, known)}")
+
+
+def _parameters(dependant: Dependant) -> Iterator[str]:
+    for field in dependant.query_params:
+        yield field.alias
+    for inner in dependant.dependencies:
+        yield from _parameters(inner)
 
 
 def _include_all() -> APIRouter:

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bexp.client.explorations import Exploration, Result
-from bexp.explorer.answers.answer import is_provisional
-from bexp.explorer.answers.summary import surer_text
+from bexp.client.explorations import Exploration
+from bexp.explorer.answers.uses import is_provisional, surer_text
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
-def describe_certainty(job: Exploration, result: Result | None, num_reports: int) -> dict[str, Any] | None:
+def describe_certainty(job: Exploration, num_reports: int) -> dict[str, Any] | None:
     """Return a JSON object that says how far a recommendation can be trusted; None if there is none.
 
     `noise` is the relative standard deviation between two runs of a micro-step, null if it was not measured.
     `worth_at_most` of the next measurement is a share of the tokens/s.
     """
-    best, request = None if result is None else result.recommendation, job.request
-    if result is None or best is None:
+    best, request = job.recommendation, job.request
+    if best is None:
         return None
     return {
         "noise": best.run_noise,
@@ -27,27 +26,22 @@ def describe_certainty(job: Exploration, result: Result | None, num_reports: int
         "confidence_by_tolerance": best.confidences,
         "tolerance": None if request is None else request.tolerance,
         "confidence_asked_for": None if request is None else request.budget.confidence_target,
-        "not_measured": list(_not_measured(best, request, num_reports)),
+        "not_measured": list(dict.fromkeys(_not_measured(best, request, num_reports))),
         "next_measurement": {
             "worth_at_most": best.expected_regret,
-            "advice": _advice(job, result, best),
+            "advice": _advice(job, best),
         },
     }
 
 
 def _not_measured(best: Recommendation, request: ExplorationRequest | None, num_reports: int) -> Iterable[str]:
-    if best.whole_model is None and not best.candidate.is_whole:
+    if not best.is_measured_whole:
         yield "the recommended candidate as a whole model; its figures follow from measured parts"
     if best.run_noise is None:
         yield "the noise between runs"
-    for name, other in (
-        ("largest that fits", best.largest_micro_batch),
-        ("best with stock back ends", best.stock),
-        ("best without tiling", best.untiled),
-        ("best that divides the batch", best.dividing),
-    ):
-        if other is not None and other.predicted:
-            yield f"all parts of the {name}; its throughput is predicted in part"
+    for other in best.alternatives:
+        if other.predicted:
+            yield f"all parts of {other.role.meaning}; its throughput is predicted in part"
     if request is not None and request.num_devices > 1 and best.communication_seconds is None:
         yield "communication between devices"
     if best.reused is not None:
@@ -57,11 +51,11 @@ def _not_measured(best: Recommendation, request: ExplorationRequest | None, num_
     yield "whether training converges as well"
 
 
-def _advice(job: Exploration, result: Result, best: Recommendation) -> str:
+def _advice(job: Exploration, best: Recommendation) -> str:
     if not job.is_final:
         return "wait: the exploration has not ended"
-    if result.answer is None or job.request is None:
+    if job.answer is None or job.request is None:
         return "resume the exploration, which has ended early, or explore again: what is measured is reused"
     if is_provisional(best.confidence, job.request):
-        return surer_text(best, job.request, result.answer.serves_up_to, for_program=True)
+        return surer_text(best, job.request, job.answer.serves_up_to, for_program=True)
     return "none: the confidence that was asked for is reached"

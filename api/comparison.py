@@ -10,15 +10,15 @@ from typing import Any
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
 from bexp.client.explorations import Exploration, Explorations
-from bexp.explorer.answers.summary import FRESH
 from bexp.explorer.answers.text import row
-from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.explorer.answers.uses import FRESH
+from bexp.explorer.model.amounts import rate_text, seconds_text
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.records.recommendation import Alternative, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, whole_runs
 from bexp.explorer.search.confidence import confidence_score
-from bexp.explorer.spec.amounts import rate_text, seconds_text
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.spelling import shortened
 
 NOT_COMPARED = {
     *("budget", "fresh", "labels", "notices", "sampler", "seed", "verify", "tolerance", "base_micro_batch_size"),
@@ -45,17 +45,14 @@ class _Known:
         self.job, *further = self.jobs
         for other in further:
             _check_same_question(self.job, other)
-        result = client.result(self.job.id)
-        best = None if result is None else result.recommendation
+        best = self.job.recommendation
         if best is None:
             raise CommandError(ExitCode.NO_ANSWER, f"exploration {self.job.id} has no recommendation")
-        self.chosen: Recommendation | DividingCandidate = best
-        if best.dividing is not None and best.dividing.candidate != best.candidate:
-            self.chosen = best.dividing
+        self.chosen = best if best.for_batch.candidate == best.candidate else best.for_batch
         trials = {job.id: [] if best.plan else list(client.trials(job.id)) for job in self.jobs}
         self.trials: list[Trial] = [trial for some in trials.values() for trial in some]
         self.without_run = [job.id for job in further if not whole_runs(self.chosen.candidate, trials[job.id])]
-        kind = "cpu" if _hardware(self.job).get("device_kind") == "cpu" else "cuda"
+        kind = "cpu" if self.job.report is not None and self.job.report.hardware.device_kind == "cpu" else "cuda"
         self.side = MeasuredCandidate(self.chosen, best.run_noise, self.trials, kind).side()
 
     @property
@@ -135,7 +132,7 @@ def _describe(known: _Known) -> str:
     side, ids = known.side, ", ".join(job.id for job in known.jobs)
     runs = f"{side.num_runs or 'no'} whole run{'' if side.num_runs == 1 else 's'}"
     candidate = known.chosen.candidate.describe()
-    if isinstance(known.chosen, DividingCandidate):
+    if isinstance(known.chosen, Alternative):
         candidate += ", the best that divides the batch"
     return (
         f"{known.job.model} {ids}, {candidate}: {rate_text(side.tokens_per_second)}, {runs}, noise {side.run_noise:.1%}"
@@ -170,15 +167,13 @@ def _advice(needed: int | None, seconds: float | None) -> str:
     )
 
 
-def _hardware(job: Exploration) -> Mapping[str, Any]:
-    return (job.report or {}).get("hardware") or {}
-
-
 def _depends_on(job: Exploration) -> dict[str, Any]:
     """Return what an answer depends on, by dotted names."""
     asked = job.request
     request = {} if asked is None else asked.model_dump(mode="json", exclude=NOT_COMPARED)
-    device = {name: _hardware(job).get(name) for name in ("device_name", "versions")}
+    hardware = None if job.report is None else job.report.hardware
+    names = ("device_name", "versions")
+    device = dict.fromkeys(names) if hardware is None else hardware.model_dump(mode="json", include=set(names))
     found = {**request, "target": None if asked is None else asked.target_name, "device": device}
     return {name: value for name, value in _flatten(found) if name not in NAMES}
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from bexp.api.problem_responses import MEDIA_TYPE
 from bexp.api.refusals import Problem
-from bexp.api.resources import Links
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.client.explorations import Links
+from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.records.event import Event as LogEvent
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
@@ -17,9 +19,8 @@ from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.trainer_formats import formats_for
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.trainer_terms import formats_for
 
 JOB_ID = "9f1c2d3e4a5b46c7"
 CREATED_AT = "2026-01-15T19:39:12Z"
@@ -60,6 +61,8 @@ _RECOMMENDATION = Recommendation(
     memory_limit_bytes=8_589_934_592,
     memory=MemoryParts(parameters=65_536_000, gradients=65_536_000, optimizer_states=131_072_000),
 )
+_SAID = answer_text(Explored(JOB_ID, None, is_over=False), _RECOMMENDATION, None)
+_TEXT = None if _SAID is None else _SAID.model_dump(mode="json")
 _LOG = tuple(
     LogEvent(seq=seq, at=at, **draft.model_dump())
     for seq, (at, draft) in enumerate(
@@ -108,6 +111,7 @@ EXPLORATION: dict[str, Any] = {
     "space": None,
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
     "answer": None,
+    "text": _TEXT,
     "export_formats": formats_for(_RECOMMENDATION),
     "own_formats": formats_for(_RECOMMENDATION),
 }
@@ -123,6 +127,7 @@ QUEUED: dict[str, Any] = {
     "attempt": 0,
     "last_seq": 1,
     "recommendation": None,
+    "text": None,
     "export_formats": [],
     "own_formats": [],
 }
@@ -146,6 +151,7 @@ RECOMMENDATION: dict[str, Any] = {
     "allocator": "default",
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
     "answer": None,
+    "text": _TEXT,
     "hardware": None,
     "request": None,
 }

@@ -11,9 +11,8 @@ from anyio.to_thread import run_sync
 from bexp.api.background import Beat
 from bexp.api.run_log import RunLog, log_path
 from bexp.storage.database import Database
-from bexp.storage.events import read_events
+from bexp.storage.events import read_events, read_last_seqs
 from bexp.storage.jobs import JobNotFoundError, get_job
-from bexp.storage.listing import latest_events
 
 WRITE_SECONDS = 2.0
 
@@ -42,7 +41,7 @@ class LogFolder:
             sqlalchemy.exc.SQLAlchemyError: the database does not answer.
         """
         trouble: OSError | None = None
-        for job_id, last in latest_events(self._database).items():
+        for job_id, last in read_last_seqs(self._database).items():
             if last > self._written[job_id]:
                 try:
                     self._append(job_id)

@@ -70,7 +70,7 @@ class Peer:
 
 
 def peer_of(scope: Scope) -> Peer:
-    """Return the peer of a request that `bexp.api.connections` has found; elsewhere its user is not known."""
+    """Return the peer of a request that `bexp.api.listener` has found; elsewhere its user is not known."""
     peer: Peer = scope.get("state", {}).get("peer") or Peer((scope["client"] or [""])[0])
     return peer
 

@@ -24,7 +24,7 @@ from bexp.api.refusals import (
     readable,
     refusal_of,
 )
-from bexp.explorer.spec.base import rule_of
+from bexp.explorer.model.base import rule_of
 from bexp.storage.database import DATABASE_TROUBLE
 
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")

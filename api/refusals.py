@@ -8,17 +8,17 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bexp.api.resources import exploration_path
+from bexp.client.address import exploration_path
 from bexp.client.explorations import NO_RECOMMENDATION, NOT_FINISHED
-from bexp.explorer.exports.exploration import ExportError, UnknownFormatError
 from bexp.explorer.formats.document import FormatError
+from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.registry import UnknownFormatError
 from bexp.storage.jobs import JobNotFoundError
 from bexp.storage.pruning import JobNotFinishedError
 from bexp.storage.quotas import QueuedQuotaError, StoredQuotaError
-from bexp.storage.resuming import JobFinishedError
 from bexp.storage.run_reports import NoAnswerError, TooManyReportsError
 from bexp.storage.schema import NewerSchemaError
-from bexp.storage.submission import IdempotencyConflictError
+from bexp.storage.submission import IdempotencyConflictError, JobFinishedError
 
 MAX_ERRORS = 100
 MAX_MESSAGE = 500

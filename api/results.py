@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.api.resources import RecommendationResource
-from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.export import export
+from bexp.explorer.trainers.document import ExportDocument
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.trials import read_all_trials
@@ -16,11 +15,6 @@ _NOTHING = {
     JobState.FAILED: "The exploration failed before it had anything to recommend.",
     JobState.CANCELLED: "The exploration was cancelled before it had anything to recommend.",
 }
-
-
-def result_of(job: Job) -> RecommendationResource | None:
-    """Return the best candidate so far, with the answer at the end; None while there is neither."""
-    return None if job.recommendation is None and job.answer is None else RecommendationResource.of(job)
 
 
 def why_nothing(job: Job) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.cli.explore import check_target
 from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.options import device_kind
 from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Result
 from bexp.explorer.formats.document import FormatError, describe_problem
 from bexp.explorer.formats.request import parse_request
 from bexp.storage.ids import new_job_id
@@ -41,7 +41,6 @@ def _run(asked: dict[str, Any]) -> None:
     device = asked["device"]
     kind = device_kind(device)
     request = parse_request(asked["document"], overrides={} if kind is None else {"device_kind": kind})
-    check_target(request, device)
     with LocalRun(request, new_job_id(), device, None) as run, open_stored() as stored:
         job = stored.submit(request, job_id=run.job_id, own_worker=run.worker_name)
         _tell(exploration=job.model_dump(mode="json"))
@@ -54,7 +53,7 @@ def _run(asked: dict[str, Any]) -> None:
         if not ended.is_final:
             run.cancel(stored)
             return
-        result = stored.result(job.id)
+        result = Result.of(ended)
         _tell(
             exploration=ended.model_dump(mode="json"),
             trials=[trial.model_dump(mode="json") for trial in stored.trials(job.id)],

@@ -6,29 +6,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 
 from bexp.api import resources
 from bexp.api.refusals import Problem, refusal_of
-from bexp.api.results import export_notes, export_of, result_of
+from bexp.api.results import export_notes, export_of
 from bexp.api.submission import submit
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import Exploration, Export, M, Result, State, Worker, read_as
+from bexp.client.explorations import Exploration, ExplorationSummary, Export, State, Worker
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.labels import parse_label
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.labels import parse_label
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database, describe_trouble
 from bexp.storage.events import read_events
-from bexp.storage.jobs import Job, JobState, JobSummary, get_job, get_summary
-from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.jobs import JobFilter, JobState, JobSummary, get_job, get_summary, list_jobs
 from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
 from bexp.storage.trials import read_all_trials
-from bexp.storage.workers import list_known_workers
+from bexp.storage.workers import read_workers
 
 POLL_SECONDS = 0.1
 
@@ -59,12 +57,12 @@ class StoredExplorations:
                 job_id=job_id,
                 own_worker=own_worker,
             )
-            return _shown(job)
+            return resources.exploration_of(job)
 
     def get(self, job_id: str) -> Exploration:
         """Return one exploration."""
         with _refusals():
-            return _shown(get_job(self.database, job_id))
+            return resources.exploration_of(get_job(self.database, job_id))
 
     def summary(self, job_id: str) -> JobSummary:
         """Return the state of one exploration, which is read faster than the whole."""
@@ -73,7 +71,7 @@ class StoredExplorations:
 
     def list(
         self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
-    ) -> Iterator[Exploration]:
+    ) -> Iterator[ExplorationSummary]:
         """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
         wanted = JobFilter(None if state is None else JobState(state), model, tuple(map(parse_label, labels)))
         cursor = None
@@ -81,7 +79,7 @@ class StoredExplorations:
             with _refusals():
                 page, cursor = list_jobs(self.database, wanted=wanted, cursor=cursor)
             for job in page:
-                yield _as(Exploration, resources.ExplorationSummary.of(job))
+                yield resources.summary_of(job)
             if cursor is None:
                 return
 
@@ -91,7 +89,9 @@ class StoredExplorations:
         With `own_worker`, only if it is that worker's; `has_ended` says that the process of that worker has ended.
         """
         with _refusals():
-            return _shown(self.queue.request_cancel(job_id, own_worker=own_worker, has_ended=has_ended))
+            return resources.exploration_of(
+                self.queue.request_cancel(job_id, own_worker=own_worker, has_ended=has_ended)
+            )
 
     def resume(self, job_id: str, *, own_worker: str = "") -> Exploration:
         """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is.
@@ -99,7 +99,7 @@ class StoredExplorations:
         With `own_worker`, the caller has started a worker of this name for it alone.
         """
         with _refusals():
-            return _shown(self.queue.resume(job_id, own_worker=own_worker))
+            return resources.exploration_of(self.queue.resume(job_id, own_worker=own_worker))
 
     def delete(self, job_id: str) -> None:
         """Delete an exploration that has ended, and all that belongs to it."""
@@ -109,13 +109,7 @@ class StoredExplorations:
     def workers(self) -> tuple[Worker, ...]:
         """Return the workers that live, and those that were lost within a day."""
         with _refusals():
-            return tuple(_as(Worker, resources.WorkerResource.of(one)) for one in list_known_workers(self.database))
-
-    def result(self, job_id: str) -> Result | None:
-        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
-        with _refusals():
-            result = result_of(get_job(self.database, job_id))
-            return None if result is None else _as(Result, result)
+            return tuple(map(resources.worker_of, read_workers(self.database)))
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework, in the format called `name`."""
@@ -164,15 +158,6 @@ class StoredExplorations:
             while page := read_events(self.database, job_id, after=events[-1].seq if events else 0):
                 events += page
         return tuple(events)
-
-
-def _shown(job: Job) -> Exploration:
-    return _as(Exploration, resources.Exploration.of_job(job))
-
-
-def _as(model: type[M], resource: BaseModel) -> M:
-    """Return a resource as a client of the service reads it: the two cannot differ."""
-    return read_as(model, resource.model_dump(mode="json"))
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import re
 
 from bexp.api.refusals import invalid_parameter
 from bexp.explorer.formats.document import FormatError
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import is_local_target
+from bexp.explorer.model.target import is_local_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.jobs import Job
 from bexp.storage.owners import LOCAL, Caller
 from bexp.storage.queue import Queue

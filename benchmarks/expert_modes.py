@@ -27,10 +27,10 @@ from torch import Tensor
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.kernels_digest import kernels_digest
-from bexp.explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
-from bexp.explorer.spec.model import MoESpec
-from bexp.explorer.spec.routes import draw_routes
-from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
+from bexp.explorer.model.model import MoESpec
+from bexp.explorer.model.routes import draw_routes
+from bexp.explorer.model.routing import RoutingSpec
 from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel
 from bexp.kernels.experts.registry import expert_backend

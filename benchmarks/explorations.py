@@ -27,15 +27,15 @@ from bexp.api.cli.connection import open_current
 from bexp.api.local_worker import child_environment
 from bexp.api.stored import StoredExplorations
 from bexp.child_process import module_command
-from bexp.client.explorations import Exploration, Result
+from bexp.client.explorations import Exploration
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.event import Event, EventCode, render_line
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Answer, Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
-COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
+COMPARED = (Role.LARGEST_WITHOUT_RECOMPUTE, Role.LARGEST_MICRO_BATCH, Role.STOCK)
 SURE = 90
 """A confidence at which runs with different confidence targets can be compared."""
 
@@ -125,8 +125,8 @@ def explore(client: StoredExplorations, name: str, request: ExplorationRequest) 
             if sure is None and _confidence(event) >= SURE:
                 sure = seconds
     seconds = time.perf_counter() - started
-    job, result, trials = client.get(job.id), client.result(job.id), client.trials(job.id)
-    answer = result.answer if result else None
+    job, trials = client.get(job.id), client.trials(job.id)
+    answer = job.answer
     return {
         "name": name,
         "request": request.model_dump(mode="json"),
@@ -136,7 +136,7 @@ def explore(client: StoredExplorations, name: str, request: ExplorationRequest) 
         "submit_to_first_recommendation_seconds": first_recommendation,
         "submit_to_confidence_target_seconds": confident,
         f"submit_to_confidence_{SURE}_seconds": sure,
-        "overheads": overheads(result, trials),
+        "overheads": overheads(answer, trials),
         "lines": lines,
         "line_seconds": moments,
         "answer": answer.model_dump(mode="json") if answer else None,
@@ -149,21 +149,21 @@ def comparisons(recommendation: Recommendation | None) -> dict[str, Any] | None:
     """Return the gain of the recommended candidate over each alternative, and whether a part of it is predicted."""
     if recommendation is None:
         return None
-    alternatives = {name: getattr(recommendation, name) for name in COMPARED}
+    alternatives = {role.value: recommendation.alternative(role) for role in COMPARED}
     return {name: None if other is None else other.model_dump(mode="json") for name, other in alternatives.items()}
 
 
-def overheads(result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
+def overheads(answer: Answer | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
     """Return how many trials there were, and where their seconds went."""
     return {
         "num_trials": len(trials),
         "num_whole_model_trials": sum(trial.kind is TrialKind.WHOLE_MODEL for trial in trials),
-        "timings": result.answer.timings if result and result.answer else {},
+        "timings": answer.timings if answer else {},
     }
 
 
 def _hardware(job: Exploration) -> dict[str, Any] | None:
-    return job.report["hardware"] if job.report else None
+    return job.report.hardware.model_dump(mode="json") if job.report else None
 
 
 def _confidence(event: Event) -> int:

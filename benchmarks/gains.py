@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 
 LEVEL = 0.005
 """Gains below this are counted as none: runs of one candidate differ by about as much."""

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import begin, describe_environment, write_results
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.expert_modes import ExpertMode
+from bexp.explorer.dimensions.mesh import MeshRun
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.meshes.check import MeshChecks
+from bexp.explorer.meshes.knowledge import MeshKnowledge
+from bexp.explorer.meshes.layers import MeshCandidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge
-from bexp.explorer.spec.expert_modes import ExpertMode
-from bexp.explorer.spec.mesh import MeshRun
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.device_names import parse_devices
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler

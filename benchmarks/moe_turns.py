@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from benchmarks.environment import begin, describe_environment, write_results
 from benchmarks.kernels_digest import kernels_digest
 from benchmarks.turns import Run, TurnsBudget, synchronize, time_in_turns
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.execution import WAITING_EXPERTS
-from bexp.explorer.spec.model import ModelSpec, MoESpec
-from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.model.model import ModelSpec, MoESpec
+from bexp.explorer.model.routing import RoutingSpec
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.registry import expert_backend, expert_support
 from bexp.workers.instruments.failures import classify, is_poisoned

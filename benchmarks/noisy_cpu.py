@@ -73,7 +73,7 @@ def describe_run(seconds: float, answer: Answer, truth: GroundTruth) -> dict[str
         "confidence": None if found is None else found.confidence,
         "confidences": {} if found is None else found.confidences,
         "run_noise": None if found is None else found.run_noise,
-        "notes": [] if found is None else found.notes,
+        "notes": [] if found is None else [note.text for note in found.notes],
         "timings": answer.timings,
     }
 

@@ -21,8 +21,8 @@ from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.search.explore import explore
-from bexp.storage.progress import claim_event
-from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.storage.changes import claim_event
+from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
 
 TABLE = RESULTS / "tables" / "olmoe-zipf.jsonl"

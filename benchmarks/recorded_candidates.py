@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats, Ints
-from bexp.explorer.cost_model.required_memory import required_table
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Floats, Ints
+from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.workers.replay.recording import Recording
 
 Mask = npt.NDArray[np.bool_]

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, known_rows
-from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.cost.step import combine_seconds
 from bexp.explorer.records.measurement import WholeModelMeasurement
 from bexp.workers.replay.recording import Recording, RecordingError
 

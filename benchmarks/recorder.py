@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
 from benchmarks.recording_file import RecordingFile, component_row, whole_model_row
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.search.feasibility import at_least
+from bexp.explorer.search.knowledge import at_least
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.replay.rows import ComponentRow
 

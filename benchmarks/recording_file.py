@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentFigures, Conditions, Measurement, Outcome
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording, RecordingError, whole_lines
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from benchmarks.environment import ROOT
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 SCHEMA = ExplorationRequest.model_json_schema()
 PAGE = ROOT / "docs" / "request.md"

@@ -31,22 +31,24 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import SearchTruth, read_truth
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.truth import draw_truth
-from bexp.explorer.cost_model.composition import Floats
-from bexp.explorer.cost_model.required_memory import required_table
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.composition import Floats
+from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.exports.choice import choose
-from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import FORMATS, export
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.trainer_terms import find_missing
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TRAINERS, TrainerName, library_experts
+from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS
+from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.registry import FORMATS, TRAINERS
 from bexp.trainer.recommended_setup import RecommendedSetup
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 LOGIT_BYTES = 2 + 4 + 4
 """A full logit in bfloat16, its float32 copy, and the gradient of that."""
@@ -81,17 +83,15 @@ class AnswerForTrainer:
         return self.one_candidate and len(set(self.sizes.values())) == 1
 
 
-def for_trainer(request: ExplorationRequest, name: TrainerName) -> ExplorationRequest:
+def for_trainer(request: ExplorationRequest, name: str) -> ExplorationRequest:
     """Return the request for a trainer, without what it cannot be told, with the sizes that divide the batch."""
     trainer, document = TRAINERS[name], request.model_dump(mode="json")
     document["training"] = {key: value for key, value in document["training"].items() if key != "loss"}
-    experts = [
-        b for b in request.expert_backends or () if b in DEFAULT_EXPERTS or library_experts(b) in trainer.experts
-    ]
+    experts = [b for b in request.expert_backends or () if b in DEFAULT_EXPERTS or not trainer.lacks("experts", b)]
     policies = [policy.value for policy in request.recompute or () if trainer.has_policy(policy)]
-    document |= {"trainer": name.value, "micro_batch_size": "auto", "expert_backends": experts or None}
+    document |= {"trainer": name, "micro_batch_size": "auto", "expert_backends": experts or None}
     document |= {"recompute": policies or None}
-    if not trainer.tiles:
+    if trainer.lacks("bta_tile", 1):
         document["bta"] = {"enable": False}
     if not trainer.keeps_float32 or "pure" not in trainer.precisions:
         document["training"]["optimizer"]["master_dtype"] = "float32" if trainer.keeps_float32 else None
@@ -113,7 +113,7 @@ def search(truth: SearchTruth, device: Measure, clock: VirtualClock, seed: int) 
     return Found(ExportSource("job", request, truth.report, known, trials), logged, known)
 
 
-def answer_for_trainer(seed: int, name: TrainerName) -> AnswerForTrainer | None:
+def answer_for_trainer(seed: int, name: str) -> AnswerForTrainer | None:
     """Explore an unseen device for a trainer; None if the trainer can be told hardly anything of its space."""
     try:
         truth = draw_truth(seed, change=lambda request: for_trainer(request, name))
@@ -140,9 +140,9 @@ def answer_for_trainer(seed: int, name: TrainerName) -> AnswerForTrainer | None:
     return AnswerForTrainer(truth.name, seed, name, sizes, same, regret, known.confidence)
 
 
-def texts(source: ExportSource, name: TrainerName) -> list[str]:
+def texts(source: ExportSource, name: str) -> list[str]:
     """Return the files of a trainer's formats."""
-    return [export(format_name, source).text for format_name, known in FORMATS.items() if known.trainer is name]
+    return [export(format_name, source).text for format_name, known in FORMATS.items() if known.trainer.name == name]
 
 
 def exports_of_table(path: Path, seed: int) -> Iterator[AnswerForTrainer]:
@@ -151,7 +151,7 @@ def exports_of_table(path: Path, seed: int) -> Iterator[AnswerForTrainer]:
     found = search(truth, truth.device(seed, clock), clock, seed)
     assert found is not None, "a table has a feasible candidate"
     request, known = truth.request, found.recommendation
-    own = (known.dividing or known).candidate
+    own = known.for_batch.candidate
     spare_C = _spare_bytes(truth)
     for name, trainer in TRAINERS.items():
         try:
@@ -197,7 +197,7 @@ def summarize(answers: Sequence[AnswerForTrainer]) -> dict[str, Any]:
     return summary
 
 
-def _unseen(task: tuple[int, TrainerName]) -> list[AnswerForTrainer]:
+def _unseen(task: tuple[int, str]) -> list[AnswerForTrainer]:
     answer = answer_for_trainer(*task)
     return [] if answer is None else [answer]
 
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(arguments)
     os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    unseen = [(seed, name) for seed in range(*options.seed_range) for name in TrainerName]
+    unseen = [(seed, name) for seed in range(*options.seed_range) for name in TRAINERS]
     tables = [(path, seed) for path in sorted(options.tables.glob("*.jsonl")) for seed in range(options.table_seeds)]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         explored = [answer for answers in pool.map(_unseen, unseen, chunksize=5) for answer in answers]

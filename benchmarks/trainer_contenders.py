@@ -16,7 +16,7 @@ def answered(row: Run) -> Run | None:
     recommendation = (row["exploration"]["document"] or {}).get("recommendation")
     if not recommendation:
         return None
-    candidate = (recommendation.get("dividing") or recommendation)["candidate"]
+    candidate = alternative_of(recommendation, "dividing") or recommendation["candidate"]
     size = candidate["micro_batch_size"]
     return None if row["batch_size"] % size else {"micro_batch_size": size, "candidate": candidate}
 
@@ -27,7 +27,7 @@ def document_of(row: Run, candidate: Run) -> Run:
     run = answered(row)
     if run is not None and run["candidate"] == candidate:
         return document
-    recommendation = {**document["recommendation"], "candidate": candidate, "dividing": None}
+    recommendation = {**document["recommendation"], "candidate": candidate, "alternatives": []}
     return {**document, "recommendation": recommendation}
 
 
@@ -63,8 +63,13 @@ def of_size(variant: Run, size: int) -> Run:
 
 def stock_of(row: Run) -> Run:
     """The best stock candidate that the row's answer names; empty if it names none."""
-    recommendation = row["exploration"]["document"]["recommendation"]
-    candidate: Run = (recommendation.get("stock") or {}).get("candidate") or {}
+    return alternative_of(row["exploration"]["document"]["recommendation"], "stock")
+
+
+def alternative_of(recommendation: Run, role: str) -> Run:
+    """The candidate with a role that an answer names; empty if it names none."""
+    named = (each["candidate"] for each in recommendation.get("alternatives", ()) if each["role"] == role)
+    candidate: Run = next(named, {})
     return candidate
 
 

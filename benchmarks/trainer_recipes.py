@@ -39,7 +39,7 @@ def recipe_of(document: Recipe | None) -> Recipe:
 
 def fields_of(recipe: Recipe) -> Recipe:
     """The fields of `TrainingArguments` that a recipe has beside sizes and checkpointing."""
-    from bexp.explorer.spec.optimizers import LIBRARY_NAMES  # noqa: PLC0415 - only where one trains
+    from bexp.explorer.model.optimizers import LIBRARY_NAMES  # noqa: PLC0415 - only where one trains
 
     fields: Recipe = {"optim": LIBRARY_NAMES[recipe["optimizer"]]} if recipe.get("optimizer") else {}
     return fields | ({"bf16": True} if recipe.get("lora") else {})
@@ -53,7 +53,7 @@ def load_quantized(plain: Any, name: str, folder: Path) -> Any:
     import torch  # noqa: PLC0415 - after the process has set the allocator
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: PLC0415 - likewise
 
-    from bexp.explorer.spec.quantization import ARGUMENTS  # noqa: PLC0415 - likewise
+    from bexp.explorer.model.quantization import ARGUMENTS  # noqa: PLC0415 - likewise
 
     if not (folder / "config.json").exists():
         model = plain()
@@ -87,7 +87,7 @@ def adapt(model: Any, recipe: Recipe, *, checkpointing: bool) -> Any:
         return model
     import peft  # noqa: PLC0415 - optional
 
-    from bexp.explorer.spec.training import LoRASpec, lora_arguments  # noqa: PLC0415 - only where one trains
+    from bexp.explorer.model.training import LoRASpec, lora_arguments  # noqa: PLC0415 - only where one trains
 
     if recipe.get("quantization"):
         model = peft.prepare_model_for_kbit_training(

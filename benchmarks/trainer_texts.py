@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from bexp.explorer.spec.lengths import CutLengths, Lengths, expand_lengths
+from bexp.explorer.model.lengths import CutLengths, Lengths, expand_lengths
 
 NUM_DRAWN, NUM_PACKED = 100_000, 20_000
 """Texts of unequal length that are drawn, an epoch of them; later ones repeat them."""

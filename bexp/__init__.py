@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bexp.trainer.model_setup import apply, restore
     from bexp.trainer.recommended_setup import RecommendedSetup
     from bexp.transformers.settings import Settings
-    from bexp.tune.accumulation import check_accumulation
+    from bexp.tune.trainer_accumulation import check_accumulation
 
 __all__ = [
     "Client",
@@ -38,7 +38,7 @@ _MODULES = {  # No module has the name of a function here, because a loaded modu
     "Settings": "bexp.transformers.settings",
     "TrainerCallback": "bexp.trainer.callback",
     "apply": "bexp.trainer.model_setup",
-    "check_accumulation": "bexp.tune.accumulation",
+    "check_accumulation": "bexp.tune.trainer_accumulation",
     "explore": "bexp.step.exploration",
     "explore_config": "bexp.config_exploration",
     "restore": "bexp.trainer.model_setup",

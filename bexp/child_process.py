@@ -1,4 +1,4 @@
-"""How the service starts a child process. The child imports nothing from the working directory."""
+"""Child processes of the service. They import nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment`, changed so that no descendant imports from the working directory.
 
-    PYTHONSAFEPATH does for the child's own children what `-P` does for the child. PYTHONPATH keeps its entries except
-    those that mean the working directory, as an empty one does. It begins with the folder that holds `bexp` if that
-    holds all of it and Python does not find it by itself, so that a child runs the same code as its parent.
+    PYTHONSAFEPATH protects the child's own children, as `-P` protects the child. Entries of PYTHONPATH that mean the
+    working directory leave, empty ones among them. If Python does not find the whole of `bexp` by itself, its folder
+    comes first. So a child runs the same code as its parent.
     """
     entries = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []
     here = Path.cwd()

@@ -1,4 +1,4 @@
-"""Explores a configuration from Python or a notebook: on a service, or on this machine if none answers."""
+"""Exploration of a configuration from Python or a notebook, on a service or on this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from bexp.child_process import module_command, safe_environment
 from bexp.client.client import Client
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.explorations import Exploration, Result
+from bexp.client.explorations import Exploration
 from bexp.client.progress import in_notebook, is_watched, print_event
 from bexp.client.view import ExplorationView
+from bexp.explorer.answers.lines import render
 from bexp.explorer.records.event import Event
 
 if TYPE_CHECKING:
@@ -34,28 +35,20 @@ class ExplorationError(Exception):
 
 @dataclass(frozen=True, repr=False)
 class ExplorationResult:
-    """An exploration that has ended. It prints as the lines of the answer; in a notebook it shows a table with bars.
-
-    `recommendation` is what `bexp.apply` takes: the candidate that divides a stated batch, as exports take it; it is
-    None if nothing fits. `trials` are the service's documents of
-    every measurement. `document` is the whole answer.
-    """
+    """An exploration that has ended. It prints as the lines of the answer, and in a notebook as a table with bars."""
 
     exploration: Exploration
     recommendation: RecommendedSetup | None
+    """For `bexp.apply`: the candidate that divides a stated batch, as exports take it. None if nothing fits."""
     trials: Sequence[Mapping[str, Any]]
+    """The service's documents of every measurement."""
     document: Mapping[str, Any] | None
+    """The whole answer."""
     view: ExplorationView
 
     def __repr__(self) -> str:
-        answer = None if self.document is None else Result.model_validate(self.document).answer
-        if answer is None:
-            return str(self.view)
-        from bexp.explorer.answers.summary import render_summary  # noqa: PLC0415 - for those who print it
-
-        return render_summary(
-            answer, self.exploration.id, self.exploration.request, device=self.exploration.device_name
-        )
+        text = self.exploration.text
+        return str(self.view) if text is None else render(text, brief=True)
 
     def _repr_html_(self) -> str:
         return self.view._repr_html_()
@@ -122,13 +115,13 @@ def _result(
     document = result if result is not None and result.get("recommendation") is not None else None
     recommendation = None if document is None else RecommendedSetup.read(document)
     if document is not None:
-        view.conclude(document["recommendation"])
+        view.conclude(ended)
         show(view, None)
     return ExplorationResult(ended, recommendation, trials, document, view)
 
 
 def _shower(*, progress: bool, update: Callable[[ExplorationView], None] | None) -> Show:
-    """Return what shows a view after an event: one output of a notebook that changes, or lines elsewhere."""
+    """Return the function that shows a view after an event, in one output of a notebook or as lines elsewhere."""
     display = _notebook_display() if progress and in_notebook() else None
 
     def show(view: ExplorationView, event: Event | None) -> None:
@@ -143,7 +136,7 @@ def _shower(*, progress: bool, update: Callable[[ExplorationView], None] | None)
 
 
 def _notebook_display() -> Callable[[ExplorationView], None]:
-    """Return what shows a view in one output of a notebook."""
+    """Return the function that shows a view in one output of a notebook."""
     from IPython.display import display  # noqa: PLC0415 - IPython has been imported by the notebook
 
     handle: Any = None
@@ -159,7 +152,7 @@ def _notebook_display() -> Callable[[ExplorationView], None]:
 
 
 def _explore_here(document: Mapping[str, Any], device: str | None, show: Show) -> ExplorationResult:
-    """Run one exploration in a child process, which has what this process should not import: SQL, and the device."""
+    """Run one exploration in a child process, so that this process neither imports SQL nor takes the device."""
     view: ExplorationView | None = None
     with _session(document, device) as messages:
         for message in messages:
@@ -180,7 +173,7 @@ def _explore_here(document: Mapping[str, Any], device: str | None, show: Show) -
 
 @contextmanager
 def _session(document: Mapping[str, Any], device: str | None) -> Iterator[Iterator[dict[str, Any]]]:
-    """Start the child and yield its messages; it cancels the exploration and ends when its stdin is closed."""
+    """Start the child and yield its messages. The child cancels the exploration and ends once its stdin is closed."""
     process = subprocess.Popen(
         module_command(SESSION),
         stdin=subprocess.PIPE,
@@ -219,4 +212,4 @@ def _messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 def _last_line(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None, "it is a pipe"
     lines = process.stderr.read().strip().splitlines()
-    return f"the service is not installed beside bexp, or does not start: {lines[-1] if lines else 'no reason given'}"
+    return f"the service is not installed with bexp, or does not start: {lines[-1] if lines else 'no reason given'}"

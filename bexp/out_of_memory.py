@@ -1,4 +1,4 @@
-"""Tells a lack of memory from other errors."""
+"""The errors that mean a lack of memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ EXHAUSTED = (
     "bad_alloc",
     "bad allocation",
 )
-"""What torch, CUDA's libraries, C++ and the system say when memory runs out, in lower case."""
+"""Texts of torch, CUDA's libraries, C++ and the system when memory runs out, in lower case."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of the device or of the host ran out. Torch raises a plain RuntimeError for the host's."""
+    """Return whether memory of device or host ran out. Torch raises a plain RuntimeError for the host's."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     said = str(error).lower()

@@ -1,30 +1,33 @@
-"""What happens when a worker asks for a job: the choice, the lease, and a stored answer instead of a measurement."""
+"""What happens when a worker asks for a job: the choice, the lease, and a stored answer instead of a measurement.
+
+Owners take turns, and within an owner the job of the highest priority is first. The owner whose jobs hold the fewest
+devices is next; among equals, the one whose last claim was longest ago. An owner with a thousand queued jobs thus
+delays another by one claim at most.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.target import describe_target
-from bexp.storage.changes import change_job, end_job, end_values, fence, has_no_worker
+from bexp.storage.changes import change_job, claim_event, end_job, end_values, fence, has_no_worker
 from bexp.storage.database import Database
-from bexp.storage.events import insert_events
+from bexp.storage.events import insert_events, insert_if_changed
 from bexp.storage.jobs import Job, JobState, describe_unreadable, job_from_row
-from bexp.storage.leases import Claim, Lease
+from bexp.storage.leases import LONGEST_PAUSE, Claim, Lease, QueueSettings, is_held
 from bexp.storage.matching import can_run, is_left_to_gpus
-from bexp.storage.progress import claim_event
-from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
-from bexp.storage.recommendations import insert_if_changed
+from bexp.storage.quotas import find_quota, quota_of, select_quotas
 from bexp.storage.reuse import Offer, find_answer, software_of
 from bexp.storage.schema import refuse_later_version
-from bexp.storage.tables import UTCDateTime, jobs
+from bexp.storage.tables import UTCDateTime, jobs, turns
 from bexp.storage.trials import select_trials, trial_from_row
-from bexp.storage.turns import Conditions, await_turn, find_next, take_turn
-from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
+from bexp.storage.workers import WorkerInfo, select_live
 
 _LOST = "in a row that ended with the worker or its device and brought no trial"
 
@@ -92,7 +95,7 @@ def _claimable(
     A pause that seems to last for longer than any was set before the clock was set back.
     """
     with database.read() as connection:
-        live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
+        live = select_live(database, connection)
     now = database.clock()
     return (
         has_no_worker(database),
@@ -161,3 +164,91 @@ def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Wo
 
 def _is_exhausted(settings: QueueSettings) -> sa.ColumnElement[bool]:
     return jobs.c.attempt - jobs.c.num_releases >= settings.max_attempts
+
+
+HELD_BACK = "the quota of owner "
+"""How a reason for waiting begins that no worker can change."""
+
+_CLAIMS = int.from_bytes(b"bexptake", "big")
+"""The number of PostgreSQL's advisory lock for claims."""
+
+Conditions = Sequence[sa.ColumnElement[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimQuota:
+    """What a waiting job of an owner says of the owner's quota, and whether the quota holds it back now."""
+
+    reason: str
+    holds: bool
+
+
+def find_next(database: Database, connection: sa.Connection, conditions: Conditions) -> sa.Select[tuple[str]] | None:
+    """Return the query for the id of the next job among those that meet `conditions`; it locks the job's row.
+
+    Returns None if there is none. `connection` only reads, so that an idle worker takes no lock.
+    """
+    held_back = [owner for owner, quota in find_claim_quotas(database, connection).items() if quota.holds]
+    if held_back:
+        conditions = (*conditions, jobs.c.owner.not_in(held_back))
+    if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
+        return None
+    held = (
+        sa.select(jobs.c.owner, sa.func.sum(jobs.c.devices_needed).label("num_devices"))
+        .where(is_held(database))
+        .group_by(jobs.c.owner)
+        .subquery("held")
+    )
+    return (
+        sa.select(jobs.c.id)
+        .select_from(jobs.outerjoin(held, held.c.owner == jobs.c.owner).outerjoin(turns, turns.c.owner == jobs.c.owner))
+        .where(*conditions)
+        .order_by(
+            sa.func.coalesce(held.c.num_devices, 0),
+            turns.c.claimed_at.nulls_first(),
+            jobs.c.priority.desc(),
+            jobs.c.created_at,
+            jobs.c.id,
+        )
+        .limit(1)
+        .with_for_update(of=jobs, skip_locked=True)
+    )
+
+
+def await_turn(database: Database, connection: sa.Connection) -> None:
+    """Let claims choose one after the other; those that choose at once would all choose the same owner.
+
+    On SQLite the transaction holds the write lock already.
+    """
+    if database.is_postgresql:
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CLAIMS)))
+
+
+def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool:
+    """Note that a worker has just taken a job of `owner`; return false if that is one more than its quota allows.
+
+    The row stays locked until the transaction ends, so that two claims at once do not both take the last place.
+    """
+    connection.execute(database.upsert(turns, {"owner": owner}, {"claimed_at": database.clock()}))
+    limit = find_quota(connection, owner).max_running
+    if limit is None:
+        return True
+    mine = sa.select(sa.func.count()).where(is_held(database), jobs.c.owner == owner)
+    return connection.scalars(mine).one() <= limit
+
+
+def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str, ClaimQuota]:
+    """Return what the quotas mean for claims, for each owner that has jobs and such a quota."""
+    quotas = select_quotas(connection)
+    if all(quota.max_running is None for quota in quotas.values()):
+        return {}
+    held = sa.select(jobs.c.owner, sa.func.count()).where(is_held(database)).group_by(jobs.c.owner)
+    running = {row[0]: row[1] for row in connection.execute(held)}
+    active = jobs.c.state.in_((JobState.QUEUED.value, JobState.RUNNING.value))
+    reasons = {}
+    for owner in connection.scalars(sa.select(jobs.c.owner).where(active).distinct()):
+        limit = quota_of(quotas, owner).max_running
+        if limit is not None:
+            reason = f"{HELD_BACK}'{owner}': {limit} running at a time"
+            reasons[owner] = ClaimQuota(reason, running.get(owner, 0) >= limit)
+    return reasons

@@ -16,14 +16,13 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import component_subjects, subject_of
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import shortened
 from bexp.storage.database import Database
 from bexp.storage.tables import components
 
@@ -55,7 +54,7 @@ def keep_components(
         "source": source,
         "environment": environment,
         "device": report.hardware.device_name,
-        "versions": shortened(_describe(report.hardware, software), 250),
+        "versions": _describe(report.hardware, software),
     }
     subjects = component_subjects(request, report)
     rows: dict[tuple[str, str], dict[str, Any]] = {}

@@ -10,7 +10,7 @@ import sqlite3
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -20,6 +20,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
 
 from bexp.private_files import make_private_folder, private
 from bexp.storage.tables import UTCDateTime
@@ -201,6 +202,13 @@ class Database:
             now = sa.func.clock_timestamp(type_=UTCDateTime())
             return sa.type_coerce(now + sa.literal(offset, sa.Interval()), UTCDateTime()) if offset else now
         return sa.literal(datetime.now(UTC) + offset, UTCDateTime())
+
+    def upsert(
+        self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], where: Any = None
+    ) -> sa.Insert:
+        """Return a statement that inserts a row, or changes the one with this key, where it meets `where`."""
+        insert = postgresql.insert(table) if self.is_postgresql else sqlite.insert(table)
+        return insert.values({**key, **values}).on_conflict_do_update(index_elements=[*key], set_=values, where=where)
 
     def ping(self) -> None:
         """Raise sqlalchemy.exc.SQLAlchemyError if the database cannot be reached."""

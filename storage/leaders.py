@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from bexp.storage.database import Database
 from bexp.storage.tables import leaders
@@ -32,13 +31,9 @@ def hold_role(database: Database, role: str, holder: str, term: timedelta) -> bo
         return True
     if row is not None and row.holder != holder and row.is_held:
         return False
-    insert = postgresql.insert(leaders) if database.is_postgresql else sqlite.insert(leaders)
     values = {"holder": holder, "expires_at": database.clock(term)}
-    take = insert.values(role=role, **values).on_conflict_do_update(
-        index_elements=[leaders.c.role],
-        set_=values,
-        where=(leaders.c.holder == holder) | sa.not_(_is_held(database, term)),
-    )
+    is_free = (leaders.c.holder == holder) | sa.not_(_is_held(database, term))
+    take = database.upsert(leaders, {"role": role}, values, where=is_free)
     with database.begin() as connection:
         return connection.execute(take.returning(leaders.c.role)).one_or_none() is not None
 

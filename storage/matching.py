@@ -1,5 +1,7 @@
 """Which worker can run which job. A claim asks the database, and a reason for waiting names what no worker has.
 
+The worker that a command starts for its own job takes that job alone, and no other takes it as long as it lives.
+
 A GPU goes before a CPU: where a job names no kind of device, a CPU leaves it to a live GPU that could run it.
 """
 
@@ -14,11 +16,13 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
-from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost.step import GIB
+from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.storage.changes import has_no_worker
 from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs
 from bexp.storage.workers import WorkerInfo
 
@@ -174,3 +178,21 @@ def _offer(by: WorkerInfo) -> tuple[Any, ...]:
 
 def _can_run(offer: Sequence[Any]) -> sa.ColumnElement[bool]:
     return sa.and_(*(need.condition(offered) for need, offered in zip(NEEDS, offer, strict=True)))
+
+
+def keep_job(database: Database, job_id: str, name: str) -> None:
+    """Say that the worker called `name` lives, which then alone may take a job, as `reserve_job` says."""
+    with database.begin() as connection:
+        reserve_job(database, connection, job_id, name)
+
+
+def reserve_job(database: Database, connection: sa.Connection, job_id: str, name: str) -> None:
+    """Let the worker called `name` alone take a job for another OWN_WORKER_TERM; without a name any worker may.
+
+    A job stays as it is that has ended, that another worker runs, or whose own worker lives and has another name.
+    """
+    is_free = has_no_worker(database) & sa.not_(has_live_own_worker(database))
+    is_active = jobs.c.state.in_((JobState.QUEUED.value, JobState.RUNNING.value))
+    here = (jobs.c.id == job_id, is_active, is_free | ((jobs.c.own_worker == name) & (jobs.c.own_worker != "")))
+    until = database.clock(OWN_WORKER_TERM) if name else None
+    connection.execute(sa.update(jobs).where(*here).values(own_worker=name, own_worker_until=until))

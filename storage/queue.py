@@ -19,23 +19,37 @@ import sqlalchemy as sa
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.audit import Action, note_action
-from bexp.storage.changes import change_job, end_job, end_values, fence, job_end_event, write_job
+from bexp.storage.changes import (
+    change_job,
+    end_job,
+    end_values,
+    fence,
+    find_progress,
+    job_end_event,
+    progress_values,
+    write_job,
+)
 from bexp.storage.claims import claim_next, end_abandoned
 from bexp.storage.components import find_earlier_runs
 from bexp.storage.database import Database
+from bexp.storage.events import insert_if_changed
 from bexp.storage.jobs import Job, JobState, get_job, job_from_row, select_row
-from bexp.storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
+from bexp.storage.leases import (
+    Claim,
+    HardwareMismatchError,
+    HeartbeatStatus,
+    Lease,
+    LeaseLostError,
+    QueueSettings,
+    is_held,
+)
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import LOCAL, Caller
-from bexp.storage.progress import find_progress, progress_values
-from bexp.storage.queue_settings import QueueSettings
-from bexp.storage.recommendations import insert_if_changed
-from bexp.storage.resuming import resume_job
+from bexp.storage.quotas import StoredSums
 from bexp.storage.run_reports import find_reported_runs
-from bexp.storage.stored_bytes import StoredSums
-from bexp.storage.submission import Submission, insert_submission
+from bexp.storage.submission import Submission, insert_submission, resume_job
 from bexp.storage.tables import jobs
 from bexp.storage.trials import insert_trial, trial_values
 from bexp.storage.waiting import MAX_WAIT, end_overdue, note_reasons
@@ -94,7 +108,7 @@ class Queue:
     ) -> Claim | None:
         """Take the next job that `worker` can run; return None if there is none.
 
-        Owners take turns (`bexp.storage.turns`); within an owner, the highest priority and then the oldest is next.
+        Owners take turns (`bexp.storage.claims`); within an owner, the highest priority and then the oldest is next.
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
         with these ids, and `bexp.storage.matching` to what the worker can run and no other one goes before it.
@@ -295,14 +309,6 @@ class Queue:
     def resume(self, job_id: str, *, by: Caller = LOCAL, own_worker: str = "") -> Job:
         """Queue a job again that was cancelled or has failed, as `resume_job` does."""
         return resume_job(self.database, job_id, by=by, own_worker=own_worker)
-
-    def confirm_cancel(self, lease: Lease) -> None:
-        """Record that a running job has been stopped because it was cancelled.
-
-        Raises:
-            LeaseLostError: the lease is gone.
-        """
-        self.finish(lease, JobState.CANCELLED)
 
     def note_waiting(
         self,

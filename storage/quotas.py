@@ -1,19 +1,129 @@
-"""Quotas of owners: how many jobs may wait, how many may run, and how much all of them may take in the database."""
+"""Quotas of owners: how many jobs may wait, how many may run, and how much all of them may take in the database.
+
+Each job's row has the count of its bytes. It is that of a queued job until the job ends or a real run is reported. From
+then on it is void, and the owner's next submission counts anew.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from bexp.storage.audit import Action, note_action
-from bexp.storage.database import Database
+from bexp.storage.database import Database, dump_json
 from bexp.storage.owners import LOCAL, Caller, check_name
-from bexp.storage.stored_bytes import StoredSums, sum_stored_bytes
-from bexp.storage.tables import IS_QUEUED, jobs, quotas
+from bexp.storage.tables import IS_QUEUED, events, jobs, labels, quotas, recommendations, run_reports, trials
+
+JOB_BYTES = 750
+"""What a job takes beside its texts: its plain columns, and an entry in each index."""
+ROW_BYTES = 80
+"""The same of any other row."""
+
+MOST_COUNTED = 100
+"""Jobs that one submission counts, so that it does not take long."""
+
+SUM_SECONDS = 10.0
+"""How long a sum may stand for the next submissions, because workers and other processes write as well."""
+SHARE_OF_ROOM = 1 / 64
+"""What a process accepts of the room that its sum has found before it sums again. Each of the other processes may have
+as much left to accept when the quota is reached.
+"""
+
+_TEXTS = {
+    jobs: ("request", "report", "space", "recommendation", "answer", "error", "waiting_reason"),
+    events: ("message", "data"),
+    recommendations: ("candidate",),
+    trials: ("trial",),
+    run_reports: ("report",),
+    labels: ("key", "value"),
+}
+"""The columns of each table that hold what may be long."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    stored: int
+    accepted: int
+    at: float
+
+
+class StoredSums:
+    """What the owners' jobs took when this process last summed it, and what it has accepted since without a sum.
+
+    A sum reads an entry of each job of the owner, which takes longer than all else that a submission does.
+    """
+
+    def __init__(self) -> None:
+        self._by_owner: dict[str, _Sum] = {}
+
+    def has_room(self, owner: str, limit: int, num_bytes: int) -> bool:
+        """Return whether so much may be stored without another sum; from then on it counts as accepted."""
+        last = self._by_owner.pop(owner, None)  # what comes after a refusal needs a sum as well
+        if last is None or time.monotonic() > last.at + SUM_SECONDS:
+            return False
+        if last.accepted + num_bytes > (limit - last.stored) * SHARE_OF_ROOM:
+            return False
+        last.accepted += num_bytes
+        self._by_owner[owner] = last
+        return True
+
+    def note(self, owner: str, stored: int, num_bytes: int) -> None:
+        """Note a sum, and what is accepted after it."""
+        self._by_owner[owner] = _Sum(stored, num_bytes, time.monotonic())
+
+
+def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, enough: int) -> tuple[int, bool]:
+    """Return the bytes that the jobs of an owner take, and whether the count of some job was void.
+
+    Jobs whose count is void are counted first, within a transaction that may write, at most MOST_COUNTED of them,
+    unless the others take `enough` already.
+    """
+    is_void = sa.func.count() > sa.func.count(jobs.c.stored_bytes)
+    counted = sa.select(sa.func.sum(jobs.c.stored_bytes), is_void).where(jobs.c.owner == owner)
+    total, any_void = connection.execute(counted).one()
+    stored = int(total or 0)
+    if stored < enough and any_void:
+        given = {"of_owner": owner, "most": MOST_COUNTED}
+        stored += sum(map(int, connection.scalars(_count_void(database.is_postgresql), given)))
+    return stored, any_void
+
+
+def count_queued(request: Mapping[str, Any], texts: Iterable[str], labels: Mapping[str, str]) -> int:
+    """Return the bytes that a queued job takes whose events have these texts and no data."""
+    rows = [*(dump_json({}) + text for text in texts), *(key + value for key, value in labels.items())]
+    return JOB_BYTES + len(dump_json(request).encode()) + sum(ROW_BYTES + len(row.encode()) for row in rows)
+
+
+@cache  # it takes longer to make than to execute, and a submission has the write lock meanwhile
+def _count_void(is_postgresql: bool) -> ReturningUpdate[int]:
+    """Return the statement that counts `most` jobs of `of_owner` whose count is void, and returns their counts."""
+    void = (
+        sa.select(jobs.c.id)
+        .where(jobs.c.owner == sa.bindparam("of_owner"), jobs.c.stored_bytes.is_(None))
+        .limit(sa.bindparam("most"))
+        .with_for_update(skip_locked=True)  # the worker that writes one now voids the count again
+    )
+    total = JOB_BYTES + _num_bytes(jobs, is_postgresql)
+    for table in _TEXTS.keys() - {jobs}:
+        rows = sa.select(sa.func.sum(ROW_BYTES + _num_bytes(table, is_postgresql))).where(table.c.job_id == jobs.c.id)
+        total += sa.func.coalesce(rows.scalar_subquery(), 0)
+    return sa.update(jobs).where(jobs.c.id.in_(void)).values(stored_bytes=total).returning(jobs.c.stored_bytes)
+
+
+def _num_bytes(table: sa.Table, is_postgresql: bool) -> sa.ColumnElement[int]:
+    total: sa.ColumnElement[int] = sa.literal(0)
+    for name in _TEXTS[table]:
+        text = sa.cast(table.c[name], sa.Text)
+        length = sa.func.octet_length(text) if is_postgresql else sa.func.length(sa.cast(text, sa.LargeBinary))
+        total += sa.func.coalesce(length, 0)
+    return total
+
 
 EVERYBODY = "*"
 """The name under which the quota of each owner is stored that has none of its own."""
@@ -73,10 +183,8 @@ def set_quota(database: Database, owner: str, quota: Quota | None, *, by: Caller
     if owner != EVERYBODY:
         check_name("an owner's name", owner)
     change: sa.Executable = sa.delete(quotas).where(quotas.c.owner == owner)
-    if quota is not None:
-        insert = postgresql.insert(quotas) if database.is_postgresql else sqlite.insert(quotas)
-        values = asdict(quota)  # another administrator may store one at this moment
-        change = insert.values(owner=owner, **values).on_conflict_do_update(index_elements=["owner"], set_=values)
+    if quota is not None:  # another administrator may store one at this moment
+        change = database.upsert(quotas, {"owner": owner}, asdict(quota))
     with database.begin() as connection:
         connection.execute(change)
         note_action(database, connection, by, Action.SET_QUOTA, owner)

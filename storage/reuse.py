@@ -15,19 +15,19 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.model.hardware import SoftwareVersions
+from bexp.explorer.model.target import BEXP, describe_target
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request_key import request_key
 from bexp.explorer.search.event_messages import end_event
-from bexp.explorer.spec.hardware import SoftwareVersions
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.request_key import request_key
-from bexp.explorer.spec.target import BEXP, describe_target
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.matching import MEMORY_TOLERANCE, find_takers, needs_of
 from bexp.storage.tables import jobs, run_reports
-from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
+from bexp.storage.workers import WorkerInfo, select_live
 
 _COPIED = (
     *("fingerprint", "report", "device_name", "space", "answer"),
@@ -79,7 +79,7 @@ def find_answer_of_live(database: Database, request: ExplorationRequest, owner: 
     if request.fresh:
         return None
     with database.read() as connection:
-        live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
+        live = select_live(database, connection)
     takers = find_takers(SimpleNamespace(**needs_of(request), own_worker=""), live)
     return find_answer(database, request, owner, {Offer.of(request, worker) for worker in takers})
 
@@ -153,7 +153,7 @@ def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int) -> bool:
     hardware = job.report.hardware
     measured = memory_limit(request, hardware)
     offered = memory_limit(request, hardware.model_copy(update={"memory_limit_bytes": limit_bytes}))
-    required = max(best.required_bytes, best.dividing.required_bytes if best.dividing is not None else 0)
+    required = max(best.required_bytes, best.for_batch.required_bytes)
     return required <= offered and abs(offered - measured) <= MEMORY_TOLERANCE * measured
 
 

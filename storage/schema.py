@@ -27,15 +27,6 @@ _ADVISORY_LOCK = int.from_bytes(b"bexp-ddl", "big")
 _LOCK_SECONDS = 120.0
 
 
-class EarlierSchemaError(sa.exc.SQLAlchemyError):
-    """The database was made before the first migration that this program has."""
-
-    def __init__(self, database: Database) -> None:
-        path = database.sqlite_path
-        anew = "name an empty one in BEXP_DATABASE_URL" if path is None else f"move {path} away"
-        super().__init__(f"the database is of an earlier commit of bexp and cannot be upgraded; to begin anew, {anew}")
-
-
 class NewerSchemaError(sa.exc.SQLAlchemyError):
     """A later version of this program has upgraded the database."""
 
@@ -54,7 +45,6 @@ def upgrade(database: Database) -> None:
     A schema that is current is only read, so that a process can start while another one holds the write lock.
 
     Raises:
-        EarlierSchemaError: the schema is older than the first migration.
         NewerSchemaError: the schema is of a later generation.
     """
     if is_current(database):
@@ -67,7 +57,6 @@ def upgrade(database: Database) -> None:
     with exclusive(database):
         if is_current(database):  # another process was faster
             return
-        _refuse_earlier(database)
         if not database.is_postgresql:
             _set_journal_mode(database)
         config = Config()
@@ -123,12 +112,6 @@ def try_write(database: Database) -> None:
     version = sa.table(VERSION_TABLE, sa.column("version_num"))
     with database.begin() as connection:
         connection.execute(sa.update(version).values(version_num=version.c.version_num))
-
-
-def _refuse_earlier(database: Database) -> None:
-    with database.read() as connection:
-        if _has_tables(connection) and any(revision < min(_revisions()) for revision in _read_revisions(connection)):
-            raise EarlierSchemaError(database)
 
 
 @cache

@@ -9,11 +9,11 @@ from datetime import timedelta
 import sqlalchemy as sa
 
 from bexp.explorer.records.measurement import Outcome
+from bexp.storage.claims import HELD_BACK
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs, trials, workers
-from bexp.storage.turns import HELD_BACK
-from bexp.storage.workers import KEEP, LIVE_WITHIN, is_live, select_workers
+from bexp.storage.workers import KEEP, LIVE_WITHIN, is_live, select_live
 
 RECENT = timedelta(hours=1)
 MOST_RECENT = 1000
@@ -68,8 +68,7 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
         is_silent = sa.not_(is_live(database, live_within))
         is_known = workers.c.last_seen_at >= database.clock(-KEEP)
         lost = _number(connection, workers, is_silent, is_known, workers.c.name == "")
-        every = select_workers(database, connection, live_within=live_within)
-        live = [worker.info for worker in every if not worker.info.name]
+        live = [worker for worker in select_live(database, connection, live_within) if not worker.name]
     trials_by_outcome = dict.fromkeys(Outcome, 0)
     for stored, number in outcomes.items():
         trials_by_outcome[Outcome(stored)] += number

@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from filelock import Timeout
 from optuna.storages import RDBStorage
 
+from bexp.explorer.model.model import Variant
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.legal_space import explored_models
-from bexp.explorer.search.study import FIELDS, OFF, distributions, frozen_trial, params_of
-from bexp.explorer.spec.model import Variant
+from bexp.explorer.search.study import OFF, PARAMETERS, distributions, frozen_trial, params_of
 from bexp.storage.database import SQLITE_BUSY_TIMEOUT, UNPREPARED, Database, DatabaseLimits
 from bexp.storage.jobs import Job, JobNotFoundError, get_job
 from bexp.storage.schema import exclusive
@@ -113,8 +113,10 @@ def _write(storage: RDBStorage, name: str, trials: Sequence[Trial], space: Mappi
         optuna.delete_study(study_name=name, storage=storage)
     study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
     tried = [params_of(trial.candidate) for trial in trials]
-    legal = {name: [OFF if value is None else value for value in space.get(FIELDS[name], ())] for name in FIELDS}
-    choices = distributions({name: {*legal[name], *(params[name] for params in tried)} for name in FIELDS})
+    legal = {
+        name: [OFF if value is None else value for value in space.get(PARAMETERS[name], ())] for name in PARAMETERS
+    }
+    choices = distributions({name: {*legal[name], *(params[name] for params in tried)} for name in PARAMETERS})
     study.add_trials(frozen_trial(trial, params, choices) for trial, params in zip(trials, tried, strict=True))
 
 

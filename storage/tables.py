@@ -90,7 +90,6 @@ jobs = sa.Table(
         "own_worker",
         sa.String(32),
         nullable=False,
-        server_default="",
         doc="The name of the only worker that may take it, which a command has started; empty if any may.",
     ),
     sa.Column("own_worker_until", UTCDateTime, doc="Until then its own worker is alive, unless it says so again."),
@@ -243,10 +242,8 @@ workers = sa.Table(
     sa.Column("targets", _JSON, nullable=False, doc="The version of each target, by name."),
     sa.Column("memory_limit_bytes", sa.BigInteger, nullable=False, doc="What a job may use of a device by default."),
     sa.Column("held_by", sa.Text, doc="Who has the devices, while the worker waits for them."),
-    sa.Column("memory_bytes", sa.BigInteger, nullable=False, server_default="0", doc="What one may ask for at most."),
-    sa.Column(
-        "name", sa.String(32), nullable=False, server_default="", doc="Jobs name it that it alone may take; else empty."
-    ),
+    sa.Column("memory_bytes", sa.BigInteger, nullable=False, doc="What one may ask for at most."),
+    sa.Column("name", sa.String(32), nullable=False, doc="Jobs name it that it alone may take; else empty."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),
 )

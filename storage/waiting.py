@@ -11,15 +11,15 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
+from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import is_held
 from bexp.storage.matching import NEEDED, OWN_WORKER, STARTING, has_live_own_worker, waiting_reason
 from bexp.storage.tables import events, jobs
-from bexp.storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
-from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_live
 
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
@@ -42,7 +42,7 @@ def select_overdue(
     database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
 ) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
     """Return the live workers and the `overdue` jobs, within a transaction."""
-    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
+    live = select_live(database, connection, live_within)
     told = (is_held(database).label("is_held"), has_live_own_worker(database).label("own_is_alive"))
     columns = (jobs.c.id, jobs.c.owner, *NEEDED, jobs.c.report, jobs.c.waiting_reason, *told)
     return live, list(connection.execute(sa.select(*columns).where(overdue).order_by(jobs.c.created_at)))
@@ -80,7 +80,7 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
     with database.read() as connection:
         overdue = sa.or_(
             (jobs.c.state == JobState.QUEUED.value)
-            & sa.not_(jobs.c.queued_at.between(database.clock(-grace), database.clock())),
+            & sa.not_(jobs.c.queued_at.between(database.clock(-grace), database.clock(grace))),  # it may come meanwhile
             (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
             is_held(database) & jobs.c.waiting_reason.is_not(None),  # its worker was frozen and goes on
         )

@@ -67,15 +67,6 @@ class WorkerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RegisteredWorker:
-    """A worker and when it was last seen."""
-
-    info: WorkerInfo
-    started_at: datetime
-    last_seen_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
 class KnownWorker:
     """A worker that lives, or that was lost within a day. `job_id` is the job that it measures, or measured last."""
 
@@ -102,16 +93,12 @@ def forget_worker(database: Database, worker_id: str) -> None:
         connection.execute(sa.delete(workers).where(workers.c.id == worker_id))
 
 
-def list_workers(database: Database, *, live_within: timedelta = LIVE_WITHIN) -> list[RegisteredWorker]:
-    """Return the workers that were seen within the last `live_within`, ordered by id."""
-    with database.read() as connection:
-        return select_workers(database, connection, live_within=live_within)
-
-
-def select_workers(database: Database, connection: sa.Connection, *, live_within: timedelta) -> list[RegisteredWorker]:
-    """`list_workers` within a transaction."""
+def select_live(
+    database: Database, connection: sa.Connection, live_within: timedelta = LIVE_WITHIN
+) -> list[WorkerInfo]:
+    """Return the workers that were seen within the last `live_within`, ordered by id, within a transaction."""
     query = sa.select(workers).where(is_live(database, live_within)).order_by(workers.c.id)
-    return [RegisteredWorker(_info_of(row), row.started_at, row.last_seen_at) for row in connection.execute(query)]
+    return [_info_of(row) for row in connection.execute(query)]
 
 
 def is_live(database: Database, live_within: timedelta) -> sa.ColumnElement[bool]:
@@ -119,7 +106,7 @@ def is_live(database: Database, live_within: timedelta) -> sa.ColumnElement[bool
     return workers.c.last_seen_at.between(database.clock(-live_within), database.clock(LIVE_WITHIN))
 
 
-def list_known_workers(
+def read_workers(
     database: Database, *, live_within: timedelta = LIVE_WITHIN, owner: str | None = None
 ) -> list[KnownWorker]:
     """Return the workers that live, and those that were lost and not removed yet, ordered by id.

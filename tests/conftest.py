@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from bexp.storage.database import Database, open_database
 from bexp.storage.schema import upgrade
@@ -86,6 +88,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         length = (len(items) - len(pieces)) // (number - i)
         pieces += [*first, *islice(left, max(0, length - len(first)))]
     items[:] = [*pieces, *left]
+
+
+class Statements(dict[Any, Any]):
+    """What SQLAlchemy has compiled, by statement and kind of database; it would keep it by engine."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def get(self, key: tuple[Any, ...], default: Any = None) -> Any:
+        return super().get((self._kind, *key[1:]), default)
+
+    def __setitem__(self, key: tuple[Any, ...], compiled: Any) -> None:
+        super().__setitem__((self._kind, *key[1:]), compiled)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Compile each statement once for the databases of all tests. A small test would spend half of its time on that."""
+    statements: dict[str, Statements] = {}
+
+    def open_one(database: Database, engine: sa.Engine, *arguments: Any) -> None:
+        kind = engine.dialect.name
+        engine.update_execution_options(compiled_cache=statements.setdefault(kind, Statements(kind)))
+        init(database, engine, *arguments)
+
+    init = Database.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Database, "__init__", open_one)
+        yield
 
 
 @pytest.fixture(scope="session")

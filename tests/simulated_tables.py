@@ -17,19 +17,19 @@ import numpy as np
 
 from benchmarks.environment import ROOT
 from benchmarks.recording_file import encode_row
-from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.required_memory import required_table
-from bexp.explorer.cost_model.roofline import roofline_seconds
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.activation_memory import predict_component_bytes
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.roofline import roofline_seconds
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
 

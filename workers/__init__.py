@@ -1,1 +1,1 @@
-"""Workers own devices: they claim jobs and profile candidates. Of the service, only this package imports torch."""
+"""Workers, which own devices, claim jobs and profile candidates. Of the service, only this package imports torch."""

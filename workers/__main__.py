@@ -1,4 +1,4 @@
-"""`python -m bexp.workers` runs a worker; with `doctor` it tells which devices a worker could use here."""
+"""`python -m bexp.workers` runs a worker; with `doctor` it shows which devices a worker could use here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bexp.workers.settings import WorkerSettings, read_settings
 USAGE = 2
 """The exit status of a wrong command line."""
 RECORDED = "replay:"
-"""What a recorded table's path begins with, where a device is named."""
+"""The prefix of a recorded table's path, where a device is named."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ends.callback(profiler.close)
                 if isinstance(profiler, Profiler):
                     profiler.prepare()  # its process imports torch while this one imports the search and the database
-            from bexp.workers.serving import build_workers, run_workers  # noqa: PLC0415 - beside the other import
+            from bexp.workers.serving import build_workers, run_workers  # noqa: PLC0415 - while the other one imports
 
             workers = build_workers(profilers, options.database_url or settings.database_url, settings, options.name)
         except ValueError as error:

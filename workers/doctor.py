@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.model import ModelSpec, MoESpec
+from bexp.explorer.model.target import TRANSFORMERS, describe_target
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.model import ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS, describe_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.ids import worker_prefix
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices, why_no_gpu
@@ -47,19 +47,18 @@ MOE = DENSE.model_copy(
 
 
 class DeviceDiagnosis(Frozen):
-    """One device. `report` is None if the device cannot be used now; `reason` then says why.
-
-    One that is `busy` belongs to a worker or an exploration: jobs that are submitted run there.
-
-    `compile_reason` says why torch.compile cannot be used, and is None if it can.
-    """
+    """One device, and what it can be used for."""
 
     device: str
     usable: bool
     busy: bool = False
+    """It belongs to a worker or an exploration: jobs that are submitted run there."""
     reason: str | None = None
+    """Why the device cannot be used now; None if it can."""
     report: DeviceReport | None = None
+    """None if the device cannot be used now."""
     compile_reason: str | None = None
+    """Why torch.compile cannot be used; None if it can."""
 
 
 class Diagnosis(Frozen):
@@ -82,7 +81,7 @@ def main(json_output: bool) -> int:
 
 
 def diagnose(environment: Mapping[str, str]) -> Diagnosis:
-    """Start a profiler on each visible device and ask what it can do for a small dense and a small MoE model."""
+    """Start a profiler on each visible device, and ask for its back ends for a small dense and a small MoE model."""
     devices = [_diagnose_device(device, environment) for device in visible_devices(environment)]
     reason = why_no_gpu(environment)
     if reason is not None:
@@ -109,7 +108,7 @@ def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagn
 
 
 def _held_by(holder: Holder | None) -> str:
-    """Return who holds a device; a worker by how its id begins in `bexp workers`."""
+    """Return who holds a device; a worker by the beginning of its id in `bexp workers`."""
     if holder is None:
         return "held by another process"
     is_worker = "-m bexp.workers" in holder.text
@@ -158,7 +157,7 @@ def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str,
         for backend in backends:
             yield f"{label} {backend.name}", _describe(backend, default=backend.name == default)
     yield "torch.compile", device.compile_reason or "usable"
-    for execution in report.executions:
+    for execution in report.choices.get(EXECUTION.name, ()):
         if execution.name == Execution.GRAPH:
             yield "CUDA graphs", _describe(execution, default=False)
 

@@ -13,8 +13,8 @@ from typing import Any
 import sqlalchemy as sa
 from filelock import Timeout
 
+from bexp.explorer.model.target import LOCAL, name_local_target
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.target import LOCAL, name_local_target
 from bexp.storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
@@ -32,10 +32,10 @@ SERVICE_FAILED = 3
 """The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""
 
 CONNECTIONS_OF_A_WORKER = 3
-"""A busy worker uses so many at once: for its steps, its lease and its entry in the list."""
+"""The connections of a busy worker: for its steps, its lease and its entry in the list."""
 
 MAX_CONNECTIONS = 10
-"""Of the whole process, whose workers wait for one another if they have more devices than that suffices for."""
+"""The limit of the whole process, whose workers wait for one another if they need more."""
 
 _log = logging.getLogger("bexp.workers")
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("bexp.workers")
 def build_workers(
     profilers: Mapping[str, DeviceProfiler], database_url: str, settings: WorkerSettings, name: str = ""
 ) -> list[JobWorker]:
-    """A worker for each profiler, by the name of its device. With a `name` they run the jobs alone that are for it.
+    """Return a worker for each profiler, by the name of its device. With a `name` they run only the jobs for it.
 
     Raises:
         ValueError: the database's URL, or the file of a local target, cannot be used.
@@ -54,7 +54,7 @@ def build_workers(
 
 
 def run_workers(workers: Sequence[JobWorker], max_jobs: int | None, own_job_id: str | None = None) -> int:
-    """Bring the schema up to date and serve jobs until all workers have ended; returns the exit status."""
+    """Bring the schema up to date and serve jobs until all workers have ended; return the exit status."""
     database = workers[0].database
     try:
         _upgrade(database)
@@ -62,7 +62,7 @@ def run_workers(workers: Sequence[JobWorker], max_jobs: int | None, own_job_id: 
     except sa.exc.SQLAlchemyError as error:
         _log.error("the database cannot be used: %s", describe_trouble(error))
         return SERVICE_FAILED
-    except OSError as error:  # the lock for an upgrade lies beside a SQLite file
+    except OSError as error:  # the lock for an upgrade lies next to a SQLite file
         _log.error("the database cannot be opened: %s: %s", error.strerror, error.filename)
         return SERVICE_FAILED
     finally:
@@ -104,9 +104,9 @@ def _worker(
 
 
 def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job_id: str | None = None) -> int:
-    """Run each worker in a thread until all have ended; returns SERVICE_FAILED if the device of any failed.
+    """Run each worker in a thread until all have ended; return SERVICE_FAILED if the device of any failed.
 
-    With `own_job_id` they are there for that job alone.
+    With `own_job_id` they end with that job.
     """
     ending = threading.Event()
     failed = threading.Event()
@@ -126,7 +126,7 @@ def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job
         nonlocal is_signalled
         for number in (signal.SIGTERM, signal.SIGINT):  # a second signal ends the process at once
             signal.signal(number, signal.SIG_DFL)
-        is_signalled = True  # and no event: it has a lock, which this thread may hold just then
+        is_signalled = True  # not an event, whose lock this thread may hold just now
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
@@ -151,7 +151,7 @@ def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job
 
 
 def listen(workers: Sequence[JobWorker]) -> Listener:
-    """Tell the workers of queued jobs from now on."""
+    """Notify the workers of queued jobs from now on."""
 
     def notice(_: str | None) -> None:
         for worker in workers:

@@ -7,32 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from bexp.storage.leases import QueueSettings, read_queue_settings, read_seconds
 from bexp.storage.location import default_database_url
-from bexp.storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
 
 LOCAL_TARGET = "BEXP_LOCAL_TARGET"
-"""What a person has named by its file, for a worker of their own. Their code may fetch what it likes."""
+"""The target that a person has named by its file, for a worker of their own. Their code may download files."""
 DEFAULT_MAX_POLL = timedelta(seconds=1)
 DEFAULT_DEVICE_WAIT = timedelta(hours=4)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """BEXP_DATABASE_URL, BEXP_LOCAL_TARGET, the settings of the queue, and the environment that profilers inherit.
-
-    `local_target` is the target that a person has named by its file, as `/home/me/train.py:Target`. An idle worker asks
-    for a job at intervals that grow to `max_poll` (BEXP_POLL_SECONDS). One whose device is held by another waits for
-    `device_wait` (BEXP_DEVICE_WAIT_SECONDS), and then ends.
-
-    BEXP_LOCK_DIRECTORY in that environment says where the device locks lie: `bexp.workers.devices.lock`.
-    """
+    """The settings of a worker, by the variables that set them."""
 
     database_url: str
+    """BEXP_DATABASE_URL."""
     environment: Mapping[str, str]
+    """Inherited by profilers. BEXP_LOCK_DIRECTORY says where the device locks lie: `bexp.workers.devices.lock`."""
     local_target: str | None = None
+    """BEXP_LOCAL_TARGET: the target that a person has named by its file, as `/home/me/train.py:Target`."""
     queue: QueueSettings = field(default_factory=QueueSettings)
+    """The settings of the job queue."""
     max_poll: timedelta = DEFAULT_MAX_POLL
+    """BEXP_POLL_SECONDS: an idle worker asks for a job at intervals that grow to this."""
     device_wait: timedelta = DEFAULT_DEVICE_WAIT
+    """BEXP_DEVICE_WAIT_SECONDS: a worker whose device is held by another waits for so long, and then ends."""
 
 
 def read_settings(variables: Mapping[str, str] | None = None) -> WorkerSettings:

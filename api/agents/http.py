@@ -30,9 +30,8 @@ from bexp.api.refusals import ProblemException
 from bexp.api.settings import Limits
 from bexp.api.stream_limits import StreamLimits
 from bexp.api.turns import Turn, Turns, client_key
-from bexp.client.address import is_loopback, without_secrets
+from bexp.client.address import EXPLORATIONS, is_loopback, without_secrets
 from bexp.client.client import Client
-from bexp.client.connection import EXPLORATIONS
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Explorations
 from bexp.storage.tokens import digest_of

@@ -36,7 +36,7 @@ explore takes a model's config, tune a training command; both return an explorat
 wait_seconds: ask status and best with its id. Read "certainty" before you use a number: noise, confidence, what was not
 measured, and what the next measurement would be worth. compare says whether one answer is faster than another."""
 POLL_SECONDS = 0.2
-LARGE = {"request", "report", "space", "recommendation", "answer"}
+LARGE = {"request", "report", "space", "recommendation", "answer", "text"}
 
 Job = Annotated[str, Field(description="The id of an exploration, its first characters (four or more), or `latest`.")]
 Wait = Annotated[
@@ -205,7 +205,7 @@ def _follow(command: Command, seconds: float) -> dict[str, Any]:
 
 
 def _certainty(client: Explorations, job: Exploration) -> dict[str, Any] | None:
-    return describe_certainty(job, client.result(job.id), len(client.run_reports(job.id)))
+    return describe_certainty(job, len(client.run_reports(job.id)))
 
 
 @contextmanager

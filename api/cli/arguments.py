@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.explorer.spec.labels import parse_label
+from bexp.explorer.request.labels import parse_label
 
 JobId = Annotated[
     str,

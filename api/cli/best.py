@@ -13,16 +13,17 @@ from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.job_ids import LATEST, MOST_SEARCHED, find_job
-from bexp.api.cli.results import answer_text, document, print_json
-from bexp.client.explorations import Exploration, Explorations, Export, Result
-from bexp.explorer.answers.answer import is_provisional
-from bexp.explorer.answers.choices import no_dividing_text
+from bexp.api.cli.results import document, print_json, terminal_width
+from bexp.client.explorations import Exploration, Explorations, Export
+from bexp.explorer.answers.alternatives import no_dividing_text
+from bexp.explorer.answers.lines import render
 from bexp.explorer.answers.runs import render_run_report
-from bexp.explorer.exports.exploration import UnknownFormatError
-from bexp.explorer.exports.registry import FORMATS, find_format
-from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
-from bexp.explorer.spec.amounts import slower_text
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.answers.uses import is_provisional
+from bexp.explorer.model.amounts import slower_text
+from bexp.explorer.model.target import describe_target
+from bexp.explorer.records.recommendation import Alternative, CandidateFigures, Recommendation, Role
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FORMATS, UnknownFormatError, find_format
 
 
 def best(
@@ -62,37 +63,37 @@ def best(
     _check_format(export_format, into, prints_all=as_json or verbose)
     with connect() as client:
         job = find_job(client, job_id)
-        result = client.result(job.id)
-        known = result.recommendation if result is not None else None
+        known = job.recommendation
         whole = as_json or verbose
         if whole:
-            _print_whole(client, job, result, as_json=as_json)
+            _print_whole(client, job, as_json=as_json)
         printed = as_json or export_format is not None
         reports = () if printed else client.run_reports(job.id)
         others = _answered_before(client) if known is None and job_id == LATEST else ()
         exported = client.export(job.id, export_format) if known is not None and export_format is not None else None
     if known is None:
-        reason = _why_nothing(job, result)
-        failed = job.state == "failed" and result is None
+        reason = _why_nothing(job)
+        failed = job.state == "failed" and job.answer is None
         code = ExitCode.SERVICE if failed else ExitCode.NO_ANSWER
         raise CommandError(code, f"no recommendation: {reason}", *others)
-    chosen = known.dividing if divides else known
+    chosen: CandidateFigures | None = known.alternative(Role.DIVIDING) if divides else known
     if export_format is not None:  # an export keeps the batch
-        chosen = known.dividing or known
+        chosen = known.for_batch
     if chosen is None:
         raise CommandError(ExitCode.NO_ANSWER, no_dividing_text(known, job.request))
-    size = chosen.candidate.micro_batch_size
-    if min_confidence is not None and chosen.confidence < min_confidence:
+    size, confidence = chosen.candidate.micro_batch_size, chosen.confidence or 0
+    if min_confidence is not None and confidence < min_confidence:
         raise CommandError(
             ExitCode.NO_ANSWER,
-            f"micro_batch_size {size} has confidence {chosen.confidence}, below --min-confidence {min_confidence}",
+            f"micro_batch_size {size} has confidence {confidence}, below --min-confidence {min_confidence}",
         )
     if exported is not None:
         _print_export(exported, export_format, into, job.request)
     elif not whole:
         typer.echo(size)
-        if result is not None and result.target_version is not None:
-            say(f"measured: {result.measured}")
+        parts = None if job.report is None else job.report.parts
+        if job.request is not None and parts is not None and parts.target_version is not None:
+            say(f"measured: {describe_target(job.request.target_name, parts.target_version, parts.class_name)}")
         if job.answered_from is not None:
             at = f"{job.answered_from.measured_at.astimezone():%Y-%m-%d %H:%M}"
             say(f"measured by exploration {job.answered_from.exploration}, {at}; `--fresh` measures again")
@@ -101,14 +102,14 @@ def best(
     for warning in () if exported is not None else _warnings(job, known, chosen):
         say(f"warning: {warning}")
     if not job.is_final:
-        say(f"confidence {chosen.confidence} out of 100; the exploration is {job.state}")
+        say(f"confidence {confidence} out of 100; the exploration is {job.state}")
 
 
-def _print_whole(client: Explorations, job: Exploration, result: Result | None, *, as_json: bool) -> None:
+def _print_whole(client: Explorations, job: Exploration, *, as_json: bool) -> None:
     if as_json:
         print_json(document(client, job))
-    elif result is not None and (text := answer_text(job, result, verbose=True)):
-        typer.echo(text)
+    elif job.text is not None:
+        typer.echo(render(job.text, terminal_width()))
 
 
 def _print_export(
@@ -119,7 +120,7 @@ def _print_export(
     if into is not None and export_format is not None and request is not None:
         from bexp.api.cli.exported_into import exported_into  # noqa: PLC0415 - it reads files, which takes long to import
 
-        text, comments = exported_into(into, export_format, text, request)
+        text, comments = exported_into(into, find_format(export_format).trainer.name, text, request)
         notes = [*comments, *notes]
     typer.echo(text, nl=False)
     for note in notes:
@@ -141,13 +142,13 @@ def _check_format(name: str | None, into: Path | None, *, prints_all: bool) -> N
         raise CommandError(ExitCode.USAGE, f"--format {name}: {error}") from error
 
 
-def _warnings(job: Exploration, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
+def _warnings(job: Exploration, known: Recommendation, chosen: CandidateFigures) -> Iterator[str]:
     """Yield what a script that reads the printed number alone would not know."""
-    other = known.dividing
-    if job.is_final and job.request is not None and is_provisional(chosen.confidence, job.request):
+    other = known.alternative(Role.DIVIDING)
+    if job.is_final and job.request is not None and is_provisional(chosen.confidence or 0, job.request):
         target = job.request.budget.confidence_target
         yield f"provisional: confidence {chosen.confidence} is below {target}, which was asked for"
-    if isinstance(chosen, DividingCandidate):
+    if isinstance(chosen, Alternative):
         if chosen.predicted:
             yield "predicted in part; an exploration with `--micro-batch-size auto` measures what divides the batch"
     elif known.nearest_batch_sizes and other is None:
@@ -170,6 +171,6 @@ def _answered_before(client: Explorations) -> Sequence[str]:
     return (f"the newest with one: `bexp best {other.id}` ({about})",)
 
 
-def _why_nothing(job: Exploration, result: Result | None) -> str:
-    variant = result.answer.variants[0] if result is not None and result.answer is not None else None
-    return (variant.reason if variant is not None else job.error) or f"the exploration is {job.state}"
+def _why_nothing(job: Exploration) -> str:
+    reason = job.error if job.answer is None else job.answer.variants[0].reason
+    return reason or f"the exploration is {job.state}"

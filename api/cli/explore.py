@@ -10,15 +10,10 @@ import typer
 from bexp.api.cli import options
 from bexp.api.cli.arguments import AsJson, LogDir, Verbose
 from bexp.api.cli.connection import open_stored
-from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.files import read_document
 from bexp.api.cli.local_run import LocalRun
 from bexp.explorer.formats.cerebras import is_cerebras
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import did_you_mean
-from bexp.explorer.spec.target import TRANSFORMERS, describe_target
 from bexp.storage.ids import new_job_id
-from bexp.targets.registry import installed_targets
 
 WorkerDevice = Annotated[
     str | None,
@@ -52,29 +47,12 @@ def explore(
 
     Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
     """
-    name, local_target = options.split_target(target)
+    name, _ = options.split_target(target)
     document = read_document(config)
     kind = options.device_kind(device)
     request = options.build_request(config, document, fields, model=model, device_kind=kind, target=name)
     if log_dir is None and is_cerebras(document):
         log_dir = Path.cwd()
-    if local_target is None:
-        check_target(request, device)
     with LocalRun(request, new_job_id(), device, target) as run, open_stored() as stored:
         job = stored.submit(request, job_id=run.job_id, own_worker=run.worker_name)
         raise typer.Exit(run.follow(stored, job, as_json=as_json, verbose=verbose, log_dir=log_dir))
-
-
-def check_target(request: ExplorationRequest, device: str | None) -> None:
-    """Raise CommandError if the worker that this command starts would not have the request's target."""
-    name, installed = request.target_name, installed_targets()
-    if name in installed or (device or "").startswith("replay:"):
-        return
-    if name == TRANSFORMERS:
-        hint = "pip install 'bexp[transformers]'"
-        raise CommandError(ExitCode.USAGE, f"the target '{name}' needs the library {name}, which is missing: {hint}")
-    has = ", ".join(describe_target(*item) for item in installed.items())
-    meant = did_you_mean(name, [*installed, TRANSFORMERS])
-    raise CommandError(
-        ExitCode.USAGE, f"there is no target '{name}' here{meant}; there are {has}; a file is named as train.py:Target"
-    )

@@ -8,24 +8,25 @@ from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.yaml_lines import UnchangeableError, change_values, read_values
-from bexp.explorer.exports.document import WHAT_ELSE
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.formats.trainers.reader import FILES, refusal_of, setting_of
-from bexp.explorer.formats.trainers.trainer_file import Setting
-from bexp.explorer.formats.translation import is_unset
+from bexp.explorer.formats.training_files import setting_of, why_refused
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.training import lora_arguments
+from bexp.explorer.model.translation import is_unset
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import is_own_code
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS
-from bexp.explorer.spec.training import lora_arguments
+from bexp.explorer.trainers.document import WHAT_ELSE
+from bexp.explorer.trainers.keys import Setting
+from bexp.explorer.trainers.registry import FORMATS
 
 ANY_MODEL = {"model_type": "llama", "dtype": DType.BFLOAT16.value}
 """Stands for a model of shapes: what a file says of the training does not depend on it."""
 
 
-def exported_into(path: Path, export_format: str, exported: str, request: ExplorationRequest) -> tuple[str, list[str]]:
-    """Return the text of the file with the values of an `exported` YAML or JSON, and the comments of the export.
+def exported_into(path: Path, trainer: str, exported: str, request: ExplorationRequest) -> tuple[str, list[str]]:
+    """Return the text of a trainer's file with the values of an `exported` YAML or JSON, and the export's comments.
 
     Comments, order and spelling of the file stay. Where it sets the same by another key, such as an older name, that
     key becomes null. So do adapters and quantisation that the `request` of the exploration has none of.
@@ -37,15 +38,15 @@ def exported_into(path: Path, export_format: str, exported: str, request: Explor
         with path.open(newline="", encoding="utf-8") as file:  # its ends of lines stay
             text = file.read()
         old, new = read_values(text), read_values(exported)
-        if any(setting_of(export_format, key) is Setting.OPTIMIZER and new.get(key) == old[key] for key in old):
+        if any(setting_of(trainer, key) is Setting.OPTIMIZER and new.get(key) == old[key] for key in old):
             new.pop("optim_args", None)  # the file's own momentum decides what is learnt
         unset = set() if is_own_code(request) else set(_unset(request))
         dropped = [
             key
             for key, value in old.items()
-            if setting_of(export_format, key) in unset and key not in new and not is_unset(value)
+            if setting_of(trainer, key) in unset and key not in new and not is_unset(value)
         ]
-        told = {setting_of(export_format, key) for key in new} - {None}
+        told = {setting_of(trainer, key) for key in new} - {None}
         if Setting.STEPS in told:
             told.add(Setting.DEVICE_BATCH)  # a trainer takes one of both
         changes = {key: value for key, value in new.items() if key not in old or old[key] != value}
@@ -53,7 +54,7 @@ def exported_into(path: Path, export_format: str, exported: str, request: Explor
         changes |= {
             key: None
             for key, value in old.items()
-            if value is not None and key not in new and setting_of(export_format, key) in told
+            if value is not None and key not in new and setting_of(trainer, key) in told
         }
         changed = change_values(text, changes) if changes else text
     except OSError as error:
@@ -62,15 +63,17 @@ def exported_into(path: Path, export_format: str, exported: str, request: Explor
         raise CommandError(ExitCode.USAGE, f"--into {path}: {error}") from None
     if not is_own_code(request):
         merged = {**old, **changes}
-        own = {key: value for key, value in merged.items() if key not in new or not refusal_of(export_format, key)}
-        _check_training(path, export_format, own, request)
+        own = {key: value for key, value in merged.items() if key not in new or not why_refused(trainer, key)}
+        _check_training(path, trainer, own, request)
     comments = [line[2:] for line in exported.splitlines() if line.startswith("# ") and not line.endswith(WHAT_ELSE)]
     return changed, comments + ([f"null, because it was not measured: {', '.join(dropped)}"] if dropped else [])
 
 
 def check_into(export_format: str | None) -> None:
     """Raise CommandError unless an export's settings are keys of a trainer's own YAML."""
-    able = [name for name, file in FILES.items() if not file.is_nested]
+    able = [
+        name for name, known in FORMATS.items() if known.trainer.file is not None and not known.trainer.file.is_nested
+    ]
     if export_format not in able:
         raise CommandError(ExitCode.USAGE, f"--into needs --format {' or '.join(able)}")
 

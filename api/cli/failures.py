@@ -7,7 +7,8 @@ from http import HTTPStatus
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.local_worker import WorkerEndedError
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.explorer.formats.document import FormatError, Problem, describe_problem
+from bexp.explorer.formats.document import FormatError, describe_problem
+from bexp.explorer.model.translation import Problem
 
 _EXTRAS = dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), "service") | {"mcp": "mcp"}
 """The extras that install what the base does not need."""

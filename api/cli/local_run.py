@@ -16,10 +16,13 @@ from bexp.api.cli.connection import environment, shown_url
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.local_worker import LocalWorker, WorkerEndedError
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.model.spelling import did_you_mean
+from bexp.explorer.model.target import TRANSFORMERS, describe_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.device_names import parse_devices
 from bexp.storage.ids import new_worker_name
 from bexp.storage.matching import STARTING
+from bexp.targets.registry import installed_targets
 
 if TYPE_CHECKING:
     from bexp.api.stored import StoredExplorations
@@ -38,7 +41,7 @@ class LocalRun:
     `device` and `target` are as on the command line, None if they were not given. `local_target` is the reference of a
     training command.
 
-    Raises CommandError if the worker would own too few devices, or one that does not exist.
+    Raises CommandError if the worker would lack the target, or would own too few devices, others or none that exist.
     """
 
     def __init__(
@@ -50,13 +53,16 @@ class LocalRun:
         *,
         local_target: str | None = None,
     ) -> None:
+        _, file = (None, local_target) if local_target is not None else options.split_target(target)
+        if file is None:
+            _check_target(request, device)
         counts = usable_device_counts(request)
         group = counts[-1] > 1
+        _check_kind_of_device(device, request.device_kind)
         _check_number_of_devices(device, counts[0])
         owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
         check_devices(owned)
         chosen = ["--device", owned] if owned is not None else ["--num-devices", ",".join(map(str, counts))]
-        _, file = (None, local_target) if local_target is not None else options.split_target(target)
         self.job_id = job_id
         self.worker_name = new_worker_name()
         given = (("--device", device), ("--target", target if file is not None else None))
@@ -161,6 +167,28 @@ def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
     """
     steps = (1, *request.devices.context_parallel_sizes, request.num_devices)
     return tuple(sorted({request.devices.needed(available) for available in steps}))
+
+
+def _check_target(request: ExplorationRequest, device: str | None) -> None:
+    """Raise CommandError if the worker that this command starts would not have the request's target."""
+    name, installed = request.target_name, installed_targets()
+    if name in installed or (device or "").startswith("replay:"):
+        return
+    if name == TRANSFORMERS:
+        hint = "pip install 'bexp[transformers]'"
+        raise CommandError(ExitCode.USAGE, f"the target '{name}' needs the library {name}, which is missing: {hint}")
+    has = ", ".join(describe_target(*item) for item in installed.items())
+    meant = did_you_mean(name, [*installed, TRANSFORMERS])
+    raise CommandError(
+        ExitCode.USAGE, f"there is no target '{name}' here{meant}; there are {has}; a file is named as train.py:Target"
+    )
+
+
+def _check_kind_of_device(device: str | None, needed: str | None) -> None:
+    """Raise CommandError if the only worker would own another kind of device than a stored request names."""
+    kind = options.device_kind(device)
+    if None not in (kind, needed) and kind != needed:
+        raise CommandError(ExitCode.USAGE, f"the exploration needs a {needed} device, and --device names {device}")
 
 
 def _check_number_of_devices(device: str | None, needed: int) -> None:

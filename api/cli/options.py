@@ -13,12 +13,13 @@ import typer
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.files import read_document, read_lengths, with_model
-from bexp.api.cli.option_values import parse_fields, parse_micro_batch_size
+from bexp.explorer.dimensions.candidate import DimensionsAsked
+from bexp.explorer.formats.document import FormatError, read_field
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.lengths import Batching
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import name_local_target
-from bexp.explorer.spec.trainer import TrainerName
+from bexp.explorer.model.lengths import Batching
+from bexp.explorer.model.target import name_local_target
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FILES, TRAINERS, TrainerName
 
 Mode = Literal["train", "eval"]
 ExecutionMode = Literal["eager", "compile", "graph", "compile+graph", "explore"]
@@ -56,8 +57,8 @@ Config = Annotated[
     typer.Argument(
         metavar="CONFIG",
         help="A request (YAML or JSON); a config.json of Hugging Face or its folder; a Cerebras or NeMo YAML; "
-        "Megatron's flags; a YAML of Axolotl, LLaMA-Factory, TRL or torchtune; - reads stdin. Options replace what it "
-        "says; defaults hold where neither says anything.",
+        f"Megatron's flags; a YAML of {_one_of(TRAINERS[name].title for name in FILES)}; - reads stdin. "
+        "Options replace what it says; defaults hold where neither says anything.",
         show_default=False,
     ),
 ]
@@ -189,7 +190,13 @@ Headroom = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    _option(CHOICES, "K=V", "Set any field of a request, such as batching=packed; may be repeated.", name="--set"),
+    _option(
+        CHOICES,
+        "K=V",
+        "Set any field of a request, such as batching=packed; may be repeated. What is explored is restricted by "
+        f"{', '.join(DimensionsAsked.model_fields)}.",
+        name="--set",
+    ),
 ]
 MaxSeconds = Annotated[
     float | None,
@@ -335,3 +342,34 @@ def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
     if kind == "replay":  # a recorded table has the kind of the device that it was recorded on
         return None
     raise CommandError(ExitCode.USAGE, f"--device {device!r} is none of cpu, cuda:0, cuda:0-3 and replay:TABLE")
+
+
+def parse_micro_batch_size(text: str | None) -> Any:
+    """Return the field of a request that `--micro-batch-size` stands for."""
+    if text is None or text in {"explore", "auto"}:
+        return text
+    if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
+    low, dash, high = text.partition("-")
+    if low.isdecimal() and not dash:
+        return int(low)
+    if low.isdecimal() and high.isdecimal():
+        return {"explore": {"min": int(low), "max": int(high)}}
+    raise CommandError(
+        ExitCode.USAGE,
+        f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX, a number, nor a list such as 2,4,8",
+    )
+
+
+def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
+    """Return the fields that `--set` names, their values read as YAML.
+
+    Raises CommandError for text without "=" or without a value, and FormatError for a value that is no YAML.
+    """
+    try:
+        return dict(map(read_field, assignments or ()))
+    except FormatError:
+        raise
+    except ValueError as error:
+        hint = "FIELD=null stands for no value, FIELD='\"\"' for an empty text"
+        raise CommandError(ExitCode.USAGE, f"--set {error}", hint) from None

@@ -15,8 +15,8 @@ from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.jobs import follow_job
 from bexp.api.cli.local_run import LocalRun
 from bexp.client.explorations import Exploration
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import LOCAL, is_local_target
+from bexp.explorer.model.target import LOCAL, is_local_target
+from bexp.explorer.request.request import ExplorationRequest
 
 LocalTarget = Annotated[
     str | None, typer.Option("--target", metavar="FILE.py:NAME", help="The class of your own that is measured.")

@@ -14,8 +14,8 @@ from bexp.api.cli.jobs import follow_job
 from bexp.api.cli.results import print_json
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Explorations
-from bexp.explorer.spec.spelling import did_you_mean
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.model.spelling import did_you_mean
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 
 @options.takes_fields

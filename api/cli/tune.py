@@ -24,13 +24,12 @@ from bexp.api.cli.explore import WorkerDevice
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.local_run import LocalRun, check_devices, named_devices
 from bexp.api.cli.results import terminal_width
-from bexp.api.cli.tune_answer import TuneAnswer, check_writable
-from bexp.api.cli.tuned_command import TunedCommand
-from bexp.api.cli.worst_batch import describe_training
+from bexp.api.cli.tune_answer import TuneAnswer, check_writable, describe_training
+from bexp.api.cli.tuned_command import YAML_OF, TunedCommand
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import wrap
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import name_local_target
+from bexp.explorer.model.target import name_local_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.ids import new_job_id
 from bexp.tune.environment import temporary_folder
 from bexp.tune.placeholders import APPLY, APPLY_VALUES, scalar_of, stands_in
@@ -64,7 +63,7 @@ Write = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Write the YAML of an Axolotl or LLaMA-Factory command with the answer to FILE, which must not exist yet.",
+        help=f"Write the YAML of a command of {YAML_OF} with the answer to FILE, which must not exist yet.",
     ),
 ]
 Apply = Annotated[

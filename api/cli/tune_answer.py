@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -12,14 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
 from bexp.client.explorations import Explorations
 from bexp.explorer.answers.text import row
-from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.parts import EvaluationBatch, ProcessSpread, SampleLengths
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.measure.device_names import parse_devices
 from bexp.tune import link
 from bexp.tune.environment import on_devices, with_hook
@@ -69,13 +74,12 @@ class TuneAnswer:
         cls, stored: Explorations, job_id: str, tries: Mapping[str, list[Any]], batch_size: int | None
     ) -> TuneAnswer | None:
         """Return the answer of an exploration; None if there is none. `batch_size` is what a person has stated."""
-        result = stored.result(job_id)
-        found = None if result is None else result.recommendation
+        job = stored.get(job_id)
+        found, parts = job.recommendation, None if job.report is None else job.report.parts
         if found is None:
             return None
-        parts = (stored.get(job_id).report or {}).get("parts") or {}
-        length, own_size = parts.get("seq_length") or 1, parts.get("micro_batch_size")
-        batch = batch_size or parts.get("batch_size")
+        length, own_size = (1, None) if parts is None else (parts.seq_length or 1, parts.micro_batch_size)
+        batch = batch_size or (None if parts is None else parts.batch_size)
         own = {name: values[0] for name, values in tries.items()} | {SIZE: own_size}
         if own_size and batch and batch_size is None:
             own[STEPS] = batch // own_size
@@ -92,7 +96,7 @@ class TuneAnswer:
             batch_size=batch,
             own=own,
             choice=next((each for each in choices if describe_choice(each) == candidate.settings), {}),
-            class_name=parts.get("class_name"),
+            class_name=None if parts is None else parts.class_name,
             most_bytes=found.memory_limit_bytes - found.required_bytes + found.measured_peak_bytes,
         )
 
@@ -202,7 +206,103 @@ def _changed(command: TunedCommand, values: Mapping[str, Any]) -> str:
 
 def _best(found: Recommendation) -> tuple[Candidate, float, int | None]:
     """The candidate that keeps the batch, if there is one, with its tokens/s and its accumulation steps."""
-    other = found.dividing
+    other = found.alternative(Role.DIVIDING)
     if found.grad_accum_steps is None and other is not None:
         return other.candidate, other.tokens_per_second, other.grad_accum_steps
     return found.candidate, found.expected_tokens_per_second, found.grad_accum_steps
+
+
+MOST_SIZES = 2
+NOTICED = 1.05
+"""A process is slower or fuller than the others if it is so by more than this."""
+
+
+def describe_training(stored: Explorations, job_id: str, answer: Candidate, most_bytes: int) -> Iterator[str]:
+    """Yield lines of the answer with this candidate; a peak above `most_bytes` does not fit."""
+    report = stored.get(job_id).report
+    parts = None if report is None else report.parts
+    if parts is None:
+        return
+    yield row("worst micro-batch", describe_worst(parts.samples, answer.micro_batch_size))
+    peaks, failed = dict[int, int](), set[int]()
+    for trial in stored.trials(job_id):
+        its = trial.candidate.micro_batch_size
+        if trial.candidate.settings != answer.settings:
+            continue
+        if trial.measurement.outcome is Outcome.OUT_OF_MEMORY:
+            failed.add(its)
+        elif trial.measured_peak_bytes:
+            peaks[its] = max(peaks.get(its, 0), trial.measured_peak_bytes)
+    if parts.samples is not None:
+        failed = {size for size in failed if size > max(peaks, default=0)}  # others ran at another time
+        larger = describe_larger(parts.samples, fitting_size(peaks, failed, most_bytes), failed)
+        if larger:
+            yield row("larger sizes", larger)
+    if parts.evaluation is not None:
+        yield row("evaluation", describe_evaluation(parts.evaluation))
+    if parts.processes is not None:
+        yield row("processes", describe_processes(parts.processes))
+
+
+def describe_worst(samples: SampleLengths | None, size: int) -> str:
+    """Whether the longest micro-batch of a size is known, and ran."""
+    if samples is None:
+        return "not known: the lengths or the order of the samples cannot be read"
+    ran = f"{size * samples.rows:,} x {samples.longest:,} tokens ran first"
+    if samples.num_read < samples.number:
+        chance = (samples.number - samples.num_read) / samples.number
+        return (
+            f"{ran}: the longest of {samples.num_read:,} samples that were read, of {samples.number:,}. One of the "
+            f"others is longer with a chance of {chance:.0%}, if they are in no order"
+        )
+    return f"{ran}: no micro-batch of this data is longer"
+
+
+def fitting_size(peaks: Mapping[int, int], failed: set[int], limit: int) -> float:
+    """The micro-batch of the longest samples that just fits, as a real number; it is at least the largest that ran.
+
+    It follows from the peaks of the smallest and of the largest size that ran, if those that failed do not contradict.
+    """
+    least, most = min(peaks, default=1), max(peaks, default=1)
+    if least == most or peaks[least] >= peaks[most]:
+        return float(most)
+    fitted = most + (limit - peaks[most]) * (most - least) / (peaks[most] - peaks[least])
+    return fitted if most <= fitted < min(failed, default=math.inf) else float(most)
+
+
+def describe_larger(samples: SampleLengths, fitting: float, failed: set[int]) -> str:
+    """How often sizes that do not fit meet a micro-batch that is too long; nothing if that is not known."""
+    if samples.tail is None:
+        return ""
+    told = []
+    for size in sorted(failed)[:MOST_SIZES]:
+        share = share_longer(samples, size, samples.longest * fitting / size)
+        often = f"1 in {1 / share:,.0f}" if share < 2 / 3 else "nearly all"
+        told.append(f"{size} has no memory for up to {often} micro-batches")
+    return f"{', '.join(told)}; each pass over the data has one" if told else ""
+
+
+def share_longer(samples: SampleLengths, size: int, tokens: float) -> float:
+    """The share of micro-batches of a size, in a random order, whose longest sample has more tokens than these."""
+    assert samples.tail is not None, "the caller has looked"
+    power = float(np.interp(tokens, samples.tail, range(len(samples.tail))))
+    share = 1.0 - (1.0 - 2.0**-power) ** size
+    return share if tokens < samples.longest else 0.0
+
+
+def describe_evaluation(batch: EvaluationBatch) -> str:
+    """Whether the largest batch of an evaluation fits, and what it needs."""
+    shown = f"one batch of {batch.batch_size:,}" + (f" x {batch.length:,} tokens" if batch.length else "")
+    if batch.peak_bytes is None:
+        return f"{shown} has no memory: lower per_device_eval_batch_size"
+    return f"{shown}, the longest there is, has a peak of {bytes_text(batch.peak_bytes)}"
+
+
+def describe_processes(spread: ProcessSpread) -> str:
+    """Which process is slower than the others, and which is fuller; all of them wait for the slowest."""
+    said = []
+    if spread.slower > NOTICED:
+        said.append(f"rank {spread.slowest} is the slowest, with {spread.slower:.2f}x the seconds of the fastest")
+    if spread.fuller > NOTICED:
+        said.append(f"rank {spread.fullest} is the fullest, with {spread.fuller:.2f}x the peak of the emptiest")
+    return f"{spread.number}: {'; '.join(said) or 'none is slower or fuller than another by 5%'}"

@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from bexp.api.cli.yaml_lines import UnchangeableError, change_values, read_values
+from bexp.explorer.trainers.keys import Setting
+from bexp.explorer.trainers.registry import TRAINERS
 from bexp.tune.placeholders import text_of
 
 SIZE, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 """Fields of TrainingArguments. The other settings are named like fields as well."""
 _IN_WORDS = {SIZE: "micro-batch", STEPS: "accumulation steps"}
 """What other loops have in their place."""
-_LIBRARIES: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
-    (re.compile(r"(?:.*/)?axolotl(?:\.cli\.train)?"), {SIZE: "micro_batch_size", "optim": "optimizer"}),
-    (re.compile(r"(?:.*/)?(?:llamafactory-cli|lmf)"), {}),
-)
-"""What starts Axolotl and LLaMA-Factory, which read a YAML, and the fields that have another name in it."""
+_SETTINGS = {SIZE: Setting.MICRO_BATCH_SIZE, STEPS: Setting.STEPS, "optim": Setting.OPTIMIZER}
+_TRAINERS = {
+    re.compile(trainer.file.program): trainer
+    for trainer in TRAINERS.values()
+    if trainer.file is not None and trainer.file.program is not None
+}
+"""What starts a trainer with a YAML that can be changed."""
+YAML_OF = " or ".join(trainer.title for trainer in _TRAINERS.values())
 _GIVEN = re.compile(r"(--)?([\w.-]+)(?:=(.*))?", re.DOTALL)
 
 
@@ -43,9 +48,9 @@ class TunedCommand:
         self._names: dict[str, str] = {}
         self._yaml: int | None = None
         for place, (before, argument) in enumerate(pairwise(["", *self.arguments])):
-            names = next((names for program, names in _LIBRARIES if program.fullmatch(argument)), None)
-            if names is not None and not before.startswith("--"):
-                self._names = names
+            trainer = next((each for program, each in _TRAINERS.items() if program.fullmatch(argument)), None)
+            if trainer is not None and trainer.file is not None and not before.startswith("--"):
+                self._names = {field: trainer.file.name_of(setting) for field, setting in _SETTINGS.items()}
                 files = (i for i, each in enumerate(self.arguments) if i > place and each.endswith((".yaml", ".yml")))
                 self._yaml = next(files, None)
 
@@ -103,7 +108,7 @@ class TunedCommand:
         Raises UnchangeableError if there is none, or if it cannot be changed.
         """
         if self.yaml is None:
-            raise UnchangeableError("the command reads no YAML of Axolotl or LLaMA-Factory")
+            raise UnchangeableError(f"the command reads no YAML of {YAML_OF}")
         with self.yaml.open(newline="") as file:  # its ends of lines stay
             return change_values(file.read(), {self._names.get(field, field): value for field, value in values.items()})
 

@@ -7,7 +7,7 @@ from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import say
 from bexp.api.cli.results import print_json, print_table
 from bexp.client.explorations import Worker
-from bexp.explorer.spec.target import describe_target
+from bexp.explorer.model.target import describe_target
 
 
 def workers(as_json: AsJson = False) -> None:

@@ -17,7 +17,7 @@ from bexp.api.refusals import ProblemException, invalid_body
 from bexp.api.resources import NO_NUL
 from bexp.api.service import ServiceDep
 from bexp.explorer.formats.document import load_document
-from bexp.explorer.spec.base import rule_of
+from bexp.explorer.model.base import rule_of
 from bexp.storage.audit import read_audit
 from bexp.storage.owners import check_name
 from bexp.storage.quotas import EVERYBODY, Quota, list_quotas, quota_of, set_quota

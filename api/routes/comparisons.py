@@ -12,10 +12,10 @@ from bexp.api.auth import Reader
 from bexp.api.cli.errors import CommandError
 from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import ProblemException
-from bexp.api.resources import exploration_path
 from bexp.api.routes.explorations import SummaryDep
 from bexp.api.service import ServiceDep
 from bexp.api.stored import StoredExplorations
+from bexp.client.address import exploration_path
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import NO_RECOMMENDATION
 from bexp.storage.jobs import get_summary

@@ -13,14 +13,25 @@ from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
 from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import invalid_parameter
-from bexp.api.resources import NO_NUL, SEARCH, Exploration, ExplorationPage, ExplorationSummary, exploration_path
+from bexp.api.resources import NO_NUL, SEARCH, ExplorationPage, exploration_of, summary_of
 from bexp.api.service import ServiceDep
 from bexp.api.submission import submit
+from bexp.client.address import exploration_path
+from bexp.client.explorations import Exploration
 from bexp.explorer.formats.document import FormatError, load_document, read_field
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.labels import MAX_LABELS, parse_label
-from bexp.storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
-from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
+from bexp.explorer.request.labels import MAX_LABELS, parse_label
+from bexp.storage.jobs import (
+    InvalidCursorError,
+    Job,
+    JobFilter,
+    JobNotFoundError,
+    JobState,
+    JobSummary,
+    get_job,
+    get_summary,
+    list_jobs,
+)
 from bexp.storage.owners import Scope
 from bexp.storage.pruning import delete_job
 
@@ -137,7 +148,7 @@ def submit_exploration(
     """
     request = parse_request(load_document(text), overrides=_fields(assignments or ()))
     job, is_new = submit(service.queue, request, idempotency_key=idempotency_key, priority=priority, by=caller)
-    shown = Exploration.of_job(job, with_results=caller.may(Scope.READ))
+    shown = exploration_of(job, with_results=caller.may(Scope.READ))
     return Response(  # what FastAPI makes of a model takes another thread
         shown.model_dump_json(),
         status_code=HTTPStatus.CREATED if is_new and job.state.is_final else HTTPStatus.ACCEPTED,
@@ -204,7 +215,7 @@ def list_explorations(
         jobs, next_cursor = list_jobs(service.database, wanted=wanted, limit=limit, cursor=cursor)
     except InvalidCursorError:
         raise invalid_parameter("cursor", "is not one that this list gave out") from None
-    return ExplorationPage(items=[ExplorationSummary.of(job) for job in jobs], next_cursor=next_cursor)
+    return ExplorationPage(items=[summary_of(job) for job in jobs], next_cursor=next_cursor)
 
 
 @router.get(
@@ -235,7 +246,7 @@ def get_exploration(
     job = get_job(service.database, summary.id)
     response.headers["ETag"] = f'"{job.version}"'
     response.headers["Cache-Control"] = "no-cache"
-    return Exploration.of_job(job)
+    return exploration_of(job)
 
 
 @router.delete(
@@ -271,4 +282,4 @@ def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller,
     """End an exploration. One that has ended stays as it is, so the call can be repeated."""
     job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
-    return Exploration.of_job(job, with_results=caller.may(Scope.READ))
+    return exploration_of(job, with_results=caller.may(Scope.READ))

@@ -18,9 +18,10 @@ from bexp.api import examples
 from bexp.api.auth import Reader
 from bexp.api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
 from bexp.api.refusals import invalid_parameter
-from bexp.api.resources import EventPage, exploration_path
+from bexp.api.resources import EventPage
 from bexp.api.routes.explorations import JobIdDep
 from bexp.api.service import Service, ServiceDep
+from bexp.client.address import exploration_path
 from bexp.explorer.records.event import Event, render_line
 from bexp.storage.events import read_events
 from bexp.storage.jobs import get_summary

@@ -10,12 +10,13 @@ from fastapi import APIRouter, Depends, Query, Response
 from bexp.api import examples
 from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import ProblemException, readable
-from bexp.api.resources import RecommendationResource, TrialPage, exploration_path
-from bexp.api.results import export_notes, export_of, result_of, why_nothing
+from bexp.api.resources import TrialPage, exploration_of
+from bexp.api.results import export_notes, export_of, why_nothing
 from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
-from bexp.client.explorations import NOTE_HEADER
-from bexp.explorer.exports.document import ExportDocument
+from bexp.client.address import exploration_path
+from bexp.client.explorations import NOTE_HEADER, Result
+from bexp.explorer.trainers.document import ExportDocument
 from bexp.storage.trials import read_trials
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
@@ -35,7 +36,7 @@ _RECOMMENDATION["content"] |= _FILES
 @router.get(
     "/recommendation",
     summary="The best candidate",
-    response_model=RecommendationResource | dict[str, Any],  # the latter: a file in JSON
+    response_model=Result | dict[str, Any],  # the latter: a file in JSON
     responses={
         200: _RECOMMENDATION,
         **examples.problems(
@@ -55,7 +56,7 @@ def get_recommendation(
             "is answered with the list.",
         ),
     ] = None,
-) -> RecommendationResource | Response:
+) -> Result | Response:
     """The best candidate so far; a finished exploration also has the answer, with every variant.
 
     404 while there is none. If nothing fits, the recommendation of a finished exploration is null, and the variants of
@@ -63,7 +64,7 @@ def get_recommendation(
     """
     if export_format is not None:
         return _file(export_of(service.database, job, export_format), export_format)
-    result = result_of(job)
+    result = Result.of(exploration_of(job))
     if result is None:
         raise ProblemException(HTTPStatus.NOT_FOUND, why_nothing(job), name="no-recommendation")
     return result

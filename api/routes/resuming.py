@@ -9,11 +9,13 @@ from fastapi import APIRouter, Depends
 from bexp.api import examples
 from bexp.api.auth import Submitter
 from bexp.api.negotiation import accepts_json
-from bexp.api.resources import Exploration, exploration_path
+from bexp.api.resources import exploration_of
 from bexp.api.routes.explorations import JobIdDep
 from bexp.api.service import ServiceDep
+from bexp.client.address import exploration_path
+from bexp.client.explorations import Exploration
 from bexp.storage.owners import Scope
-from bexp.storage.resuming import JobFinishedError
+from bexp.storage.submission import JobFinishedError
 
 router = APIRouter(
     prefix="/v1/explorations/{exploration_id}", tags=["explorations"], dependencies=[Depends(accepts_json)]
@@ -41,4 +43,4 @@ def resume_exploration(job_id: JobIdDep, service: ServiceDep, caller: Submitter)
     One that waits or runs stays as it is, so the call can be repeated.
     """
     job = service.queue.resume(job_id, by=caller)
-    return Exploration.of_job(job, with_results=caller.may(Scope.READ))
+    return exploration_of(job, with_results=caller.may(Scope.READ))

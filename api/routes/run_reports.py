@@ -12,12 +12,13 @@ from bexp.api import bodies, examples
 from bexp.api.auth import Submitter
 from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import invalid_body
-from bexp.api.resources import RunReportPage, RunReportResource, exploration_path
+from bexp.api.resources import RunReportPage, RunReportResource
 from bexp.api.routes.explorations import SummaryDep
 from bexp.api.service import ServiceDep
+from bexp.client.address import exploration_path
 from bexp.explorer.formats.document import load_document
+from bexp.explorer.model.base import rule_of
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.base import rule_of
 from bexp.storage.run_reports import insert_run_report, read_run_reports
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from bexp.api import examples
 from bexp.api.negotiation import accepts_json
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 router = APIRouter(prefix="/v1", tags=["explorations"], dependencies=[Depends(accepts_json)])
 

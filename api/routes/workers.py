@@ -7,9 +7,9 @@ from fastapi import APIRouter, Depends
 from bexp.api import examples
 from bexp.api.auth import Reader
 from bexp.api.negotiation import accepts_json
-from bexp.api.resources import WorkerList, WorkerResource
+from bexp.api.resources import WorkerList, worker_of
 from bexp.api.service import ServiceDep
-from bexp.storage.workers import list_known_workers
+from bexp.storage.workers import read_workers
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"], dependencies=[Depends(accepts_json)])
 
@@ -20,6 +20,4 @@ def list_workers(service: ServiceDep, caller: Reader) -> WorkerList:
 
     An exploration is named only to those who may read it.
     """
-    return WorkerList(
-        items=[WorkerResource.of(worker) for worker in list_known_workers(service.database, owner=caller.sees)]
-    )
+    return WorkerList(items=[worker_of(worker) for worker in read_workers(service.database, owner=caller.sees)])

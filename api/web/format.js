@@ -59,6 +59,12 @@ export const clock = (iso) => `${new Date(iso).toISOString().slice(11, 19)} GMT`
 
 export const words = (name) => name.replaceAll("_", " ");
 
+/** Fields of a candidate that are named in another way than `name=value`. */
+const NAMED = new Set([
+  ...["micro_batch_size", "bta_tile", "recompute", "attention_backend", "expert_backend", "settings"],
+  ...["context_parallel_size", "context_parallel_layout", "num_query_groups", "capacity_factor"],
+]);
+
 /** What `Candidate.describe` returns, without the size of the micro-batch: what is chosen beside it. */
 export function settings(candidate) {
   const parts = [];
@@ -70,8 +76,8 @@ export function settings(candidate) {
   if (candidate.context_parallel_layout !== null) {
     parts.push(`context_parallel=${candidate.context_parallel_size}:${candidate.context_parallel_layout}`);
   }
-  for (const name of ["sharding", "loss", "execution", "kernels"]) {
-    if (candidate[name] != null) parts.push(`${name}=${candidate[name]}`);
+  for (const [name, value] of Object.entries(candidate)) {
+    if (!NAMED.has(name) && value !== null) parts.push(`${name}=${value}`);
   }
   if (candidate.settings !== null) parts.push(candidate.settings);
   return parts.join(" ");
@@ -97,21 +103,6 @@ export function ratio(value, { confidence, run_noise: noise }) {
   return `${value.toFixed(Math.min(2, most))}x`;
 }
 
-/** What `slower_text` returns: a share of tokens/s that is lost, or gained if it is negative. */
-export function slower(loss, than = null) {
-  const share = percent(Math.abs(loss));
-  if (share === "0.0%") return than === null ? "as fast" : `as fast as ${than}`;
-  return `${share} ${loss > 0 ? "slower" : "faster"}${than === null ? "" : ` than ${than}`}`;
-}
-
-/** What `tiling_text` returns: what tiling gains or costs, as measured blocks compose both candidates. */
-export function tiling(best, untiled) {
-  const gain = best.composed_tokens_per_second / untiled.composed_tokens_per_second;
-  const change = `${gain >= 1 ? "gains" : "costs"} ${percent(Math.abs(gain - 1))}`;
-  return `BTA ${change}: ${ratio(gain, best)} over ${describe(untiled.candidate)}, as measured blocks compose both` +
-    predicted(untiled.predicted);
-}
-
 /** What `Recommendation.expected_peak_bytes` returns. */
 export const expectedPeak = (best) => best.whole_model?.measurement.peak_bytes ?? best.measured_peak_bytes;
 
@@ -130,9 +121,6 @@ export function mesh(of) {
   const expert = of.expert > 1 ? ` expert=${of.expert}${mode}` : "";
   return `tensor=${of.tensor} pipeline=${of.pipeline}${schedule}${expert} data=${of.data} sharding=${of.sharding}`;
 }
-
-/** A text with a capital at its beginning. */
-export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 /** Labels as `key=value`. */
 export const labels = (given) => Object.entries(given).map(([key, value]) => `${key}=${value}`);

@@ -8,13 +8,13 @@ import numpy as np
 
 from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.required_memory import required_table
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.recorded_candidates import compose
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Floats
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Floats
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds, WholeModelMeasurement
-from bexp.explorer.spec.candidate import Candidate
-from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 from bexp.workers.replay.rows import ComponentRow, WholeModelRow
 
 RUN_STD = 0.006

@@ -10,15 +10,15 @@ import numpy as np
 
 from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_second, fitting_rows
 from benchmarks.recording_file import covered_request
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats
-from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Floats
+from bexp.explorer.cost.step import combine_seconds
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.pruned_space import PrunedSpace
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording, RecordingError
 
 

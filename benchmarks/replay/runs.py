@@ -15,17 +15,17 @@ from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.drawn_truth import DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.strategies import Strategy
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, TrialKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.samplers import STOCK_SAMPLERS
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 OURS = "bexp"
 SAMPLERS = (OURS, *STOCK_SAMPLERS)

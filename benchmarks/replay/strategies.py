@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 
 T = TypeVar("T")
 Strategy = Callable[[TrialBench, int], Candidate | None]

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.truth import MOST_DRAWS, UnseenTruth
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Measurement,
@@ -18,7 +18,7 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 COMPILED_AGAIN = 0.4
 """Of what compiling takes, the share that it takes again in another process or model."""

@@ -31,8 +31,8 @@ from benchmarks.replay.runs import Run, search
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.library import draw_library_truth
 from benchmarks.unseen.truth import UnseenTruth, draw_truth
-from bexp.explorer.spec.execution import Execution
-from bexp.workers.replay.device import VirtualClock
+from bexp.explorer.dimensions.execution import Execution
+from bexp.workers.replay.profiler import VirtualClock
 
 SIZES = {"drawn": None, "three sizes": 3}
 """Drawn spaces by name, with the number of their micro-batch sizes; None leaves the space as it was drawn."""

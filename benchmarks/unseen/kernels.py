@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 
 from benchmarks.unseen.draws import Draws
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.model import ModelSpec
 
 ITEM = 2  # bytes of a bfloat16 value
 OPERATIONS = {

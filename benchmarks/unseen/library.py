@@ -11,20 +11,20 @@ from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.models import STATE_SHARE, draw_report, draw_request
 from benchmarks.unseen.truth import FEWEST_CANDIDATES, MOST_DRAWS, UnseenTruth, complete
-from bexp.explorer.cost_model.back_end import BackEnd
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.parameters import count_layer, count_parameters
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.parameters import count_layer, count_parameters
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.model.parts import LayerPart, ModelParts, Part
+from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.model import LayerKind, ModelSpec
-from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import TRANSFORMERS
 
 ATTENTION = {"sdpa": "cudnn", "sdpa:flash": "flash", "sdpa:efficient": "efficient"}
 EXPERTS = {"grouped_mm": "grouped_mm", "bexp_fused": "fused"}
@@ -127,12 +127,14 @@ def _report(draws: Draws, report: DeviceReport, model: ModelParts) -> DeviceRepo
         expert_backends=tuple(
             BackendSupport(name=name, usable=True, stock=not name.startswith("bexp")) for name in experts
         ),
-        kernels=(
-            BackendSupport(name="library", usable=True),
-            BackendSupport(name="liger", usable=has_liger, reason=reason, stock=False, only_when_named=True),
-        ),
-        executions=tuple(BackendSupport(name=execution, usable=True) for execution in Execution),
-        losses=tuple(BackendSupport(name=loss, usable=True) for loss in ("library", "chunked", "liger")),
+        choices={
+            "kernels": (
+                BackendSupport(name="library", usable=True),
+                BackendSupport(name="liger", usable=has_liger, reason=reason, stock=False, only_when_named=True),
+            ),
+            "execution": tuple(BackendSupport(name=execution, usable=True) for execution in Execution),
+            "loss": tuple(BackendSupport(name=loss, usable=True) for loss in ("library", "chunked", "liger")),
+        },
         default_attention="sdpa",
         default_experts="grouped_mm" if experts else None,
         parts=model,
@@ -147,7 +149,7 @@ class _LibraryKernels:
         self._kernels = kernels
         self._spec = spec
         self._shares = {
-            None: 1.0,
+            "": 1.0,
             "liger": draws.between(0.15, 0.6, "fused", "liger"),
             "compiled": draws.between(0.1, 0.6, "fused", "compiled"),
         }
@@ -186,7 +188,9 @@ class _LibraryKernels:
         plain = attention.model_copy(update={"backend": BackEnd("cudnn"), "bta_tile": None})
         usual = self._kernels.seconds(plain, spec)[0]
         jump = 1.0 + self._draws.between(-0.01, 0.01, "fused", backend, size)
-        device = (sum(device for device, _ in pairs) + self._small * self._shares[backend.fusing] * usual) * jump
+        device = (
+            sum(device for device, _ in pairs) + self._small * self._shares["".join(backend.marks)] * usual
+        ) * jump
         if component.recompute is not BlockRecompute.NONE:
             device *= 4 / 3
         host = sum(host for _, host in pairs) * (0.5 if component.is_compiled else 1.0)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from benchmarks.unseen.draws import Draws
+from bexp.explorer.dimensions.bta_tile import BTASpec
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.micro_batch_size import ExploreRange, MicroBatchRange
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType, ModelSpec, MoESpec
+from bexp.explorer.model.training import Sharding, TrainingSpec
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
-from bexp.explorer.spec.options import BTASpec, ExploreRange, MicroBatchRange
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding, TrainingSpec
+from bexp.explorer.request.request import ExplorationRequest
 
 GIB = 2**30
 ATTENTION = ("cudnn", "flash", "efficient")

@@ -14,7 +14,7 @@ from benchmarks.replay.calibration import CONFIDENT
 from benchmarks.replay.runs import Line, search
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.truth import draw_truth
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 CHUNK = 5
 

@@ -11,19 +11,20 @@ import numpy as np
 from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
-from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats, Mask
-from bexp.explorer.cost_model.required_memory import predict_memory, required_table
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.activation_memory import predict_component_bytes
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Floats, Mask
+from bexp.explorer.cost.required_memory import predict_memory, required_table
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.bta_tile import BTASpec
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution
-from bexp.explorer.spec.options import BTASpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
 
 MEMORY_MODEL_STD, MEMORY_OWN_STD = 0.012, 0.016
 """Relative errors of a composed peak: one that a model's candidates share, and a candidate's own; 2% together."""

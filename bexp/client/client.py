@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,18 +11,132 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
+from bexp.client.address import EXPLORATIONS, exploration_path
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.connection import EXPLORATIONS, Connection, exploration_path
-from bexp.client.errors import ProblemError
-from bexp.client.events import PATIENCE_SECONDS, follow_events
-from bexp.client.explorations import NO_RECOMMENDATION, NOTE_HEADER, Exploration, Export, Result, State, Worker, read_as
-from bexp.explorer.records.event import Event
+from bexp.client.connection import Connection, raise_for_stream
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import (
+    NO_RECOMMENDATION,
+    NOTE_HEADER,
+    Exploration,
+    ExplorationSummary,
+    Export,
+    State,
+    Worker,
+    read_as,
+)
+from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 if TYPE_CHECKING:
     from bexp.trainer.recommended_setup import RecommendedSetup
+
+
+SILENCE_SECONDS = 45.0  # the server sends comments more often than this while nothing happens
+PATIENCE_SECONDS = 60.0
+
+
+def follow_events(
+    connection: Connection,
+    job_id: str,
+    *,
+    after: int = 0,
+    patience_seconds: float = PATIENCE_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[dict[str, Any]]:
+    """Follow the events of an exploration from `after` (exclusive) to its end.
+
+    After a dropped connection it continues where the connection broke. It yields nothing if `after` is the last event
+    of an exploration that has ended. Raises ServiceError if the service sends neither an event nor a keep-alive for
+    `patience_seconds`, or if an event cannot be read.
+
+    An exploration that was cancelled and resumed has events after the one that ended it first.
+    """
+    seq, waited, delay, has_ended = after, 0.0, 0.2, False
+    since = time.monotonic()
+
+    def hear() -> None:
+        nonlocal waited, delay, since
+        waited, delay, since = 0.0, 0.2, time.monotonic()
+
+    while True:
+        reason: str
+        since = time.monotonic()
+        try:
+            for event in _connect(connection, job_id, seq, hear):
+                if event["seq"] <= seq:
+                    continue
+                if event["seq"] > seq + 1:
+                    raise ServiceError(f"the service skipped events {seq + 1} to {event['seq'] - 1}")
+                seq = event["seq"]
+                has_ended = event["code"] >= EventCode.SUCCEEDED
+                yield event
+                hear()  # what the caller does with the event is no silence
+            if has_ended:
+                return
+            reason = "the service closed the event stream"
+        except _CompleteError:
+            return
+        except httpx.HTTPError as error:
+            reason = connection.reason(error)
+        except _RestartingError as error:
+            reason = str(error)
+        waited += time.monotonic() - since
+        if waited >= patience_seconds:
+            raise ServiceError(f"{reason} (gave up after {patience_seconds:.0f} s)")
+        sleep(delay)
+        waited, delay = waited + delay, min(5.0, 2 * delay)
+
+
+class _RestartingError(Exception):
+    """Raised when the service, or a proxy before it, asks the client to come back later."""
+
+
+class _CompleteError(Exception):
+    """Raised when the job has ended and all of its events were seen."""
+
+
+def _connect(connection: Connection, job_id: str, after: int, hear: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": str(after)} if after else {})
+    with connection.stream(exploration_path(job_id, "events"), headers, SILENCE_SECONDS) as response:
+        if response.status_code in {429, 502, 503, 504}:
+            raise _RestartingError(f"the service answered {response.status_code}")
+        if response.status_code >= httpx.codes.BAD_REQUEST:
+            raise_for_stream(response)
+        if response.status_code == httpx.codes.NO_CONTENT:  # do not connect again (WHATWG HTML, 9.2)
+            raise _CompleteError
+        for data in _sse_data(response.iter_lines(), hear):
+            yield _read(data)
+
+
+def _read(data: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+        if isinstance(event["seq"], int) and isinstance(event["code"], int):
+            return dict(event)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ServiceError(f"the service sent an event that cannot be read: {data[:100]}")
+
+
+def _sse_data(lines: Iterator[str], hear: Callable[[], None]) -> Iterator[str]:
+    """Yield the data of each server-sent event (WHATWG HTML, 9.2), and call `hear` at each comment, a keep-alive.
+
+    An incomplete last event is dropped.
+    """
+    data: list[str] = []
+    for line in lines:
+        if not line:
+            if data:
+                yield "\n".join(data)
+            data = []
+        elif line.startswith(":"):
+            hear()
+        elif line.startswith("data:"):
+            data.append(line.removeprefix("data:").removeprefix(" "))
+
 
 DEFAULT_URL = "http://127.0.0.1:8642"
 
@@ -85,11 +200,11 @@ class Client:
 
     def list(
         self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
-    ) -> Iterator[Exploration]:
+    ) -> Iterator[ExplorationSummary]:
         """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
         asked = {"state": state, "model": model, "label": [*labels] or None}
         params = {key: value for key, value in asked.items() if value is not None}
-        return (read_as(Exploration, item) for item in self.connection.pages(EXPLORATIONS, **params))
+        return (read_as(ExplorationSummary, item) for item in self.connection.pages(EXPLORATIONS, **params))
 
     def cancel(self, job_id: str) -> Exploration:
         """Cancel an exploration; its worker stops within seconds."""
@@ -109,8 +224,13 @@ class Client:
 
     def answer(self, job_id: str) -> Mapping[str, Any] | None:
         """Return the recommendation as the service's document, to save as best.json; None while nothing is known."""
-        stored = self._recommendation(job_id)
-        return stored if stored is not None and stored.get("recommendation") is not None else None
+        try:
+            stored = self.connection.request("GET", exploration_path(job_id, "recommendation"))
+        except ProblemError as error:
+            if error.name == NO_RECOMMENDATION:
+                return None
+            raise
+        return stored if stored.get("recommendation") is not None else None
 
     def recommendation(self, job_id: str) -> RecommendedSetup | None:
         """Return the best candidate so far, as `bexp.apply` takes it; None while nothing is known."""
@@ -118,11 +238,6 @@ class Client:
 
         document = self.answer(job_id)
         return None if document is None else RecommendedSetup.read(document)
-
-    def result(self, job_id: str) -> Result | None:
-        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
-        document = self._recommendation(job_id)
-        return None if document is None else read_as(Result, document)
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework; docs/exports.md lists the names."""
@@ -171,11 +286,3 @@ class Client:
         for _ in self.events(job_id):
             pass
         return self.get(job_id)
-
-    def _recommendation(self, job_id: str) -> Any:
-        try:
-            return self.connection.request("GET", exploration_path(job_id, "recommendation"))
-        except ProblemError as error:
-            if error.name == NO_RECOMMENDATION:
-                return None
-            raise

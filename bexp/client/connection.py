@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +10,6 @@ import httpx
 
 from bexp.client.address import is_loopback, without_secrets
 from bexp.client.errors import ProblemError, ServiceError
-
-EXPLORATIONS = "/v1/explorations"
-JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-"""What an id may be. A service is not trusted with more: the id becomes a part of a path, here and there."""
 
 
 class Connection:
@@ -115,13 +110,6 @@ class Connection:
         if isinstance(error, httpx.TimeoutException):
             return f"the service at {self.url} did not answer in time"
         return f"the connection to {self.url} broke: {error or type(error).__name__}"
-
-
-def exploration_path(job_id: str, *rest: str) -> str:
-    """Return the path of an exploration, or of a part of it. Raises ProblemError for what cannot be an id."""
-    if not JOB_ID.fullmatch(job_id):
-        raise ProblemError(404, {"title": "Not Found", "detail": f"{job_id!r} is not the id of an exploration"})
-    return "/".join((EXPLORATIONS, job_id, *rest))
 
 
 def raise_for_stream(response: httpx.Response) -> None:

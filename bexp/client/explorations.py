@@ -9,17 +9,21 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bexp.client.address import exploration_path
 from bexp.client.errors import ServiceError
+from bexp.explorer.answers.rows import AnswerText
+from bexp.explorer.model.base import rule_of
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.base import rule_of
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import describe_target
+from bexp.explorer.request.request import ExplorationRequest
 
 M = TypeVar("M", bound=BaseModel)
 
+WorkerState = Literal["idle", "waiting", "measuring", "lost"]
 State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL_STATES: frozenset[State] = frozenset({"succeeded", "failed", "cancelled"})
 NO_RECOMMENDATION, NOT_FINISHED = "no-recommendation", "not-finished"
@@ -28,41 +32,69 @@ NOTE_HEADER = "Bexp-Export-Note"
 """A header for each line that belongs to an export whose format has no comments."""
 
 
-class AnswerOrigin(BaseModel):
-    """The exploration that measured an answer, and when it finished."""
+class _Document(BaseModel):
+    """What a service answers with, and what a command without a service makes of what is stored."""
 
-    model_config = ConfigDict(frozen=True)
-
-    exploration: str
-    measured_at: datetime
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
-class Exploration(BaseModel):
-    """An exploration. Fields that are not named here are kept.
+class Links(_Document):
+    """The paths of an exploration's resources."""
 
-    `micro_batch_size` is the one recommended so far, and `confidence` (0 to 99) the probability in percent that it is
-    within the tolerance of the best.
-    """
+    self: str
+    events: str
+    log: str
+    recommendation: str
+    trials: str
+    run_reports: str
+    cancel: str
+    resume: str
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    @classmethod
+    def of(cls, job_id: str) -> Links:
+        """Return the links of one exploration."""
+        parts = ("events", "log", "recommendation", "trials", "cancel", "resume")
+        paths = {part: exploration_path(job_id, part) for part in parts}
+        return cls(self=exploration_path(job_id), run_reports=exploration_path(job_id, "run-reports"), **paths)
+
+
+class AnswerSource(_Document):
+    """Where an answer comes from that was not measured for this exploration."""
+
+    exploration: Annotated[str, Field(description="The exploration that measured it; it may have been deleted.")]
+    measured_at: Annotated[datetime, Field(description="When that exploration finished.")]
+
+
+class ExplorationSummary(_Document):
+    """An exploration in a list."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
     state: State
-    model: str
-    labels: dict[str, str] = Field(default_factory=dict)
-    micro_batch_size: int | None = None
-    confidence: int | None = None
-    cancel_requested: bool = False
-    error: str | None = None
-    waiting_reason: str | None = None
-    device_name: str | None = Field(None, description="Of the device that it runs on; None until one has it.")
+    owner: Annotated[str, Field(description="The owner of the token that submitted it; `local` without a token.")]
+    priority: Annotated[int, Field(description="Among the explorations of its owner, the highest is next.")]
+    model: Annotated[str, Field(description="The model's name.")]
+    labels: Annotated[dict[str, str], Field(description="Those of the request.")]
+    device_name: Annotated[str | None, Field(description="Of the device that it runs on; null until one has it.")]
+    micro_batch_size: Annotated[int | None, Field(description="The one recommended so far.")]
+    performance: Annotated[float | None, Field(description="Its speed relative to the base.")]
+    tokens_per_second: Annotated[float | None, Field(description="Those to expect of one device.")]
+    confidence: Annotated[
+        int | None,
+        Field(description="The probability in percent that it is within the tolerance of the best: 0 to 99."),
+    ]
+    confidence_target: Annotated[
+        int | None, Field(description="What the request asks for. An answer with less confidence is provisional.")
+    ]
     created_at: datetime
-    started_at: datetime | None = None
-    finished_at: datetime | None = None
-    attempt: int = Field(0, description="Left out in lists.")
-    request: ExplorationRequest | None = Field(None, description="Left out in lists.")
-    answered_from: AnswerOrigin | None = Field(None, description="None if the exploration measures its own answer.")
-    report: dict[str, Any] | None = Field(None, description="The device that it runs on. Left out in lists.")
+    started_at: datetime | None
+    finished_at: datetime | None
+    cancel_requested: bool
+    waiting_reason: Annotated[str | None, Field(description="Why no live worker can run it, or why none does yet.")]
+    error: str | None
+    answered_from: Annotated[
+        AnswerSource | None, Field(description="Null if the exploration measures, or has measured, its own answer.")
+    ]
+    links: Links
 
     @property
     def is_final(self) -> bool:
@@ -70,47 +102,102 @@ class Exploration(BaseModel):
         return self.state in FINAL_STATES
 
 
-class Result(BaseModel):
-    """The result of an exploration; `final` says that it will not change any more.
+class Exploration(ExplorationSummary):
+    """An exploration: its request, its state, and its results."""
 
-    A finished exploration without a `recommendation` says why in the variants of its `answer`, which is None before
-    the end and after a failure.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    state: State
-    final: bool
-    target: str | None = None
-    target_version: str | None = None
-    target_class: str | None = None
-    allocator: str | None = None
+    request: Annotated[
+        ExplorationRequest | None, Field(description="Null if another version stored it and this one cannot read it.")
+    ]
+    attempt: Annotated[int, Field(description="How many times a worker has started or resumed it.")]
+    last_seq: Annotated[int, Field(description="The seq of its latest event.")]
+    report: Annotated[
+        DeviceReport | None, Field(description="The device that it runs on, and the back ends that are usable there.")
+    ]
+    space: Annotated[dict[str, Any] | None, Field(description="A summary of the legal space.")]
     recommendation: Recommendation | None
     answer: Answer | None
+    text: Annotated[AnswerText | None, Field(description="What is said of the answer; null while there is none.")]
+    export_formats: Annotated[
+        list[str], Field(description="The formats of training frameworks that can hold the answer so far.")
+    ]
+    own_formats: Annotated[
+        list[str], Field(description="Those of them that the request's trainer reads; all if it names none.")
+    ]
 
-    @property
-    def measured(self) -> str | None:
-        """What was measured, for a person; None if that is not known."""
-        return describe_target(self.target, self.target_version, self.target_class) if self.target else None
 
+class Result(_Document):
+    """The best known candidate; `final` says that it will not change any more.
 
-class Worker(BaseModel):
-    """A worker. Fields that are not named here are kept."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
+    If nothing fits, a finished exploration has a null `recommendation`, and the variants of `answer` say why.
+    """
 
     id: str
-    state: str
-    exploration: str | None
-    held_by: str | None = Field(None, description="Of one that is waiting: who has its devices.")
+    state: State
+    final: bool
+    target: Annotated[str | None, Field(description="The code whose training step was measured.")]
+    target_version: Annotated[
+        str | None,
+        Field(description="The version of the library whose code was measured; null for the reference layers."),
+    ]
+    target_class: Annotated[
+        str | None,
+        Field(description="The class whose training step was measured; null for the reference layers."),
+    ]
+    allocator: Annotated[str | None, Field(description="The setting of PyTorch's allocator that the answer is for.")]
+    recommendation: Recommendation | None
+    answer: Annotated[Answer | None, Field(description="With every variant and where the time went, once finished.")]
+    text: Annotated[AnswerText, Field(description="What is said of it.")]
+    hardware: Annotated[HardwareSpec | None, Field(description="What the figures were measured on.")]
+    request: Annotated[ExplorationRequest | None, Field(description="What was asked; `bexp.apply` needs it.")]
+
+    @staticmethod
+    def of(known: Exploration) -> Result | None:
+        """Return the result of an exploration; None while there is neither a candidate nor an answer.
+
+        The target and the allocator are None if the request cannot be read.
+        """
+        if known.text is None:
+            return None
+        request, report = known.request, known.report
+        parts = None if report is None else report.parts
+        return Result.model_construct(
+            id=known.id,
+            state=known.state,
+            final=known.is_final,
+            target=None if request is None else request.target_name,
+            target_version=None if parts is None else parts.target_version,
+            target_class=None if parts is None else parts.class_name,
+            allocator=None if request is None else request.allocator,
+            hardware=None if report is None else report.hardware,
+            request=request,
+            recommendation=known.recommendation,
+            answer=known.answer,
+            text=known.text,
+        )
+
+
+class Worker(_Document):
+    """A worker: what it measures with, and what it does."""
+
+    id: str
     host: str
-    devices: str
+    state: Annotated[WorkerState, Field(description="`lost`: its heartbeat is overdue, and it did not shut down.")]
+    exploration: Annotated[str | None, Field(description="The one that it measures, or had when it was lost.")]
+    held_by: Annotated[str | None, Field(description="Of one that is `waiting`: who has its devices.")]
+    devices: Annotated[str, Field(description="The devices that it owns; `cuda:0+3` is that one and three more.")]
     num_devices: int
-    device_name: str
-    versions: dict[str, str]
-    targets: dict[str, str]
-    reserved: bool = Field(False, description="It takes one exploration alone, whose command has started it.")
+    device_kind: str
+    device_name: Annotated[str, Field(description="Empty until it has had the devices.")]
+    memory_bytes: Annotated[int, Field(description="What `memory_limit_gib` may ask for of one device.")]
+    fingerprint: Annotated[str, Field(description="Equal for workers whose measurements can be compared.")]
+    versions: Annotated[dict[str, str], Field(description="Of the libraries that a measurement depends on.")]
+    targets: Annotated[dict[str, str], Field(description="The version of each target that it can measure.")]
+    reserved: Annotated[
+        bool, Field(description="It takes one exploration alone, whose command has started it on its machine.")
+    ]
+    started_at: datetime
     last_heartbeat_at: datetime
+    lost_since: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +225,7 @@ class Explorations(Protocol):
 
     def list(
         self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
-    ) -> Iterator[Exploration]:
+    ) -> Iterator[ExplorationSummary]:
         """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
 
     def cancel(self, job_id: str) -> Exploration:
@@ -152,9 +239,6 @@ class Explorations(Protocol):
 
     def workers(self) -> tuple[Worker, ...]:
         """Return the workers that live, and those that were lost within a day."""
-
-    def result(self, job_id: str) -> Result | None:
-        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework, in the format called `name`."""

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from bexp.client.explorations import Exploration
+from bexp.explorer.answers.lines import headline
+from bexp.explorer.answers.rows import AnswerText, Importance, Row
+from bexp.explorer.answers.text import row
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.event import Event, EventCode
-from bexp.explorer.records.recommendation import ratio_text
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.target import OWN_ATTENTION
+from bexp.explorer.records.recommendation import Recommendation, Role
 
 _CELL = "text-align:left;padding:2px 8px"
 _BAR = "display:inline-block;height:0.8em;background:"
@@ -32,7 +36,8 @@ class ExplorationView:
         self.num_trials = 0
         self.status = "queued"
         self.has_ended = False
-        self.best: Mapping[str, Any] | None = None
+        self.best: Recommendation | None = None
+        self.text: AnswerText | None = None
         self._rates: dict[int, dict[str, float]] = {}
         self._failures: dict[int, str] = {}
 
@@ -42,8 +47,8 @@ class ExplorationView:
         self.has_ended = event.code.ends_job
         candidate = event.data.get("candidate")
         if event.code is EventCode.RECOMMENDATION and isinstance(event.data.get("recommendation"), Mapping):
-            self.best = event.data["recommendation"]
-            self._note(self.best["candidate"], self.best.get("tokens_per_second"))
+            self.best = Recommendation.model_validate(event.data["recommendation"])
+            self._note(event.data["recommendation"]["candidate"], self.best.tokens_per_second)
         elif event.code is EventCode.VARIANT:  # another model, whose figures cannot be compared
             self.best, self._rates, self._failures = None, {}, {}
         elif event.code is EventCode.TRIAL:
@@ -52,10 +57,11 @@ class ExplorationView:
         elif event.code is EventCode.INFEASIBLE and isinstance(candidate, Mapping):
             self._failures.setdefault(candidate["micro_batch_size"], str(event.data.get("outcome", "infeasible")))
 
-    def conclude(self, recommendation: Mapping[str, Any]) -> None:
-        """Take the answer's recommendation, which says more than its event: what divides the batch."""
-        if self.best is not None and describe(self.best["candidate"]) == describe(recommendation["candidate"]):
-            self.best = recommendation
+    def conclude(self, exploration: Exploration) -> None:
+        """Take what is said of an answer, and what its event leaves out of the recommendation."""
+        best = exploration.recommendation
+        if self.best is not None and best is not None and self.best.candidate == best.candidate:
+            self.best, self.text = best, exploration.text
 
     @property
     def rates(self) -> dict[int, float]:
@@ -64,7 +70,7 @@ class ExplorationView:
 
     def __str__(self) -> str:
         lines = [f"{self.model} {self.exploration_id}: {self._headline()}"]
-        lines += filter(None, [self._dividing()])
+        lines += [row(each.label, each.text).replace("\t", "") for each in self._main_rows()]
         lines += [f"{size:>6}  {rate:>12,.0f} tokens/s" for size, rate in self.rates.items()]
         return "\n".join(lines)
 
@@ -74,13 +80,14 @@ class ExplorationView:
             f"<b>{escape(self._headline())}</b></p>"
         ]
         if self.best is not None:
-            parts.append(f"<p><code>{escape(describe(self.best['candidate']))}</code></p>")
-        if (dividing := self._dividing()) is not None:
-            parts.append(f"<p><b>{escape(dividing)}</b></p>")
+            parts.append(f"<p><code>{escape(self.best.candidate.describe())}</code></p>")
+        if rows := self._main_rows():
+            cells = (f"<tr>{_cell(each.label)}{_cell(each.text)}</tr>" for each in rows)
+            parts.append(f"<table>{''.join(cells)}</table>")
         if self._rates or self._failures:
             parts.append(self._table())
-        if self.best is not None and isinstance(self.best.get("memory"), Mapping):
-            parts.append(_memory(self.best["memory"], self.best["memory_limit_bytes"]))
+        if self.best is not None:
+            parts.append(_memory(self.best.memory, self.best.memory_limit_bytes))
         if not self.has_ended:
             parts.append(f"<p><small>{escape(self.status)}</small></p>")
         return "".join(parts)
@@ -90,39 +97,21 @@ class ExplorationView:
             self._rates.setdefault(candidate["micro_batch_size"], {})[describe(candidate)] = float(rate)
 
     def _headline(self) -> str:
-        best = self.best
-        if best is None:
+        if self.best is None:
             return self.status
-        rate = rate_text((best.get("whole_model") or {}).get("tokens_per_second") or best["tokens_per_second"])
-        gain = ratio_text(best["performance"], best["confidence"], best.get("run_noise"))
-        size = best["candidate"]["micro_batch_size"]
-        return (
-            f"{'Recommended' if self.has_ended else 'Best so far'}: micro_batch_size {size}, {rate} per "
-            f"device, {gain} base, confidence {best['confidence']} out of 100"
-        )
+        said = "Recommended" if self.has_ended else "Best so far"
+        return f"{said}: micro_batch_size {self.best.candidate.micro_batch_size}, {headline(self.best)}"
 
-    def _other(self) -> Mapping[str, Any] | None:
-        """The candidate that divides the batch, where a batch is stated that the recommended one does not divide."""
-        other = None if self.best is None else self.best.get("dividing")
-        return None if self.best is None or not other or other["candidate"] == self.best["candidate"] else other
-
-    def _dividing(self) -> str | None:
-        """What trainers and exports take, where that is not the recommended candidate."""
-        other = self._other()
-        if other is None:
-            return None
-        return (
-            f"For the batch: micro_batch_size {other['candidate']['micro_batch_size']} in {other['grad_accum_steps']} "
-            f"micro-steps, {rate_text(other['tokens_per_second'])} per device, confidence {other['confidence']} out "
-            "of 100; trainers and exports take this one"
-        )
+    def _main_rows(self) -> list[Row]:
+        rows = () if self.text is None else self.text.rows
+        return [each for each in rows if each.importance is Importance.MAIN]
 
     def _table(self) -> str:
-        rates, other = self.rates, self._other()
+        rates, best, marks = self.rates, self.best, dict[int, str]()
         top = max(rates.values(), default=1.0)
-        marks = {} if other is None else {other["candidate"]["micro_batch_size"]: "for the batch"}
-        if self.best is not None:
-            marks[self.best["candidate"]["micro_batch_size"]] = "recommended"
+        if best is not None:
+            marks[best.for_batch.candidate.micro_batch_size] = Role.DIVIDING.label
+            marks[best.candidate.micro_batch_size] = "recommended"
         rows = []
         for size in sorted({*rates, *self._failures}):
             if size in rates:
@@ -132,7 +121,7 @@ class ExplorationView:
             else:
                 cells = [str(size), "", "", escape(self._failures[size].replace("_", " "))]
             rows.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>")
-        own = self.best is not None and self.best["candidate"].get("attention_backend") == OWN_ATTENTION
+        own = best is not None and best.candidate.is_whole
         names = ("micro_batch_size", "", "tokens/s" if own else "composed tokens/s", "")
         head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
@@ -143,9 +132,13 @@ def describe(candidate: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in candidate.items() if value is not None)
 
 
-def _memory(memory: Mapping[str, int], limit: int) -> str:
+def _cell(text: str) -> str:
+    return f'<td style="{_CELL}">{escape(text)}</td>'
+
+
+def _memory(memory: MemoryParts, limit: int) -> str:
     """Return the parts of the peak as a bar as wide as the limit, or as the peak if that is larger."""
-    parts = {name: size for name, size in memory.items() if name in _COLORS and size}
+    parts = {name: size for name, size in memory.model_dump().items() if size}
     total = sum(parts.values())
     bars = "".join(
         f'<span style="{_BAR}{_COLORS[name]};width:{round(400 * size / max(limit, total))}px" title="{name}"></span>'

@@ -33,9 +33,10 @@ class GraphedLoss:
     """A function that returns a loss, replayed as CUDA graphs where that is possible, else called as it is.
 
     The graphs read and write fixed memory: inputs are copied in, and backward adds to gradients in place. There is one
-    pair of graphs for each signature: shapes and formats of tensors, values of other arguments, autocast. A call runs
-    as it is without gradients, in eval mode, beyond `MAX_SIGNATURES`, while the backward of an earlier loss is still to
-    come, and after a capture failed; `problem` then says why.
+    pair of graphs for each signature: shapes and formats of tensors, values of other arguments, autocast.
+
+    A call runs as it is without gradients, in eval mode, and beyond `MAX_SIGNATURES`. It also does while the backward
+    of an earlier loss is still to come, and after a capture has failed; `problem` then says why.
 
     Python code runs when it is captured, and not when it is replayed. So the function may not read values of tensors.
 
@@ -67,7 +68,7 @@ class GraphedLoss:
 
     @property
     def num_captures(self) -> int:
-        """Signatures that have graphs."""
+        """Number of signatures that have graphs."""
         return len(self._steps)
 
     @property
@@ -81,7 +82,7 @@ class GraphedLoss:
         return self._recorder.pool_bytes if self._steps else 0
 
     def __call__(self, **inputs: Any) -> Tensor:
-        """Return the loss of `inputs`. It has a memory of its own and stays as it is."""
+        """Return the loss of `inputs`, in memory of its own, which no replay overwrites."""
         step = self._step(inputs)
         if step is None:
             return self._function(**inputs)
@@ -161,7 +162,7 @@ class _GraphedStep:
             recorder.warm_up(self._warm_up)
             self._forward_again, self._backward_again = recorder.record((self._forward, self._backward))
             if self._loss is not None:
-                self._loss = self._loss.detach()  # what was saved for backward is the graphs' own business
+                self._loss = self._loss.detach()  # the graphs keep the tensors that backward needs
         assert self._incoming is not None, "the warm-up ran a backward"
         self.anchor: Tensor = torch.zeros((), device=self._incoming.device, requires_grad=True)
 
@@ -202,7 +203,7 @@ class _GraphedStep:
 
 
 class _Ticket:
-    """A forward whose backward is to come. Its loss holds it."""
+    """A forward whose backward is to come. The loss keeps the ticket alive."""
 
     __slots__ = ("__weakref__", "done")
 
@@ -211,7 +212,7 @@ class _Ticket:
 
 
 class _Replay(Function):
-    """Stands for the captured micro-step in the trainer's own autograd graph."""
+    """The captured micro-step as a node of the trainer's own autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, step: _GraphedStep, ticket: _Ticket) -> Tensor:
@@ -246,7 +247,7 @@ def _signature_of(inputs: dict[str, Any]) -> Signature:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Autocast makes its copies of weights in the graph itself, because the weights change between replays."""
+    """Let autocast copy weights within the graph itself, because weights change between replays."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()

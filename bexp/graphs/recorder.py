@@ -1,4 +1,4 @@
-"""Records work of a CUDA device as graphs that can be launched again: the few calls of torch that this takes."""
+"""Recording of a CUDA device's work as graphs that can be launched again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 Work = Callable[[], None]
 
@@ -27,7 +27,7 @@ class NotCapturableError(RuntimeError):
 
 
 class Recorder(Protocol):
-    """Turns work of a device into something that repeats it."""
+    """A recorder of a device's work, for repetition."""
 
     def find_problem(self, tensors: Sequence[Tensor]) -> str | None:
         """Return why work on `tensors` cannot be recorded; None if it can."""
@@ -35,7 +35,7 @@ class Recorder(Protocol):
     def warm_up(self, work: Work) -> None:
         """Run `work` until nothing is built, tuned or allocated for the first time any more.
 
-        Random numbers that it draws are drawn again afterwards.
+        Afterwards the generators are as before, so that the same random numbers are drawn again.
 
         Raises:
             NotCapturableError: it waits for the device, or does something else that no graph can contain.
@@ -46,7 +46,7 @@ class Recorder(Protocol):
         """Memory that the recorded work keeps for itself."""
 
     def record(self, works: Sequence[Work]) -> list[Work]:
-        """Return what repeats each of `works`, which run in this order. They share their memory.
+        """Return functions that repeat each of `works`, which run in this order and share their memory.
 
         Tensors that the works leave behind have the values of the last repetition.
 
@@ -56,7 +56,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records on one CUDA device. All its graphs share a pool of memory, so only one of them may be in use at a time.
+    """A recorder on one CUDA device. All its graphs share a pool of memory, so only one may be in use at a time.
 
     See torch's notes on CUDA graphs (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs) for what a graph
     can contain.
@@ -69,7 +69,7 @@ class CudaRecorder:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def find_problem(self, tensors: Sequence[Tensor]) -> str | None:
-        """All tensors are on one CUDA device."""
+        """Require that all tensors are on one CUDA device."""
         devices = {tensor.device for tensor in tensors}
         if any(device.type != "cuda" for device in devices):
             names = ", ".join(sorted(device.type for device in devices))
@@ -151,7 +151,7 @@ class CudaRecorder:
             self._repair(random_state)
 
     def _repair(self, random_state: Tensor) -> None:
-        """Undo what torch leaves behind where a capture cannot end: an open pool, and a generator that waits for it."""
+        """Close the pool and free the generator that torch leaves behind where a capture cannot end."""
         index = torch.cuda.current_device()
         with suppress(RuntimeError):  # it was closed
             torch._C._cuda_endAllocateToPool(index, self._pool)
@@ -176,7 +176,7 @@ def _is_outside(filename: str) -> bool:
 
 @contextmanager
 def _waiting_refused() -> Iterator[None]:
-    """Operations of torch that wait for the device raise."""
+    """Make operations of torch raise if they wait for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype
@@ -189,7 +189,7 @@ def _waiting_refused() -> Iterator[None]:
 
 @contextmanager
 def _as_if_capturing(*, draws: bool) -> Iterator[None]:
-    """Let code that asks whether it is being captured take the way that it takes in a capture."""
+    """Let code that asks whether it is being captured behave as in a capture."""
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:
@@ -211,7 +211,7 @@ def _random_states(function: Callable[..., tuple[list[int], list[Tensor]]]) -> I
 
 
 def _without_random_states() -> Any:
-    """Recomputation keeps no state of the device's generator, which a capture may not read. Nothing draws from it."""
+    """Keep recomputation from saving the device's generator, which a capture may not read. Nothing draws from it."""
     return _random_states(lambda *_: ([], []))
 
 

@@ -1,4 +1,4 @@
-"""What CUDA graphs of a micro-step read and write: a model's parameters, buffers and gradients, all in fixed memory."""
+"""A model's parameters, buffers and gradients in fixed memory, where CUDA graphs of a micro-step read and write."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TrainingState:
         return torch.cuda.device_of(self._trained[0])
 
     def holds(self) -> bool:
-        """Whether the model has the parts, parameters and buffers that it had, in the same memory and mode."""
+        """Return whether the model's parts, parameters and buffers are the same, in the same memory and mode."""
         return (
             all(part.training is training for part, training in self._modes)
             and all(map(_Contents.hold, self._contents))
@@ -64,11 +64,11 @@ class TrainingState:
 
     @contextmanager
     def borrowed(self) -> Iterator[set[int]]:
-        """Within the context, modules have other parameters in the same memory, whose gradients are the fixed ones.
+        """Give modules other parameters in the same memory within the context, whose gradients are the fixed ones.
 
-        Theirs is a new place in autograd. That of the model's own parameters may belong to a loss that is still alive,
-        with a stream that no capture may touch. Afterwards the gradients of these and all buffers are what they were.
-        The context is a set, in which each fixed gradient that is added to has its number.
+        The other parameters are new to autograd. The model's own may belong to a loss that is still alive, on a stream
+        that no capture may touch. Afterwards their gradients and all buffers are as before. The context yields a set:
+        the numbers of the fixed gradients that a backward has added to.
 
         Raises:
             NotCapturableError: parameters are used without the modules that have them, or buffers are replaced.
@@ -112,9 +112,9 @@ class TrainingState:
             raise NotCapturableError(f"the buffer '{replaced[0]}' is replaced, which no graph repeats")
 
     def attach(self, reached: Collection[int]) -> None:
-        """Make fixed gradients those of their parameters, with the values that these have now: None is zero.
+        """Make the fixed gradients their parameters' own, with the present values, or zero where there is none.
 
-        Parameters that are not `reached` keep what they have: an optimizer leaves those without a gradient alone.
+        Parameters that are not `reached` keep theirs: an optimizer leaves parameters without a gradient alone.
         """
         empty = []
         for number in reached:
@@ -136,7 +136,7 @@ class TrainingState:
 
 
 class _Contents:
-    """What a dictionary of a module had in it."""
+    """The earlier contents of a module's dictionary."""
 
     __slots__ = ("_kept", "_there")
 
@@ -145,7 +145,7 @@ class _Contents:
         self._kept = tuple(there.values())
 
     def hold(self) -> bool:
-        """Whether it has the same objects now."""
+        """Return whether the dictionary has the same objects now."""
         return len(self._there) == len(self._kept) and all(map(is_, self._there.values(), self._kept))
 
 

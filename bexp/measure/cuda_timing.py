@@ -1,4 +1,4 @@
-"""Times modules on a CUDA device with events, separately from the host that issues them."""
+"""Timing of modules on a CUDA device with events, separate from the host that issues them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ HEAT_SECONDS = 0.15
 CHAIN_LENGTHS = (16, 4)
 """How many times a module runs in a row when the host is timed: 16, or 4 if 16 do not fit the memory.
 
-A layer alone takes the host about 1.5 times as long as one of 16 in a row, and one of 4 in a row mostly 5 to 50%
-longer. One of 16 agrees with what a further layer adds to a model (benchmarks/LOG.md).
+A layer alone takes the host about 1.5 times as long as one of 16 in a row. One of 4 in a row mostly takes 5 to 50%
+longer. One of 16 agrees with the time that a further layer adds to a model (benchmarks/LOG.md).
 """
 HOST_REPEATS = 5
 LEAD_REPEATS = 9
@@ -62,19 +62,21 @@ class _Events:
 
 
 class CudaTimer:
-    """Times the passes of a module back to back.
+    """A timer of a module's passes, back to back.
 
-    If a module keeps the device busy for longer than the host needs to issue it, it runs without a pause, and is timed
-    once it has run for a while: a device at its power limit is slower than one that has just rested, and in training
-    the device never rests. If the host cannot issue a module fast enough, the device first sleeps while launches are
-    queued, so that events give the device's own time. The host's time is then that of several modules in a row, as a
-    model has them, unless the host could not limit the module anyway. If a module waits for the device (for example a
-    loop over experts that reads their counts), device and host cannot be told apart, and both times are what passed on
-    the device.
+    If a module keeps the device busy for longer than the host needs to issue it, the module runs without a pause. It is
+    timed after a while: at its power limit a device is slower than after a rest, and in training it never rests.
 
-    Before each pass the second-level cache is overwritten, because in a model the weights and saved activations of a
-    layer are long gone from the cache when their turn comes. Then the input of the pass is written once more, because
-    the neighbouring layer wrote it last. Neither is in the time.
+    If the host cannot issue a module fast enough, the device first sleeps while launches are queued. Events then give
+    the device's own time. The host's time is that of several modules in a row, as a model has them, unless the host
+    could not limit the module anyway.
+
+    If a module waits for the device (as a loop over experts that reads their counts), device and host cannot be
+    separated. Both times are then those of the device.
+
+    Before each pass the second-level cache is overwritten, because in a model a layer's weights and activations have
+    left the cache when their turn comes. Then the input of the pass is written once more, because the neighbouring
+    layer wrote it last. Neither is in the time.
     """
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.6)
@@ -114,10 +116,10 @@ class CudaTimer:
             self._poll = _look_away
 
     def time_waiting(self, passes: Passes) -> WaitingPasses:
-        """Let the device sleep while the host issues what it can, and then run forwards in a row; medians of a few.
+        """Return medians of a few runs, with the device asleep while the host issues, and of forwards in a row.
 
-        The device sleeps before backward, too, because forward has used up the host's lead. The host's backward is one
-        without a sleep, because a backward that runs forward again waits for the device.
+        The device sleeps before backward, too, because forward has used up the host's lead. The host's backward is
+        timed without a sleep, because a backward that runs forward again waits for the device.
         """
         with collector_paused():
             sleep = SLEEP_MARGIN * self._run_once(passes, sleep_seconds=0.0).host + 1e-3
@@ -175,7 +177,7 @@ class CudaTimer:
     def _time_running(self, passes: Passes, first: PassSample) -> list[PassSample]:
         """Repeats without a pause of the device.
 
-        The host may not be ahead yet in the first repeat of a batch, which counts only if the host's lead does not
+        In the first repeat of a batch the host may not be ahead yet, so it counts only if the host's lead does not
         matter. `first` then counts as well, if it ran for long enough to heat the device by itself.
         """
         heat = int(HEAT_SECONDS / first.device)

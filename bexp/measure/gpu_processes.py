@@ -16,31 +16,29 @@ APPEARED_BYTES = 256 << 20
 A CUDA context takes more than this; our own kernels and libraries, once warm, take nothing more.
 """
 OWN_GROWTH_BYTES = 2 << 30
-"""What our own loaded modules and kernels may take outside the allocator between two timings."""
+"""The most that our own modules and kernels may take outside the allocator between two timings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignProcesses:
-    """What other processes have taken of the device since the job began.
-
-    `busy_share` (0..1) is their share of the device's time, None if it is not known.
-    """
+    """The other processes that came to the device since the job began, and what they take of it."""
 
     processes: int = 0
     held_bytes: int = 0
     busy_share: float | None = None
+    """Their share (0..1) of the device's time; None if it is not known."""
 
     def __bool__(self) -> bool:
         return self.processes > 0 or self.held_bytes > 0
 
 
 class GpuProcessMonitor:
-    """Notices processes that come to the device while a job runs.
+    """A watch for processes that come to the device while a job runs.
 
-    A container may hide the processes of another container, so this looks at two things: process ids that were not
-    there when the job began, and memory in use beyond what this process's allocator holds. That memory also contains
-    the runtime's context, loaded kernels, and the memory of processes that were there before. Their size is known at
-    the beginning. The time and the size of a growth tell a new process from kernels that this process loads later.
+    A container may hide the processes of another container. So the monitor looks at process ids that are new since the
+    job began, and at memory in use outside this process's allocator. That memory also contains the runtime's context,
+    loaded kernels, and the memory of earlier processes, whose size is known at the beginning. The time and the size of
+    a growth distinguish a new process from kernels that this process loads later.
 
     Args:
         gpu: the device.
@@ -69,10 +67,10 @@ class GpuProcessMonitor:
         self._since = 0
 
     def begin(self, others_bytes: int | None) -> int | None:
-        """A job begins; returns the bytes that others hold now, None if unknown.
+        """Begin a job, and return the bytes that others hold now; None if unknown.
 
-        A profiler process that replaces another within a job passes on what that one returned (`others_bytes`), so that
-        processes that came since count as foreign.
+        A profiler process that replaces another within a job passes on the other's result as `others_bytes`. Processes
+        that came since then count as foreign.
         """
         level = self._level()
         self._known, self._accounted, self._grown = self._gpu.processes() or frozenset(), level, 0

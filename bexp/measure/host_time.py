@@ -1,9 +1,8 @@
 """Seconds of the host, also where other processes want its cores.
 
-A core that others share is not always there. The wall clock then counts their time as well, and a thread that waits for
-another one at the end of an operation waits longer. The kernel says how long threads were ready and got no core
-(`schedstat`). Where that is much, the time of the thread that runs the operations is taken instead: the seconds that
-its core worked for it. It computes its own share of each operation, as large as each other thread's.
+Where others share a core, the wall clock counts their time as well, and threads wait longer for each other. The kernel
+says how long threads were ready and got no core (`schedstat`). Where that is much, the CPU time of the thread that runs
+the operations is taken instead. Its share of each operation is as large as any thread's.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class HostMark:
     """The present moment on the host.
 
     Args:
-        alone: whether this thread waits for no other process. The time in which it does is part of a step, and is no
-            time of the processor.
+        alone: whether this thread waits for no other process. Such a wait is part of a step, but not of the CPU time.
     """
 
     __slots__ = ("_from", "_to", "_waited")
@@ -31,7 +29,7 @@ class HostMark:
     def __init__(self, *, alone: bool = True) -> None:
         self._to = _clocks()
         self._waited = waited_seconds() if alone else 0.0
-        self._from = _clocks()  # what was read in between belongs to no interval
+        self._from = _clocks()  # the reading itself belongs to no interval
 
     def seconds_until(self, later: HostMark) -> float:
         """Seconds from this mark to `later`, both made by this thread."""
@@ -40,7 +38,7 @@ class HostMark:
 
 
 class CoreWatch:
-    """Adds up how long this process's threads waited for a core between `start` and `stop`."""
+    """The time that this process's threads waited for a core between `start` and `stop`, added up."""
 
     def __init__(self) -> None:
         self._elapsed = self._waited = 0.0

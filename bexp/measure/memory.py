@@ -1,4 +1,4 @@
-"""Measures the bytes that a module's forward saves for backward, and the peak of its passes."""
+"""The bytes that a module's forward saves for backward, and the peak of its passes."""
 
 from __future__ import annotations
 

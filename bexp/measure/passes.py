@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Passes(Protocol):
-    """What a timer runs: a forward and, in training, a backward. Each has an untimed preparation.
+    """The passes that a timer runs: a forward and, in training, a backward. Each has an untimed preparation.
 
-    `is_chainable` tells whether `run_chain` works. A timer calls the four methods in the order in which they stand
+    `is_chainable` says whether `run_chain` works. A timer calls the four methods in the order in which they stand
     here, and those of backward only if `training` is set.
     """
 
@@ -38,7 +38,7 @@ class Passes(Protocol):
 
 
 class MeteredPasses(Protocol):
-    """What the measurement of memory runs: a forward that hands over its outputs, and the tensors alive before it."""
+    """The passes whose memory is measured: a forward that hands over its outputs, and the tensors alive before it."""
 
     training: bool
 
@@ -52,12 +52,12 @@ class MeteredPasses(Protocol):
         """All tensors that are alive before the forward: parameters, buffers, gradients, inputs."""
 
     def without_recomputation(self) -> AbstractContextManager[None]:
-        """Within the context, the module is not recomputed as a whole. Recomputation inside it is not changed."""
+        """Return a context in which the module is not recomputed as a whole. Recomputation inside it stays."""
 
     def waiting(self) -> AbstractContextManager[None] | None:
-        """The context in which the host waits for the device in forward, as in training.
+        """Return the context in which the host waits for the device in forward, as in training; None if it never does.
 
-        Outside of it, the host knows already what it would wait for. It is None if the host never waits.
+        Outside of the context, the host knows already what it would wait for.
         """
 
     def metered_forward(self) -> list[Tensor]:
@@ -123,11 +123,11 @@ class ModulePasses:
         return [*state, *gradients, *self._main_gradients]
 
     def without_recomputation(self) -> AbstractContextManager[None]:
-        """Does nothing, because this class does not know how its module recomputes."""
+        """Return a context without effect: how the module recomputes is not known here."""
         return nullcontext()
 
     def waiting(self) -> AbstractContextManager[None] | None:
-        """None, because this class knows of no wait."""
+        """Return None: no wait of the module is known here."""
         return None
 
     def prepare_forward(self) -> None:
@@ -211,7 +211,7 @@ def join_gradients(outputs: list[Tensor]) -> Tensor:
 
 
 class _IncomingGradients(torch.autograd.Function):
-    """Stands for the rest of the model: its backward allocates the gradients of a layer's outputs.
+    """A stand-in for the rest of the model: its backward allocates the gradients of a layer's outputs.
 
     The engine then frees each gradient as soon as the layer no longer needs it, as it does within a model.
     """

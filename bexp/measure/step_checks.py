@@ -1,4 +1,4 @@
-"""Checks a training step that somebody else wrote: it makes gradients, and its batch has the size asked for.
+"""Checks of a training step that somebody else wrote: it makes gradients, and its batch has the size asked for.
 
 A step that breaks these rules runs without an error, fast, and would win.
 """
@@ -38,13 +38,13 @@ class BatchShapes:
         self._shapes: dict[int, list[torch.Size]] = {}
 
     def check(self, micro_batch_size: int, batch: Any, *, lengths_vary: bool = False) -> None:
-        """Check a batch beside the earlier ones. What has no tensors is not checked.
+        """Check a batch against the earlier ones. A batch without tensors is not checked.
 
         If `lengths_vary`, batches of two sizes may have equal shapes, because texts may be packed into one row.
 
         Raises:
-            StepError: it has the shapes of a batch of another size; or the first dimension of a tensor was the size
-                before, and now no dimension is the new size.
+            StepError: the batch has the shapes of a batch of another size. Or the first dimension of a tensor was the
+                size before, and now no dimension is the new size.
         """
         shapes = shapes_of(batch)
         for size, earlier in self._shapes.items():

@@ -31,5 +31,5 @@ class CudaMark:
 
 
 def mark_of(device: torch.device, *, alone: bool = True) -> Callable[[], Mark]:
-    """Return what makes marks on `device`; `alone` is false where processes wait for each other."""
+    """Return the maker of marks on `device`; `alone` is false where processes wait for each other."""
     return CudaMark if device.type == "cuda" else partial(HostMark, alone=alone)

@@ -1,4 +1,4 @@
-"""Times the passes of a module. It repeats them until the median is known well enough, or the time is used up."""
+"""Timing of a module's passes, repeated until the median is known well enough or the time is used up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bexp.measure.passes import Passes
 
 @dataclass(frozen=True, slots=True)
 class TimingBudget:
-    """When to stop: when the relative standard error of the median is small, or repeats or seconds are spent."""
+    """The limits of a timing: a small relative standard error of the median, or spent repeats or seconds."""
 
     min_repeats: int
     max_repeats: int
@@ -28,12 +28,12 @@ class TimingBudget:
     relative_error: float = 0.004
 
     def is_spent_for_all(self, samples: list[float], elapsed_seconds: float, reducer: Reducer) -> bool:
-        """Whether every process may stop."""
+        """Return whether every process may stop."""
         (wanting,) = reducer.all_reduce_max(0.0 if self.is_spent(samples, elapsed_seconds) else 1.0)
         return wanting == 0.0
 
     def is_spent(self, samples: list[float], elapsed_seconds: float) -> bool:
-        """Whether to stop; it asks for at least two repeats."""
+        """Return whether to stop, after two repeats at least."""
         if len(samples) < 2:
             return False
         if len(samples) >= self.max_repeats or elapsed_seconds >= 2 * self.seconds:
@@ -72,21 +72,21 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class WaitingPasses:
-    """Seconds of passes of which the forward makes the host wait for the device.
+    """Seconds of passes whose forward makes the host wait for the device.
 
     `forward` and `backward` are the device's, if the host begins each of them long before the device is ready.
-    `forward_in_row` is one of several forwards in a row, in which the host has no lead. The host issues a backward in
-    `host_backward`.
     """
 
     forward: float
     backward: float
     forward_in_row: float
+    """Of one of several forwards in a row, in which the host has no lead."""
     host_backward: float
+    """In which the host issues a backward."""
 
 
 class Reducer(Protocol):
-    """Lets processes that time together decide on the same figures, so that all make the same number of repeats."""
+    """The common figures of processes that time together, so that all make the same number of repeats."""
 
     def all_reduce_max(self, *values: float) -> tuple[float, ...]:
         """Return the largest of each value over the processes; all of them must call this, in the same order."""
@@ -101,7 +101,7 @@ class LocalReducer:
 
 
 class BlockTimer(Protocol):
-    """How a device times the passes of a module.
+    """A device's timer of a module's passes.
 
     All decisions are made on figures from `reducer`, so that processes that communicate within the passes run them
     equally often. The seconds that a process returns are its own.
@@ -122,7 +122,7 @@ class BlockTimer(Protocol):
 def standard_error(samples: list[float]) -> float:
     """The standard error of the median, from the median absolute deviation: a few disturbed repeats do not move it.
 
-    For normal samples the standard error of the median is sqrt(pi / 2) sigma / sqrt(n), and sigma is 1.4826 times the
+    For normal samples the standard error of the median is sqrt(pi / 2) sigma / sqrt(n). Sigma is 1.4826 times the
     median absolute deviation (Rousseeuw and Croux, 1993). With fewer than five samples that deviation is zero too
     easily, and the sample standard deviation is used for sigma.
     """
@@ -169,16 +169,16 @@ def collector_off() -> Iterator[None]:
 
 
 class HostTimer:
-    """Times modules on the CPU, see `HostMark`. The device is the host there, so both have the same seconds.
+    """A timer of modules on the CPU, see `HostMark`. The device is the host there, so both have the same seconds.
 
     `alone` is false if other processes have a part in the passes.
 
-    Caches stay as the repeats leave them: the layers of a model follow each other through the same caches, and whether
-    weights stay in them depends on their size, which repeats show as well.
+    Caches stay as the repeats leave them, because the layers of a model follow each other through the same caches.
+    Whether weights stay in them depends on their size, which repeats show as well.
     """
 
     BUDGET = TimingBudget(min_repeats=3, max_repeats=50, seconds=0.3)
-    """Between two runs the time of a block changes by more than further repeats in one run would tell."""
+    """A block's time differs by more between two runs than further repeats within one run could show."""
 
     def __init__(self, *, alone: bool = True) -> None:
         self.reducer: Reducer = LocalReducer()
@@ -199,7 +199,7 @@ class HostTimer:
         return summarize(samples)
 
     def time_waiting(self, passes: Passes) -> None:
-        """A host waits for no device."""
+        """Return None: a host waits for no device."""
 
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
         return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)

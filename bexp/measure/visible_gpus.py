@@ -1,4 +1,4 @@
-"""The GPUs that a process on this host would see, found without torch."""
+"""The GPUs that a process on this host would see, listed without torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Finds the best micro-batch size for any training step, by measuring it in the training process itself."""
+"""Micro-batch sizes of any training step, measured in the training process itself."""

@@ -1,12 +1,12 @@
-"""Has the processes of a training run agree on what each of them met, without a collective operation.
+"""Agreement of a training run's processes on what each of them met, without a collective operation.
 
-They write to the store that their process group was made with. It still works when a collective operation has failed on
-one process and not on another, or when a process has ended. Every wait here has a deadline.
+They write to the store that their process group was made with. The store still works when a collective operation has
+failed on one process and not on another, or when a process has ended. Every wait here has a deadline.
 
-A process that fails inside a collective operation leaves the others waiting in theirs. While a step runs, gloo groups
-therefore have the step's deadline as their timeout, and NCCL communicators are aborted soon after another process has
-reported a failure. Afterwards the numbers of operations that the groups have begun are compared. If they differ, the
-groups cannot be used any more.
+A process that fails inside a collective operation leaves the others waiting in theirs. Therefore gloo groups have the
+deadline of a running step as their timeout. NCCL communicators are aborted soon after another process has reported a
+failure. Afterwards the numbers of operations that the groups have begun are compared. If they differ, the groups cannot
+be used any more.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ class Alone:
 
     @contextlib.contextmanager
     def guarded(self, grace_seconds: float) -> Iterator[None]:
-        """Nobody waits for this process."""
+        """Do nothing, because nobody waits for this process."""
         yield
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Do nothing, because no timeout was changed."""
 
 
 class Together:
     """This process and those that it trains with. All of them must make the same calls in the same order."""
 
     def __init__(self, deadline_seconds: float) -> None:
-        """Limit what gloo waits for another process; `close` takes that back."""
+        """Limit how long gloo waits for another process, until `close`."""
         self.group_is_usable = True
         self._deadline = deadline_seconds
         store: Any = c10d._get_default_store()
@@ -122,7 +122,7 @@ class Together:
         self._number += 1
         key = f"{self._key}/{self._number}"
         if self.is_leader:
-            end = time.monotonic() + self._patience  # for all of them, so that the others still wait for the verdict
+            end = time.monotonic() + self._patience  # one for all, so that they still wait for the verdict
             statuses = [own, *(self._status(f"{key}/{rank}", rank, end) for rank in range(1, self._world_size))]
             self._store.set(f"{key}/verdict", json.dumps([_judge(statuses)]))
         else:

@@ -1,4 +1,4 @@
-"""Finds the best micro-batch size for any training step, by measuring it in the training process itself.
+"""The best micro-batch size for any training step, measured in the training process itself.
 
 Each size starts from the same state, whatever the earlier ones did. Afterwards the gradients, the buffers and the
 random state are as they were before. The search (`bexp.explorer`) chooses what is measured.
@@ -6,23 +6,27 @@ random state are as they were before. The search (`bexp.explorer`) chooses what 
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from bexp.allocator import current_allocator
 from bexp.client.progress import is_watched, numbered_printer
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
-from bexp.explorer.spec.spelling import shortened
-from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
-from bexp.step.measuring import OptimizerState, TrainingStep, left_alone
+from bexp.measure.step_checks import BatchShapes, StepError, check_gradients
+from bexp.step.agreement import GRACE_SECONDS, Alone, BrokenGroupError, Together, num_processes
+from bexp.step.outcomes import Failure, attempt, release
 from bexp.step.results import StepRecommendation, describe_result
 
 SCATTERED = 0.15
@@ -46,31 +50,37 @@ def explore(
 ) -> StepRecommendation:
     """Measure a step at several sizes and recommend the best one.
 
-    `batch(m)` makes a micro-batch of m sequences. `step(batch)` runs forward and backward and may return the loss.
-    `parameters` are the trained parameters; their gradients are saved and restored, and so are the buffers if it is a
-    module. `optimizer(parameters)` makes an optimizer like the one used in training. It takes steps of size zero here,
-    and its state is discarded. `effective_batch_size` is the number of sequences in a whole step over all processes.
-    Only sizes that divide a process's share of it are tried, and the optimizer's time is spread over the micro-batches.
+    The search chooses the sizes to measure, and computes the confidence. If measurements scatter, the confidence is
+    low, and a note says so. If the search fails, all sizes are measured in ascending order until one runs out of
+    memory. The fastest is then recommended without a confidence, and a note says why.
 
-    With `progress`, the first process prints a line on stderr for each event, as `bexp explore` does; by default it
-    does so in a notebook, or if stderr is a terminal.
+    A step may run out of memory, fail, leave no gradients, return a loss that is not finite, or take too long. That is
+    the outcome of its size, and so is a batch that has not m sequences.
 
-    The search chooses the sizes to measure, and computes the confidence. The size and its speed agree with the
-    measurements. If these scatter, the confidence is low, and a note says so. If the search fails, all sizes are
-    measured in ascending order until one runs out of memory, the fastest is recommended, its confidence is None, and a
-    note says so. The search takes sizes up to 256, and at most 64 of them.
+    Several processes must all call this with the same arguments. They get the same answer, because the outcome of one
+    counts for all. If a process fails in the middle of an exchange, the others are back after `deadline_seconds` at the
+    latest. The exploration then ends with what is known, and `group_is_usable` is false.
 
-    If a step runs out of memory, fails, leaves no gradients in `parameters`, returns a loss that is not finite, or
-    takes longer than `deadline_seconds`, that is the outcome of its size. So is a batch that has not m sequences.
-    Nothing new is started after `max_seconds`.
+    Args:
+        step: runs forward and backward of a micro-batch, and may return the loss.
+        batch: makes a micro-batch of m sequences, as `batch(m)`.
+        sizes: the sizes to try. The search takes those up to 256, and at most 64 of them.
+        parameters: those that are trained, or their module. Gradients are saved and restored, and a module's buffers.
+        optimizer: makes an optimizer of the parameters, like the one used in training. It takes steps of size zero
+            here, and its state is discarded.
+        effective_batch_size: sequences in a whole step over all processes. Only sizes that divide a process's share of
+            it are tried, and the optimizer's time is spread over the micro-batches.
+        no_sync: DDP's `model.no_sync`. Each size runs within it first, so that a process that runs out of memory alone
+            does so while nobody waits for its gradients.
+        repeats: timed steps of a measurement.
+        deadline_seconds: the longest that the first step of a size may take, and all timed ones together.
+        max_seconds: nothing new is started after them.
+        progress: whether the first process prints a line on stderr for each event, as `bexp explore` does. Default: in
+            a notebook, or if stderr is a terminal.
 
-    If there are several processes, all of them must call this with the same arguments. They get the same answer,
-    because the outcome of one counts for all. Each size first runs within `no_sync()` (DDP's `model.no_sync`), so that
-    a process that runs out of memory alone does so while nobody waits for its gradients. If a process fails in the
-    middle of an exchange, the others are back after `deadline_seconds` at the latest. The exploration then ends with
-    what is known, and `group_is_usable` is false.
-
-    Raises ValueError if no size is left to try, BrokenGroupError if the first process has ended.
+    Raises:
+        ValueError: no size is left to try.
+        BrokenGroupError: the first process has ended.
     """
     asked = _sizes(sizes, effective_batch_size)
     trained = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -167,7 +177,7 @@ class _Exploration:
         return self._results[-1]
 
     def _is_over(self) -> bool:
-        """Whether nothing more may be measured."""
+        """Return whether nothing more may be measured."""
         return not self._processes.group_is_usable or time.monotonic() >= self._end
 
     def _describe(self, first: SizeResult) -> StepDescription:
@@ -274,3 +284,159 @@ def _device(trained: Sequence[nn.Parameter]) -> torch.device:
     if trained:
         return trained[0].device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A training step, and how it is measured."""
+
+    run: Callable[[Any], Any]
+    """Runs forward and backward of a micro-batch."""
+    batch: Callable[[int], Any]
+    """Makes a micro-batch of so many sequences."""
+    no_sync: Callable[[], AbstractContextManager[Any]] | None
+    """Keeps a step from exchanging gradients; None if nothing does."""
+    trained: Sequence[nn.Parameter]
+    """The parameters that must get gradients."""
+    device: torch.device
+    """Where the parameters lie."""
+    repeats: int
+    """Timed steps of a measurement."""
+    deadline_seconds: float
+    """The longest that the first step of a size may take, and all timed ones together."""
+    batch_shapes: BatchShapes = field(default_factory=BatchShapes)
+    """The shapes of the micro-batches so far."""
+
+    def measure(self, size: int, processes: Alone | Together) -> SizeResult:
+        """Run the step at one size, first without an exchange of gradients if that is possible, then timed."""
+        seconds: list[float] = []
+        inputs: list[Any] = []
+
+        def alone() -> Any:
+            inputs.append(self.batch(size))
+            self.batch_shapes.check(size, inputs[0])
+            with (self.no_sync or contextlib.nullcontext)():
+                loss = self.run(inputs[0])
+                self._check_gradients(inputs[0])
+            self.wait()
+            return loss
+
+        def timed() -> Any:
+            loss = None
+            for repeat in range(WARM_UPS + self.repeats):
+                begun = time.perf_counter()
+                loss = self.run(inputs[0])
+                self.wait()
+                if repeat >= WARM_UPS:
+                    seconds.append(time.perf_counter() - begun)
+            return loss
+
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        failure: Failure | None = None
+        figures: list[float] = []
+        for run in (alone, timed):
+            # Without an exchange a process waits for nobody: it may take as long as its deadline allows.
+            exchanges = run is timed or self.no_sync is None
+            with processes.guarded(GRACE_SECONDS if exchanges else self.deadline_seconds):
+                own = attempt(run, self.deadline_seconds)
+            peak = float(torch.cuda.max_memory_allocated(self.device)) if on_cuda else 0.0
+            failure, figures = processes.agree(own, [peak, *seconds])
+            if failure is not None:
+                break
+        inputs.clear()
+        self.clear()
+        if failure is not None:
+            release(self.device)
+            return SizeResult(size, failure.outcome, failure.reason)
+        return SizeResult(size, Outcome.OK, None, tuple(figures[1:]), int(figures[0]) if on_cuda else None)
+
+    def _check_gradients(self, batch: Any) -> None:
+        try:
+            check_gradients(self.trained, lambda: self.run(batch))
+        except StepError as error:
+            if self.no_sync is None:
+                raise
+            raise StepError(f"{error}. Under FSDP, leave out no_sync: it keeps gradients elsewhere") from error
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The throwaway state of an optimizer, which only has to exist, and the seconds of one of its steps."""
+
+    held: Any = None
+    seconds: float = 0.0
+    note: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+        step: TrainingStep,
+        processes: Alone | Together,
+    ) -> OptimizerState:
+        """Make an optimizer and have it take steps of size zero. If that fails, `note` says why."""
+        if make is None or not step.trained:
+            return cls()
+        made: list[torch.optim.Optimizer] = []
+        seconds = [0.0]
+
+        def run() -> None:
+            made.append(make(list(step.trained)))
+            for group in made[0].param_groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+            for parameter in step.trained:
+                parameter.grad = torch.zeros_like(parameter)
+            for _ in range(WARM_UPS + 1):
+                begun = time.perf_counter()
+                made[0].step()
+                step.wait()
+                seconds[0] = time.perf_counter() - begun
+
+        with processes.guarded(GRACE_SECONDS):
+            own = attempt(run, step.deadline_seconds)
+        failure, figures = processes.agree(own, seconds)
+        step.clear()
+        if failure is not None:
+            made.clear()
+            release(step.device)
+            return cls(note=f"the optimizer's state is left out: {failure.reason}")
+        return cls(made, figures[0])
+
+
+@contextlib.contextmanager
+def left_alone(step: TrainingStep, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Save gradients, buffers (such as running means) and random states, and restore them at the end."""
+    gradients = [parameter.grad for parameter in step.trained]
+    kept = [buffer.detach().clone() for buffer in buffers]
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    cuda = torch.cuda.get_rng_state_all() if step.device.type == "cuda" else None
+    step.clear()
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(step.trained, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        release(step.device)

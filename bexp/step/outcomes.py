@@ -1,4 +1,4 @@
-"""Runs a training step under a deadline, and says how it ended."""
+"""A run of a training step under a deadline, and how it ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bexp.out_of_memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a size has no result."""
+    """The reason why a size has no result."""
 
     outcome: Outcome
     reason: str
@@ -34,9 +34,9 @@ class _DeadlineError(BaseException):
 def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
     """Call `run`; return why it failed, or None if it did not.
 
-    If it returns a tensor or a float, that must be finite. The deadline works only in the main thread, and only if the
+    A tensor or float that `run` returns must be finite. The deadline works only in the main thread, and only if the
     step returns to Python now and then. A timer that the caller has set (`signal.setitimer`, `signal.alarm`) goes on
-    afterwards with what is left of it; if that is nothing, it goes off at once.
+    afterwards with the time that is left; without any, it goes off at once.
     """
     try:
         with _deadline(deadline_seconds):

@@ -1,4 +1,4 @@
-"""What `bexp.explore` recommends, with the result of each size."""
+"""The recommendation of `bexp.explore`, with the result of each size."""
 
 from __future__ import annotations
 
@@ -8,33 +8,41 @@ from html import escape
 from typing import Any
 
 from bexp.explorer.answers.text import row, wrap
+from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.measurement import Outcome, SizeResult
-from bexp.explorer.spec.amounts import bytes_text, rate_text
 
 
 @dataclass(frozen=True, repr=False)
 class StepRecommendation:
-    """The best size, and what is known of all that were tried. It prints as an answer in a few lines.
-
-    `confidence` is the probability, rounded down to 0..99, that the throughput of the size is within 1% of the best of
-    all requested sizes, measurement errors included. It is None if the search failed. A size that was
-    measured again, because the search wanted to be surer, has several results. The other fields are None if nothing
-    fits. `group_is_usable` is false if processes were left in the middle of an exchange: the process group must then be
-    made again before training.
-    """
+    """The best size, and what is known of all that were tried. It prints as an answer in a few lines."""
 
     micro_batch_size: int | None
+    """None if nothing fits, as the figures of the size are then."""
     grad_accum_steps: int | None
+    """Micro-batches of a process in a whole step; None if the effective batch is not known."""
     sequences_per_second: float | None
+    """Of a whole step, for each device."""
     confidence: int | None
+    """The probability (0..99, rounded down) that no requested size is more than 1% faster; None if the search failed.
+
+    It includes errors of measurement.
+    """
     optimizer_seconds: float
+    """Of one step of the optimizer."""
     results: tuple[SizeResult, ...]
+    """A size has several if it was measured again to be surer."""
     notes: tuple[str, ...] = ()
+    """Remarks on the answer for a person, a sentence each."""
     peak_bytes: int | None = None
+    """The peak of allocated memory at this size; None on the CPU."""
     effective_batch_size: int | None = None
+    """As it was asked for."""
     num_devices: int = 1
+    """One for each process."""
     allocator: str = "default"
+    """The setting of CUDA's allocator that was measured."""
     group_is_usable: bool = True
+    """False if processes were left in the middle of an exchange: make the process group again before training."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, which `bexp.training_arguments` reads; the measured step is a person's own code."""

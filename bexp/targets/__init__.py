@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # whoever asks which targets are installed needs no torch
 
 @runtime_checkable
 class Target(Protocol):
-    """What a target must have. A class is called without arguments first. `OptionalMembers` lists what it may have."""
+    """The members that a target must have; `OptionalMembers` has more. A class is called without arguments first."""
 
     def build(self, config: Mapping[str, Any], device: torch.device) -> nn.Module:
         """Return the model with its weights on the device, in the number formats that it is trained in.
@@ -34,17 +34,17 @@ class Target(Protocol):
         """Return a micro-batch of that many sequences on the device."""
 
     def step(self, model: nn.Module, batch: Any) -> Tensor | float | None:
-        """Run forward and backward, and return the loss. Gradients are accumulated; the optimizer is stepped for it."""
+        """Run forward and backward, and return the loss. Gradients are accumulated; the optimizer is not stepped."""
 
 
 class OptionalMembers(Protocol):
-    """What a target may have."""
+    """The members that a target may have."""
 
     seq_length: int
     """Tokens of a sequence; `build` may set it. Without it, rates count sequences in place of tokens."""
 
     dimensions: Mapping[str, Sequence[Any]]
-    """What is explored beside the micro-batch size: values by name. Each choice enters the `config` of `build`."""
+    """Explored in addition to the micro-batch size: values by name. Each choice enters the `config` of `build`."""
 
     def worst_batch(self, micro_batch_size: int, device: torch.device) -> Any:
         """Return the micro-batch that needs the most memory, if lengths vary. The peak is measured with it."""

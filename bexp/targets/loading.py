@@ -1,4 +1,4 @@
-"""Finds a target by its name: a file with a class in it, or a registered module."""
+"""Loading of a target by its name: a file with a class in it, or a registered module."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What goes into a trainer: a recommendation as it is read, applied to a model, and reported back."""
+"""A recommendation in a training process: read, applied to a model, and reported back."""

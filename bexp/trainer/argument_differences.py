@@ -1,12 +1,12 @@
-"""How `TrainingArguments` differ from what was measured, one line for each difference."""
+"""Differences of `TrainingArguments` from what was measured, one line each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from bexp.explorer.spec.optimizers import ALIASES, LIBRARY_NAMES
-from bexp.explorer.spec.trainer import HALF_NAMES
+from bexp.explorer.model.optimizers import ALIASES, LIBRARY_NAMES
+from bexp.explorer.trainers.back_ends import HALF_NAMES
 from bexp.trainer.recommended_setup import RecommendedSetup
 
 CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
@@ -14,15 +14,15 @@ CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[str]:
-    """Yield that a run has micro-batches of another size than was measured."""
+    """Yield a line if a run has micro-batches of another size than was measured."""
     if micro_batch_size != setup.micro_batch_size:
         yield f"micro_batch_size {micro_batch_size}, not the recommended {setup.micro_batch_size}"
 
 
 def length_difference(setup: RecommendedSetup, length: int | None) -> Iterator[str]:
-    """Yield that the longest sequences have another length than was measured; None if it is not known.
+    """Yield a line if the longest sequences have another length than was measured; `length` is None if not known.
 
-    Where texts of unequal length were measured, that length is the longest of texts that may be shorter.
+    Where texts of unequal length were measured, a run's longest text may be shorter.
     """
     if not length or not setup.seq_length:
         return
@@ -32,10 +32,10 @@ def length_difference(setup: RecommendedSetup, length: int | None) -> Iterator[s
 
 
 def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
-    """Yield how `TrainingArguments`, or TRL's, differ from what was measured; what they do not hold is not compared.
+    """Yield how `TrainingArguments`, or TRL's, differ from what was measured. Missing fields are not compared.
 
-    The size of a micro-batch is left out, because the Trainer may find another; so are its length, which is that of the
-    data at most, and recomputation, which depends on the model.
+    The size of a micro-batch is left out, because the Trainer may find another. So are its length, which the data
+    limit, and recomputation, which depends on the model.
     """
     if setup.optimizer is None:
         return
@@ -86,7 +86,7 @@ def _text_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
 
 
 def _packs_documents(args: Any) -> bool:
-    """Whether TRL packs whole documents, each of which has an attention of its own."""
+    """Return whether TRL packs whole documents, each of which has an attention of its own."""
     return bool(getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from bexp.explorer.spec.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES, ON_HOST_NOTE
-from bexp.explorer.spec.trainer import HALF_NAMES
+from bexp.explorer.model.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES, ON_HOST_NOTE
+from bexp.explorer.trainers.back_ends import HALF_NAMES
 from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
     argument_differences,
@@ -30,7 +30,7 @@ _SAME = (
     frozenset(("train_sampling_strategy", "group_by_length")),
     frozenset(("packing", "packing_strategy", "padding_free")),
 )
-"""Fields of which one takes the place of the other."""
+"""Fields that replace each other."""
 
 
 def training_arguments(
@@ -42,21 +42,27 @@ def training_arguments(
 ) -> dict[str, Any]:
     """Return the fields for `TrainingArguments(**fields)` or TRL's; `bexp.apply` sets what belongs to the model.
 
-    `own` are fields of yours, such as `output_dir="out"` or `bf16=True`. They are in the result and win over those that
-    were measured. What contradicts the measurement is logged as a warning. `config_class` is the class that takes the
-    fields, transformers' TrainingArguments by default. For TRL's SFTConfig they also say what becomes of texts
-    (`packing`), and that TRL leaves the loss to the model (`loss_type`), as `apply` expects.
-
     The micro-batch is that of the candidate that divides the requested batch, see `RecommendedSetup`. The effective
-    batch stays as requested, because the accumulation steps follow from the size and the number of devices; without a
-    requested batch they are left out. `world_size` defaults to the environment's WORLD_SIZE. The Trainer recomputes
-    layers only if all of them are recomputed, and checkpointing is switched off otherwise, because TRL has it on.
-    `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off. Autocast (`bf16`)
-    is in the result if it was measured; where TRL is loaded, whose default it is, it is switched off otherwise. The
-    optimizer is the measured one, and texts are grouped by length if that was measured. If a step of your own code was
-    measured, these fields are left to it.
+    batch stays as requested: accumulation steps follow from the size and the number of devices. Without a requested
+    batch they are left out.
 
-    Raises RecommendationError if the micro-batch does not divide the effective batch on so many devices.
+    The Trainer recomputes layers only if all of them are recomputed. Checkpointing is off otherwise, because TRL has it
+    on. `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off.
+
+    Autocast (`bf16`) is on if it was measured. Where TRL is loaded, which has it on by default, it is off otherwise.
+    The optimizer is the measured one, and texts are grouped by length if that was measured. If a step of your own code
+    was measured, these fields are left to it.
+
+    Args:
+        recommendation: a path, a JSON text, a JSON object, or a set-up that was read.
+        world_size: the number of devices; default: WORLD_SIZE.
+        config_class: the class that takes the fields; default: transformers' TrainingArguments. Those for TRL's
+            SFTConfig also say whether texts are packed (`packing`), and leave the loss to the model (`loss_type`).
+        own: fields of yours, such as `output_dir="out"` or `bf16=True`. They win over measured ones, and a warning is
+            logged for each that contradicts the measurement.
+
+    Raises:
+        RecommendationError: the micro-batch does not divide the effective batch on so many devices.
     """
     setup = RecommendedSetup.read(recommendation)
     devices = world_size or int(os.environ.get("WORLD_SIZE", "1"))

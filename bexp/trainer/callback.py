@@ -7,20 +7,28 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback as _Callback
 
 from bexp.explorer.records.run_report import RunReport
-from bexp.trainer.argument_differences import length_difference, size_difference
-from bexp.trainer.model_setup import applied_to, device_name, inner_model, versions
+from bexp.trainer.argument_differences import (
+    argument_differences,
+    length_difference,
+    recomputes_layers,
+    size_difference,
+)
+from bexp.trainer.model_setup import Report, applied_to, device_name, inner_model, versions
 from bexp.trainer.recommended_setup import RecommendedSetup, Source
-from bexp.trainer.run_differences import run_differences
-from bexp.trainer.seen_batches import SeenBatches
+from bexp.trainer.trained_weights import differences_of_training
 from bexp.transformers.graph import GraphedForward, graphed
+from bexp.transformers.recompute import is_checkpointing
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3
@@ -30,23 +38,26 @@ _SLOWER, _LARGER = 0.9, 1.05
 
 
 class TrainerCallback(_Callback):
-    """Compares tokens/s and peak memory with the recommendation, and logs both when training ends.
+    """A comparison of tokens/s and peak memory with the recommendation, logged when training ends.
 
-    When training begins, it warns of what differs from what was measured, one line a difference: size and length of a
-    micro-batch, number formats, adapters, recomputation, optimizer, packing. `comparison()` says it again before the
-    figures, with the length and the padding of the micro-batches that the model was given.
+    When training begins, one line warns of each difference from the measurement: size and length of a micro-batch,
+    number formats, adapters, recomputation, optimizer, packing. `comparison()` repeats them before the figures, with
+    the length and the padding of the micro-batches that the model got.
 
     The log level is a warning if the run is slower by more than 10%, or needs more memory by more than 5%. `report` and
     `comparison()` have the figures afterwards.
 
     Every micro-batch counts `seq_length` tokens per sequence (default: the recommendation's), padding included. If
     batches are shorter than that, let the Trainer count: `include_num_input_tokens_seen="all"`. Where texts of unequal
-    length were measured, padding does not count, and a sequence has their mean: `"non_padding"` counts more closely,
-    because few steps differ from the mean. The first three steps
-    are left out because kernels are built in them. Evaluations and checkpoints, and their memory, are left out as well;
-    torch's counters of peak memory are reset after them. If `service` is set (its URL), the report is posted to
-    `POST /v1/explorations/{id}/run-reports`. A service that does not answer costs at most five seconds, and the
-    failure is logged. Only the first process reports, with the figures of its own device.
+    length were measured, padding does not count, and a sequence has their mean length. `"non_padding"` is then more
+    exact, because a few steps differ from the mean.
+
+    The first three steps are left out, because kernels are built in them. So are evaluations and checkpoints with their
+    memory: torch's counters of peak memory are reset after them.
+
+    If `service` (a URL) is set, the report is posted to `POST /v1/explorations/{id}/run-reports`. A service that does
+    not answer costs at most five seconds, and the failure is logged. Only the first process reports, with the figures
+    of its own device.
     """
 
     def __init__(
@@ -89,7 +100,7 @@ class TrainerCallback(_Callback):
         _reset_peak()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the time of an evaluation or a checkpoint since the last step out, and its memory."""
+        """Leave out the time and the memory of an evaluation or a checkpoint since the last step."""
         if self._run.interrupted:
             self._run.resume()
 
@@ -180,7 +191,7 @@ class TrainerCallback(_Callback):
         ]
 
     def comparison(self) -> str:
-        """Return one line that compares what was reached with what was promised, after what was not as measured."""
+        """Return one line: what was not as measured, then what was reached of the promise."""
         if self.report is None:
             return f"nothing was measured: the first {_WARM_UP_STEPS} steps warm up"
         reached, promised = self.report, self.recommendation
@@ -224,20 +235,32 @@ def _send(url: str, token: str | None, report: str) -> None:
 
 @dataclass
 class _RunCounts:
-    """What is counted of a run. The peaks are those of training alone."""
+    """Counts of a run."""
 
     applied: bool = False
+    """`bexp.apply` has set the model up with the settings of the recommendation."""
     steps: int = 0
+    """Optimizer steps, the first ones included."""
     micro_batches: int = 0
+    """Micro-batches of this process, the first ones included."""
     micro_batches_before: int = 0
+    """Those before the report counts."""
     tokens_before: int = 0
+    """Tokens by the Trainer's count before the report counts."""
     begun: float | None = None
+    """When the report began to count; None before."""
     last_end: float = 0.0
+    """When the last step ended."""
     paused: float = 0.0
+    """Seconds of evaluations and checkpoints."""
     interrupted: bool = False
+    """An evaluation or a checkpoint follows or has run since the last step."""
     peak_bytes: int | None = None
+    """Of training alone."""
     peak_reserved_bytes: int | None = None
+    """Of training alone."""
     graphed: GraphedForward | None = None
+    """The forward that replays micro-steps as CUDA graphs, if the model has one."""
     _peak_is_noted: bool = False
 
     def begin(self, state: Any) -> None:
@@ -248,11 +271,11 @@ class _RunCounts:
         self.tokens_before = int(getattr(state, "num_input_tokens_seen", 0))
 
     def tokens_seen(self, state: Any) -> int:
-        """Tokens of all processes since then, if the Trainer counts them; else 0."""
+        """Return the tokens of all processes since `begin`, if the Trainer counts them; else 0."""
         return int(getattr(state, "num_input_tokens_seen", 0)) - self.tokens_before
 
     def interrupt(self) -> None:
-        """Keep the peaks: what follows is no training."""
+        """Keep the peaks, because no training follows."""
         self.note_peak()
         self._peak_is_noted = True
         self.interrupted = True
@@ -275,12 +298,12 @@ class _RunCounts:
 
 
 def _is_followed(control: Any) -> bool:
-    """Whether an evaluation or a checkpoint comes next."""
+    """Return whether an evaluation or a checkpoint comes next."""
     return control is not None and bool(control.should_evaluate or control.should_save)
 
 
 def _micro_batch_size(args: Any, state: Any) -> int:
-    """The sequences of a device's micro-batch; the Trainer may have found another size than it was told."""
+    """Return the sequences of a device's micro-batch; the Trainer may have found another size than it was given."""
     size = getattr(state, "train_batch_size", None)
     if not size:
         return int(args.per_device_train_batch_size)
@@ -295,3 +318,82 @@ def _reset_peak() -> None:
 def _wait() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def run_differences(setup: RecommendedSetup, args: Any, model: nn.Module | None, done: Report | None) -> Iterator[str]:
+    """Yield a line for each difference, except in the size and the length of micro-batches, which data decide.
+
+    `done` is what `bexp.apply` did to `model`. Without a model, its weights and its own checkpointing are not compared.
+    """
+    yield from argument_differences(setup, args)
+    if recomputes_layers(args):
+        yield from _checkpointing_difference(setup, "full")
+    elif done is not None:
+        yield from _checkpointing_difference(setup, done.recommendation.settings.recompute)
+    elif model is not None:
+        yield from _checkpointing_difference(setup, "full" if is_checkpointing(model) else "none")
+    if model is not None:
+        inner = inner_model(model)
+        yield from differences_of_training(inner, setup)
+
+
+def _checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterator[str]:
+    """Yield a line if a run recomputes its layers by another policy than was measured."""
+    measured = setup.settings.recompute
+    if setup.own_code or run_policy == measured:
+        return
+    if run_policy == "full":
+        yield (
+            f"gradient checkpointing recomputes every layer, in place of the recommended recomputation '{measured}': "
+            "switch it off in TrainingArguments"
+        )
+    else:
+        yield f"recomputation '{run_policy}', not '{measured}'"
+
+
+_FLATTENED = ("position_ids", "cu_seq_lens_q")
+"""Arguments of a forward pass that separate documents in one row, whose width says nothing of their length."""
+
+
+class SeenBatches:
+    """Notes of a model's micro-batches in training, by their shapes; the first one's mask is read as well.
+
+    `longest` is the largest number of tokens in a sequence, 0 before the first micro-batch. `padded` says whether the
+    first micro-batch was padded. It is None if that is not known, as of one sequence, which padding could not change.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0
+        self.padded: bool | None = None
+        self._hook: RemovableHandle | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Note the micro-batches of `model` from now on."""
+        self._hook = model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def stop(self) -> None:
+        """Note nothing more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def padding_difference(self, setup: RecommendedSetup) -> Iterator[str]:
+        """Yield a line if these micro-batches are padded where the measured ones were not, or the reverse."""
+        if self.padded is None or setup.batching is None:
+            return
+        if self.padded != (setup.batching in ("padded", "grouped")):
+            seen, measured = ("padded", "whole") if self.padded else ("whole", "padded")
+            yield f"{seen} sequences, not {measured} ones"
+
+    def _note(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        tokens = given.get("input_ids", args[0] if args else None)
+        if (
+            not model.training
+            or not isinstance(tokens, Tensor)
+            or any(given.get(name) is not None for name in _FLATTENED)
+        ):
+            return
+        if not self.longest:
+            mask = given.get("attention_mask")
+            has_gaps = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            self.padded = has_gaps or (None if tokens.numel() == tokens.shape[-1] else False)
+        self.longest = max(self.longest, tokens.shape[-1])

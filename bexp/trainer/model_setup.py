@@ -1,4 +1,4 @@
-"""Sets a model up as recommended, and takes that back."""
+"""Setting a model up as recommended, and undoing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
-from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source, execution_settings
+from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source
 from bexp.trainer.trained_weights import differences_of_training, refuse_another_training
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.undo import Changes
@@ -22,19 +22,19 @@ _LOGGER = logging.getLogger(__name__)
 _APPLIED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
 _UNTOUCHED = "attention, experts, recomputation and loss: as your own code sets them, because that was measured"
 _MARK = "_bexp_applied"
-"""An attribute of a model that is set up. A deep copy has it, too, and is not in `_APPLIED`."""
+"""An attribute of a model that is set up. A deep copy has the attribute, too, and is not in `_APPLIED`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `apply` did: the recommendation, the settings of the model, and warnings for the user."""
+    """The result of `apply`: the recommendation, the settings of the model, and warnings for the user."""
 
     recommendation: RecommendedSetup
     applied: Applied
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """One line for each thing that was done, and one for each warning."""
+        """Return a line for each thing that was done, and one for each warning."""
         setup = self.recommendation
         lines = [f"micro_batch_size {setup.micro_batch_size} is for the trainer to set (see bexp.training_arguments)"]
         lines += self.applied.done
@@ -51,29 +51,31 @@ def apply(
     strict: bool = False,
     execution: str | None = None,
 ) -> Report:
-    """Set a transformers model up as recommended, by the same code that measured it. `restore` takes it back.
+    """Set a transformers model up as recommended, by the same code that measured it. `restore` undoes it.
 
-    `recommendation` is a path, a JSON text or a JSON object, as `bexp best ID --json` prints it. `seq_length`, if
-    given, is the length of the training sequences; it is compared with the measured length. Call this before the model
-    is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator is part of what was
-    measured. A model that was set up before is restored first. What was done is logged and returned.
+    Call this before the model is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator
+    was measured as well. A model that was set up before is restored first. What was done is logged and returned. If the
+    step of a target of your own was measured, only the allocator is set.
 
-    If the step of a target of your own was measured, only the allocator is set.
+    With graphs, the micro-step is captured when it first runs. A micro-step that cannot be captured runs operation by
+    operation, and the log says why (see `bexp.graphs.graphed_loss`).
 
-    `execution` takes the place of the recommended one: `eager`, `compile`, `graph` or `compile+graph`. With graphs, the
-    micro-step is captured when it first runs. What cannot be captured runs operation by operation, and the log says why
-    (see `bexp.graphs.graphed_loss`).
+    Args:
+        model: the model, not yet wrapped.
+        recommendation: a path, a JSON text or a JSON object, as `bexp best ID --json` prints it.
+        seq_length: the length of the training sequences, to compare with the measured one.
+        strict: raise for another device, version or sequence length, and for weights in a format that needs less memory
+            than was measured. Otherwise each of these is a warning.
+        execution: `eager`, `compile`, `graph` or `compile+graph`, in place of the recommended one.
 
-    Another device, version or sequence length is a warning, and so are weights in a format that needs less memory than
-    was measured; with `strict` it raises.
-    Raises RecommendationError for another architecture, for LoRA adapters where all weights were measured and the
-    reverse, for weights that need more memory than the measured ones, or for a copy of a model that was set up;
-    SettingsError if the model cannot have a setting.
+    Raises:
+        RecommendationError: the architecture is another, or the model is a copy of one that was set up. Or it has LoRA
+            adapters where all weights were measured, the reverse, or weights that need more memory than the measured.
+        SettingsError: the model cannot have a setting.
     """
     setup = RecommendedSetup.read(recommendation)
     if execution is not None:
-        compiled, replayed = execution_settings(execution)
-        setup = replace(setup, settings=replace(setup.settings, compile=compiled, graph=replayed))
+        setup = replace(setup, settings=setup.settings.run_as(execution))
     inner = inner_model(model)
     _refuse_another_architecture(inner, setup)
     refuse_another_training(inner, setup)
@@ -96,10 +98,10 @@ def apply(
 
 
 def restore(model: nn.Module) -> bool:
-    """Take back what `apply` set on a model; return false if nothing was set. The allocator's setting stays.
+    """Undo what `apply` set on a model; return false if nothing was set. The allocator's setting stays.
 
-    Raises RecommendationError for a deep copy of a model that was set up: it trains as the original does, but what was
-    set cannot be taken back.
+    Raises RecommendationError for a deep copy of a model that was set up. Such a copy trains as the original does, but
+    cannot be restored.
     """
     inner = inner_model(model)
     report = _APPLIED.pop(inner, None)

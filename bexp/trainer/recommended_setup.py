@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from bexp.explorer.spec.optimizers import LIBRARY
-from bexp.explorer.spec.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.loss import LOSS
+from bexp.explorer.model.optimizers import LIBRARY
+from bexp.explorer.model.quantization import quantization_of
+from bexp.explorer.trainers.back_ends import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
-from bexp.trainer.measured_training import is_library_code, read_training
-from bexp.transformers.settings import Float8, Settings, SettingsError
+from bexp.transformers.settings import Float8, Settings
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation
 
@@ -105,7 +108,7 @@ class RecommendedSetup:
         request = _request(document)
         try:
             settings = _settings(recommendation, candidate, request)
-        except (SettingsError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise RecommendationError(f"this recommendation cannot be applied: {error}") from error
         own_code = candidate.get("attention_backend") == _OWN_ATTENTION and not is_library_code(request)
         dtype = recommendation.get("dtype")
@@ -177,10 +180,9 @@ def _document(source: Source) -> Mapping[str, Any]:
 
 def _dividing(recommendation: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the recommendation with the candidate that divides the batch in place of the recommended one."""
-    other = recommendation.get("dividing")
-    if not isinstance(other, Mapping) or other.get("candidate") == recommendation.get("candidate"):
-        return recommendation
-    return {**recommendation, **other, "measured_peak_bytes": other.get("peak_bytes")}
+    others = [each for each in recommendation.get("alternatives") or () if isinstance(each, Mapping)]
+    other = next((each for each in others if each.get("role") == "dividing"), recommendation)
+    return recommendation if other.get("candidate") == recommendation.get("candidate") else {**recommendation, **other}
 
 
 def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -202,18 +204,16 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
     is_whole = attention == _OWN_ATTENTION
     if is_whole or candidate.get("loss") is not None or request.get("hf_config") is not None:  # its own was measured
         kind = candidate.get("loss")
-    compiled, replayed = execution_settings(candidate.get("execution") or request.get("execution") or "eager")
+    stated = {EXECUTION.name: request.get("execution"), LOSS.name: None if kind == "full" else kind}
+    values = {choice.name: candidate.get(choice.fields[0]) or stated.get(choice.name) for choice in CHOICES}
     allocator: Any = recommendation.get("allocator") or request.get("allocator") or "default"
-    return Settings(
+    return Settings.of(
+        {choice.name: choice.read(value) for choice in CHOICES if (value := values[choice.name]) is not None},
         attention=None if is_whole else f"sdpa:{attention}" if attention in TORCH_KERNELS else attention,
         experts=_experts_setting(experts) if isinstance(experts, str) else None,
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
-        loss=kind if kind in ("chunked", "liger") else "library",
-        compile=compiled,
-        graph=replayed,
         allocator=allocator,
-        kernels=candidate.get("kernels") or "library",
         float8=_float8(training),
     )
 
@@ -226,19 +226,6 @@ def _float8(training: Any) -> Float8 | None:
 def _experts_setting(name: str) -> str:
     """Return the experts setting of a transformers model for an expert back end, also one of our reference layers."""
     return f"bexp_{name}" if name in OUR_EXPERTS else library_experts(name)
-
-
-def execution_settings(execution: str) -> tuple[bool, bool]:
-    """Return whether layers are compiled and whether the micro-step is replayed as CUDA graphs.
-
-    The execution is `eager`, `compile`, `graph`, or `compile+graph`.
-
-    Raises SettingsError for another name.
-    """
-    names = set(execution.split("+"))
-    if not names <= {"eager", "compile", "graph"} or ("eager" in names and len(names) > 1):
-        raise SettingsError(f"the execution is 'eager', 'compile', 'graph' or 'compile+graph', not '{execution}'")
-    return "compile" in names, "graph" in names
 
 
 def _context(
@@ -284,3 +271,50 @@ def _plain(config: Any) -> dict[str, Any]:
     values = dict(config.to_dict()) if hasattr(config, "to_dict") else dict(vars(config))
     values["model_type"] = getattr(config, "model_type", None)
     return values
+
+
+def is_library_code(request: Mapping[str, Any]) -> bool:
+    """Return whether the transformers library's own classes were measured; a person's target may take a config, too."""
+    return request.get("hf_config") is not None and request.get("target") in (None, "transformers")
+
+
+def quantized_bits(request: Mapping[str, Any]) -> int | None:
+    """Return the bits of the quantised weights that were measured, 4 or 8; None for plain ones."""
+    quantized = quantization_of(request.get("quantization"), request.get("hf_config"))
+    return None if quantized is None else quantized.bits
+
+
+def read_training(request: Mapping[str, Any], dtype: str | None, *, own_code: bool) -> dict[str, Any]:
+    """Return the fields of `RecommendedSetup` that say how the measured model was trained.
+
+    They are empty for a person's own code, which decides all of that, and for a document without a request. `dtype` is
+    the format of the matrix products, where the recommendation has it.
+    """
+    library = is_library_code(request)
+    weights: str | None
+    if own_code or not (library or request.get("model") is not None):
+        return {}
+    training = request.get("training") or {}
+    optimizer = training.get("optimizer") or {}
+    precision = training.get("precision") or "pure"
+    if library:  # bfloat16 is the format of the weights, of autocast, or of both
+        weights = "float32" if precision == "autocast" else "bfloat16"
+        autocast = "bfloat16" if precision in ("autocast", "upcast") or training.get("lora") else None
+        master = precision == "master"
+    else:
+        weights = dtype or (request.get("model") or {}).get("dtype")
+        master = weights != "float32" and optimizer.get("master_dtype", "float32") is not None
+        autocast = weights if master else None  # a Trainer has no master weights, and the same bytes under autocast
+    return {
+        "dtype": weights,
+        "autocast": autocast,
+        "master_weights": master,
+        "lora": training.get("lora"),
+        "bits": quantized_bits(request) if library else None,
+        "optimizer": optimizer.get("name", "adamw"),
+        "batching": _batching(request) if library else None,
+    }
+
+
+def _batching(request: Mapping[str, Any]) -> str:
+    return "full" if request.get("lengths") is None else request.get("batching") or "padded"

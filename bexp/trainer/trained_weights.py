@@ -1,4 +1,4 @@
-"""What a model trains, and in which format: compared with what was measured, because memory depends on it."""
+"""The weights that a model trains and their format, compared with the measured ones, because memory depends on them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def refuse_another_training(model: nn.Module, setup: RecommendedSetup) -> None:
 
 
 def differences_of_training(model: nn.Module, setup: RecommendedSetup) -> list[str]:
-    """Return in what the weights of a model, and what of them is trained, differ from what was measured."""
+    """Return how a model's weights, and which of them are trained, differ from what was measured."""
     compared = (adapter_difference, quantization_difference, rank_difference, weight_difference)
     return [difference for compare in compared if (difference := compare(model, setup)) is not None]
 
 
 def adapter_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
-    """Return that LoRA adapters were measured and a model has none, or the reverse; None if that is not so."""
+    """Return a text if LoRA adapters were measured and a model has none, or the reverse; else None."""
     if setup.optimizer is None or _has_adapters(model) == (setup.lora is not None):
         return None
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -53,7 +53,7 @@ def adapter_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
 
 
 def quantization_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
-    """Return that a model's weights are quantised otherwise than was measured; None if they are not."""
+    """Return a text if a model's weights are quantised otherwise than was measured; else None."""
     loaded = (bits for bits in (4, 8) if getattr(model, f"is_loaded_in_{bits}bit", False))
     found = next(loaded, 0) if getattr(model, "is_quantized", False) else None
     if setup.own_code or found == setup.bits:
@@ -64,7 +64,7 @@ def quantization_difference(model: nn.Module, setup: RecommendedSetup) -> str | 
 
 
 def rank_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
-    """Return that the adapters of a model have another rank than was measured; None if they have not."""
+    """Return a text if the adapters of a model have another rank than was measured; else None."""
     configs: Any = getattr(model, "peft_config", None)
     ranks = {rank for config in dict(configs or {}).values() if (rank := getattr(config, "r", None)) is not None}
     measured = (setup.lora or {}).get("r")
@@ -74,9 +74,9 @@ def rank_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
 
 
 def weight_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
-    """Return that a model's weights are in another format than was measured; None if they are not.
+    """Return a text if a model's weights are in another format than was measured; else None.
 
-    Where master weights were measured, float32 weights are as good, and so are those beside which an engine keeps them.
+    Where master weights were measured, float32 weights are as good, and so are weights whose masters an engine keeps.
     """
     found, measured = weights_dtype(model), setup.load_dtype
     same = {measured, setup.dtype, "float32"} if setup.master_weights else {measured}
@@ -97,6 +97,6 @@ def _itemsize(dtype: str | None) -> int:
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Whether adapters are trained beside frozen weights, as peft names them and notes their configurations."""
+    """Return whether adapters are trained on frozen weights, as peft names and configures them."""
     named = bool(getattr(model, "peft_config", None)) or any("lora_" in name for name, _ in model.named_parameters())
     return named and not all(parameter.requires_grad for parameter in model.parameters())

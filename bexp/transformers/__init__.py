@@ -1,1 +1,1 @@
-"""What is set on a model of the transformers library, for training it and for measuring it."""
+"""Settings of a model of the transformers library, for training it and for measuring it."""

@@ -24,8 +24,10 @@ _PINNED = {
     "efficient": ("efficient", SDPBackend.EFFICIENT_ATTENTION),
     "math": ("math", SDPBackend.MATH),
 }
-"""The name of each back end within the name that is registered, and torch's name of it. (transformers prepares
-masks for another package if a registered name contains "flash".)"""
+"""The name of each back end within the registered name, and torch's name of it.
+
+transformers prepares masks for another package if a registered name contains "flash".
+"""
 _MASKLESS = ("flash",)
 
 
@@ -152,11 +154,11 @@ def _warn_of_masks(backend: str) -> None:
 
 
 _NO_KERNEL = re.compile("Invalid backend|No available kernel|No viable backend")
-"""What torch says, by version, if the back end that is enabled cannot run: `efficient` takes no grouped queries."""
+"""torch's messages, by version, if the enabled back end cannot run: `efficient` takes no grouped queries."""
 
 
 class _Only:
-    """Enables one back end of torch's SDPA. `sdpa_kernel` does the same, and takes as long as two kernel launches."""
+    """A context with one back end of torch's SDPA. `sdpa_kernel` does the same, but takes as long as two launches."""
 
     _SWITCHES: tuple[tuple[str, Callable[[], bool], Any], ...] = (
         ("flash", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),

@@ -1,7 +1,7 @@
 """The experts implementation of a model: one of transformers' own, or our kernels under names of their own.
 
 transformers calls `function(module, hidden_states, top_k_index, top_k_weights)`, with the weights `gate_up_proj`
-(E, 2H, D) and `down_proj` (E, D, H), or transposed in some classes. Our kernels read both layouts as they lie.
+(E, 2H, D) and `down_proj` (E, D, H), or transposed in some classes. Our kernels read both layouts in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.trainer import OUR_EXPERTS
+from bexp.explorer.trainers.back_ends import OUR_EXPERTS
 from bexp.kernels.activations import Activation
 from bexp.transformers.layers import configurations
 from bexp.transformers.settings import SettingsError
@@ -117,7 +117,7 @@ def register() -> None:
 
 
 def _run(name: str, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """One expert FFN: tokens (T, D), routes (T, K) and their weights to (T, D)."""
+    """Return the expert FFN (T, D) of tokens (T, D), routes (T, K) and their weights."""
     first = _first_weight(module)
     second: Tensor = module.down_proj  # type: ignore[assignment]  # `nn.Module` types it as a tensor or a module
     if not module.is_transposed:
@@ -127,7 +127,7 @@ def _run(name: str, module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     assert activation is not None, "checked when the implementation was set"
     as_operator = getattr(module, "_bexp_as_operator", False)
     ffn = _implementation(name, hidden_states.device.type, first, as_operator=as_operator)
-    if name != "bexp_fused":  # which reads routing weights of any format
+    if name != "bexp_fused":  # the fused kernels read routing weights of any format
         top_k_weights = top_k_weights.to(dtype)
     out = ffn(hidden_states.to(dtype), top_k_index, top_k_weights, first.to(dtype), second.to(dtype), activation)
     return out.to(hidden_states.dtype)

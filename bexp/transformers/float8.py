@@ -1,4 +1,4 @@
-"""Computes linear layers in float8 by torchao (https://github.com/pytorch/ao, torchao.float8)."""
+"""Linear layers in float8 by torchao (https://github.com/pytorch/ao, torchao.float8)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ROUTERS = ("gate", "router")
 def set_float8(module: nn.Module, recipe: Float8, changes: Changes) -> None:
     """Convert the linear layers of a model's decoder layers, or of one alone; weights stay the same parameters.
 
-    Routers and experts stay as they are, and what is outside the layers. Raises SettingsError if torchao is missing, or
-    if a model has nothing to convert.
+    Routers, experts and modules outside the layers stay as they are. Raises SettingsError if torchao is missing, or if
+    a model has nothing to convert.
     """
     try:
         torchao = import_module("torchao.float8")

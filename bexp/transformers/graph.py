@@ -1,4 +1,4 @@
-"""Replays the training micro-step of a transformers model as CUDA graphs."""
+"""The training micro-step of a transformers model, replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def set_graph(model: nn.Module, changes: Changes) -> None:
 
 
 def graphed(model: nn.Module) -> GraphedForward | None:
-    """Return what replays a model's micro-steps; None if nothing does."""
+    """Return the forward that replays a model's micro-steps; None if it has none."""
     forward = vars(model).get("forward")
     while not isinstance(forward, GraphedForward | None):  # others wrap a forward, as accelerate does
         forward = getattr(forward, "__wrapped__", None)
@@ -33,8 +33,8 @@ def graphed(model: nn.Module) -> GraphedForward | None:
 class GraphedForward:
     """The `forward` of a model with a loss. Where graphs are replayed, its output has the loss and nothing else.
 
-    A mask of ones is left out, because attention without a mask has the faster kernels. transformers asks the device
-    for that, too, once a micro-step; a loader that makes no masks saves the question.
+    A mask of ones is left out, because attention without a mask has the faster kernels. To see that, the device is read
+    once a micro-step, as transformers does, too. A loader that makes no masks saves the reading.
     """
 
     def __init__(self, model: nn.Module, plain: Callable[..., Any], recorder: Recorder | None = None) -> None:
@@ -45,11 +45,11 @@ class GraphedForward:
         self.loss = GraphedLoss(model, self._loss_of, within=_plain_masks, recorder=recorder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has graphs of its own."""
+        """Let a copy make graphs of its own."""
         return type(self), (self._model, self._plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         if args or not self._is_micro_step(kwargs):
             return self._plain(*args, **kwargs)
         inputs = {name: value for name, value in kwargs.items() if value is not None}
@@ -63,7 +63,7 @@ class GraphedForward:
         return self._output_type(loss=loss)
 
     def _is_micro_step(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the call is one that can be replayed: it trains, and its loss is all that is asked for."""
+        """Return whether a call can be replayed: it trains, and its loss is all that is asked for."""
         if self.loss.problem is not None or not (torch.is_grad_enabled() and self._model.training):
             return False
         return (
@@ -81,10 +81,10 @@ class GraphedForward:
 
 @contextmanager
 def _plain_masks(inputs: dict[str, Any]) -> Iterator[None]:
-    """Attention without a mask stays without one in a capture.
+    """Keep attention without a mask so in a capture.
 
-    transformers reads from the device whether positions are those of packed texts, and whether a mask can be left out;
-    in a capture it cannot, and makes a mask. Without a mask and positions among the inputs, both answers are known.
+    transformers reads from the device whether positions are those of packed texts, and whether a mask can be left out.
+    In a capture it cannot read, and makes a mask. Without a mask and positions in the inputs, both answers are known.
     """
     from transformers import masking_utils  # noqa: PLC0415 - optional
 

@@ -67,7 +67,7 @@ def import_liger(name: str) -> Any:
 
 
 def _replacement(model_type: str) -> Callable[..., None]:
-    """liger's function for a type of model."""
+    """Return liger's function for a type of model."""
     known: dict[str, Callable[..., None]] = import_liger("monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if model_type not in known:
         raise SettingsError(f"liger-kernel does not know the model type '{model_type}'")
@@ -75,7 +75,7 @@ def _replacement(model_type: str) -> Callable[..., None]:
 
 
 def _config_of(layers: list[nn.Module], module: nn.Module) -> Any:
-    """The configuration of the layers themselves, which names the decoder and not what it may be part of."""
+    """Return the configuration of the layers themselves: it names the decoder, not a model that contains it."""
     configs = configurations(layers[0]) or configurations(module)
     if not configs:
         raise SettingsError(f"{type(layers[0]).__name__} has no configuration, so its type is not known")
@@ -83,7 +83,7 @@ def _config_of(layers: list[nn.Module], module: nn.Module) -> Any:
 
 
 def _stand_in(config: Any, layers: list[nn.Module]) -> Any:
-    """A model of the class that holds such layers, with nothing but `layers`. liger asks for the class."""
+    """Return a model with nothing but `layers`, of the class that holds such layers, because liger asks for it."""
     from transformers import MODEL_MAPPING  # noqa: PLC0415 - optional
 
     if type(config) not in MODEL_MAPPING:
@@ -106,16 +106,16 @@ class _Namespace:
         self._before = dict(values)
 
     def changed(self) -> list[str]:
-        """The names whose values are not those of the beginning."""
+        """Return the names whose values have changed since the beginning."""
         names = {**self._before, **self._values}
         return [n for n in names if self._values.get(n, _MISSING) is not self._before.get(n, _MISSING)]
 
     def is_class(self, name: str) -> bool:
-        """Whether a name stands for a class."""
+        """Return whether a name stands for a class."""
         return isinstance(self._before.get(name), type) or isinstance(self._values.get(name), type)
 
     def restorer(self, names: Iterable[str]) -> Callable[[], None]:
-        """What gives `names` their values of the beginning."""
+        """Return the function that gives `names` their first values back."""
         names = tuple(names)
 
         def restore() -> None:

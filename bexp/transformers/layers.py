@@ -1,4 +1,4 @@
-"""Finds a model's decoder layers, and the modules in them that mix tokens."""
+"""A model's decoder layers, and the modules in them that mix tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def configurations(module: nn.Module) -> list[Any]:
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """The decoder layers of a causal language model, in the order in which it holds them; `module` if it is one layer.
 
-    They are the outermost list with as many modules as the configuration has layers; if there are several such lists,
-    the one with the most parameters. Otherwise they are the siblings among the outermost modules that transformers can
+    They are the outermost list with as many modules as the configuration has layers. If several lists have, the one
+    with the most parameters counts. Otherwise they are the siblings among the outermost modules that transformers can
     checkpoint. Towers for images and sound are passed over. The result is empty if there are none.
     """
     if is_layer(module):
@@ -65,7 +65,7 @@ def depth_of(values: Mapping[str, Any]) -> int | None:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether transformers treats `module` as one layer."""
+    """Return whether transformers treats `module` as one layer."""
     from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415 - optional
 
     return isinstance(module, GradientCheckpointingLayer)

@@ -1,4 +1,4 @@
-"""Keeps what layers save for backward in the host's memory (Rhu et al., 2016, arXiv:1602.08124)."""
+"""Saved activations of layers in the host's memory until backward (Rhu et al., 2016, arXiv:1602.08124)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 
 def pinned_bytes(tensor: Tensor) -> int:
-    """Return what a tensor takes in pinned memory, whose allocator rounds up to a power of two."""
+    """Return the bytes of a tensor in pinned memory, whose allocator rounds up to a power of two."""
     return 1 << max(0, tensor.numel() * tensor.element_size() - 1).bit_length()
 
 
 class OnHost:
     """The forward of a layer whose saved tensors lie in pinned memory of the host until backward needs them.
 
-    torch's `save_on_cpu` copies them, without its copies of weights, which stay on the device in any case. `host_bytes`
-    are what the last forward took there.
+    torch's `save_on_cpu` copies them, except weights, which stay on the device in any case. `host_bytes` is the memory
+    that the last forward took on the host.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -31,7 +31,7 @@ class OnHost:
         functools.update_wrapper(self, self._forward, updated=())  # the library reads the names of the arguments
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but torch's functions, which a copy or a stored model has anew."""
+        """Return all but torch's functions, which a copy or a stored model makes anew."""
         return {name: value for name, value in vars(self).items() if name != "_host"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Sets which activations of a model are recomputed in backward (Chen et al., 2016, arXiv:1604.06174).
+"""The activations of a model that are recomputed in backward (Chen et al., 2016, arXiv:1604.06174).
 
 transformers' own mechanism recomputes layers: every decoder layer has a flag and a function that runs it. Policies by
 operation use the same function with a rule for the result of each operator (torch's selective checkpointing).
@@ -14,22 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.offload import OnHost
-from bexp.transformers.settings import LAYER_SHARES, ON_HOST, OPERATION_POLICIES, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.transformers.undo import Changes
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class CheckpointedGroup:
-    """`size` layers of a model, which calls them one after another, each with arguments of its own.
+    """A group of `size` layers, which the model calls one after another, each with arguments of its own.
 
     Each layer but the last only notes its call, and returns the hidden states that it got. The last one runs all noted
-    calls under one checkpoint. A model that does anything with hidden states between its layers would compute something
-    else, so a layer that does not get the group's own input raises SettingsError. A hook that only reads what such a
-    layer returns sees the group's input.
+    calls under one checkpoint. A model that changes hidden states between its layers would compute something else. So a
+    layer that does not get the group's own input raises SettingsError. A hook on a layer but the last sees the group's
+    input as its output.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,7 +39,7 @@ class CheckpointedGroup:
         self._calls: list[Call] = []
 
     def function(self, place: int) -> Callable[..., Any]:
-        """Return what runs the layer at `place`, from 0, in place of `torch.utils.checkpoint.checkpoint`."""
+        """Return the function that runs layer `place`, from 0, instead of `torch.utils.checkpoint.checkpoint`."""
         return functools.partial(self._take, place)
 
     def _take(self, place: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -75,8 +76,10 @@ _ATTENTION_OPERATORS = (
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-LAYERS_KEPT = ("none", "selective", "experts", ON_HOST)
+LAYERS_KEPT = (Recompute.NONE, Recompute.SELECTIVE, Recompute.EXPERTS, Recompute.OFFLOAD)
 """Policies that recompute no layer as a whole. Checkpointing of layers would change what they mean."""
+BY_OPERATION = (Recompute.ACTIVATIONS, Recompute.PROJECTIONS)
+"""Policies that keep the results of some operators in every layer and recompute the others."""
 _PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm", "_scaled_mm")
 
 
@@ -86,30 +89,33 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
     Any policy by layer recomputes a layer that is given alone. Raises SettingsError if the class cannot be
     checkpointed.
     """
-    policy = settings.recompute
-    if policy in {"none", "selective"}:  # the attention core is recomputed by the attention function itself
+    policy = settings.policy
+    if policy in {
+        Recompute.NONE,
+        Recompute.SELECTIVE,
+    }:  # the attention core is recomputed by the attention function itself
         return
     layers = decoder_layers(module)
     if not layers:
         raise SettingsError(f"{type(module).__name__} has no decoder layers that can be recomputed")
-    if policy == "experts":
+    if policy is Recompute.EXPERTS:
         _recompute_experts(module, changes)
         return
-    if policy == ON_HOST:
+    if policy is Recompute.OFFLOAD:
         for layer in layers:
             changes.set(layer, "forward", OnHost(layer))
         return
     run = functools.partial(checkpoint, use_reentrant=False)
-    if policy in OPERATION_POLICIES:
-        rule = functools.partial(_keep, products=policy == "activations")
+    if policy in BY_OPERATION:
+        rule = functools.partial(_keep, products=policy is Recompute.ACTIVATIONS)
         run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, rule))
         chosen = set(range(len(layers)))
     else:
         chosen = chosen_layers(settings, len(layers)) if len(layers) > 1 or layers[0] is not module else {0}
-    groups = None if settings.group_size is None else _group_functions(settings.group_size, len(layers))
+    groups = None if policy.group_size is None else _group_functions(policy.group_size, len(layers))
     flags = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if not any(hasattr(layer, "gradient_checkpointing") for layer in layers):
-        if policy != "full" or not flags:
+        if policy is not Recompute.FULL or not flags:
             can = "can recompute only all of its layers" if flags else "cannot recompute its layers"
             raise SettingsError(f"{type(module).__name__} {can}")
         chosen_parts = flags
@@ -124,7 +130,7 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
 
 
 def is_checkpointing(module: nn.Module) -> bool:
-    """Whether transformers recomputes layers of `module`."""
+    """Return whether transformers recomputes layers of `module`."""
     return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
@@ -140,17 +146,18 @@ def chosen_layers(settings: Settings, num_layers: int) -> set[int]:
 
     Raises SettingsError if the policy names more layers than there are.
     """
-    named = settings.first_layers or settings.group_size
+    policy = settings.policy
+    named = policy.first_layers or policy.group_size
     if named is not None:
         if named > num_layers:
-            raise SettingsError(f"'{settings.recompute}' names more layers than the {num_layers} of the model")
-        return set(range(settings.first_layers or num_layers))
-    count = max(1, round(LAYER_SHARES[settings.recompute] * num_layers))
+            raise SettingsError(f"'{policy}' names more layers than the {num_layers} of the model")
+        return set(range(policy.first_layers or num_layers))
+    count = max(1, round(policy.layer_share * num_layers))
     return set(range(count))
 
 
 def _group_functions(size: int, num_layers: int) -> list[Callable[..., Any]]:
-    """Return what runs each layer; the last group may be smaller."""
+    """Return the function that runs each layer; the last group may be smaller."""
     functions = []
     for start in range(0, num_layers, size):
         group = CheckpointedGroup(min(size, num_layers - start))

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.transformers.attention import set_attention
 from bexp.transformers.experts import leave_eager, set_experts
 from bexp.transformers.float8 import set_float8
@@ -16,10 +20,13 @@ from bexp.transformers.graph import set_graph
 from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
 from bexp.transformers.loss import set_loss
-from bexp.transformers.recompute import LAYERS_KEPT, is_checkpointing, set_recompute, stop_checkpointing
-from bexp.transformers.settings import OPERATION_POLICIES, Settings
+from bexp.transformers.recompute import BY_OPERATION, LAYERS_KEPT, is_checkpointing, set_recompute, stop_checkpointing
+from bexp.transformers.settings import Settings
 from bexp.transformers.tiling import set_tile
 from bexp.transformers.undo import Changes
+
+if missing := [c.name for c in CHOICES if c.settings is None and find_spec(f"bexp.transformers.{c.name}") is None]:
+    raise TypeError(f"nothing sets {', '.join(missing)} on a model: write bexp/transformers/{missing[0]}.py")
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ def _steps(
 ) -> list[tuple[str, Callable[[], None]]]:
     """Yield each setting that differs from the library's, in words, with its setter. Inner modules come first."""
     steps: list[tuple[str, Callable[[], None]]] = []
-    core = settings.recompute == "selective"
-    by_operation = settings.recompute in OPERATION_POLICIES
+    core = settings.policy is Recompute.SELECTIVE
+    by_operation = settings.policy in BY_OPERATION
     if (recipe := settings.float8) is not None:
         steps.append(
             (f"linear layers of decoder layers: float8 ({recipe})", lambda: set_float8(module, recipe, changes))
@@ -90,13 +97,16 @@ def _steps(
         steps.append(
             (f"attention tiles of {settings.bta_tile} sequences", lambda: set_tile(module, settings.bta_tile, changes))
         )
-    if settings.recompute in LAYERS_KEPT and is_checkpointing(module):
+    if settings.policy in LAYERS_KEPT and is_checkpointing(module):
         steps.append(("gradient checkpointing: switched off", lambda: stop_checkpointing(module, changes)))
-    if settings.recompute != "none" and not core:
+    if settings.policy is not Recompute.NONE and not core:
         steps.append((f"recomputation: {settings.recompute}", lambda: set_recompute(module, settings, changes)))
+    for name, value in settings.others:
+        steps.append(
+            (f"{name}: {value}", partial(import_module(f"bexp.transformers.{name}").set_up, module, value, changes))
+        )
     if settings.loss != "library" and not is_layer(module):
-        liger = settings.loss == "liger"
-        steps.append((f"loss: {settings.loss}", lambda: set_loss(module, changes, chunk=chunk, liger=liger)))
+        steps.append((f"loss: {settings.loss}", lambda: set_loss(module, settings.loss, changes, chunk=chunk)))
     if settings.compile:
         steps.append(("every decoder layer compiled", lambda: _compile(module, settings.experts, changes)))
     if not is_layer(module) and (steps or settings.graph):

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-Loss = Literal["library", "chunked", "liger"]
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.loss import LOSSES, Loss
+from bexp.explorer.dimensions.recompute import Recompute
+
 Kernels = Literal["library", "liger"]
 Float8 = Literal["tensorwise", "rowwise"]
 Allocator = Literal["default", "expandable_segments"]
 
-LAYER_SHARES = {"partial_25": 0.25, "partial_50": 0.5, "partial_75": 0.75, "full": 1.0}
-"""Recomputation policies by layer, and the share of the layers that each recomputes as a whole."""
-OPERATION_POLICIES = ("activations", "projections")
-"""Policies that keep the results of some operators in every layer and recompute the others."""
-MODULE_POLICIES = ("selective", "experts")
-"""Policies that recompute one part of every layer: the attention core, or the expert FFN."""
-ON_HOST = "offload"
-"""The policy that keeps what layers save in the host's memory."""
-_NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
+POLICIES = tuple(policy for policy in Recompute if policy is not Recompute.QKV)
+"""Recomputation policies that a transformers model can have, without those with a number."""
 _ATTENTION = re.compile(r"[a-z][a-z0-9_]*(:(flash|cudnn|efficient|math))?")
 _EXPERTS = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -41,10 +39,11 @@ class Settings:
     of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the
     attention core) and `experts`; `offload` recomputes nothing and keeps what layers save in the host's memory.
     `bta_tile`: sequences of an attention tile, None for no tiling.
-    `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
+    `loss`: as `bexp.explorer.dimensions.loss` has them. `compile` compiles every decoder layer.
     `graph` replays the micro-step of a whole model as CUDA graphs.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
     `float8`: the recipe of torchao by which linear layers of the decoder layers are computed, None for their own dtype.
+    `others`: values of further dimensions by name, which `bexp.transformers.NAME.set_up` sets.
     """
 
     attention: str | None = None
@@ -57,6 +56,27 @@ class Settings:
     kernels: Kernels = "library"
     graph: bool = False
     float8: Float8 | None = None
+    others: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, choices: Mapping[str, Any], **fields: Any) -> Settings:
+        """Return the settings of these values of choices, by dimension, and of these fields."""
+        others = []
+        for choice in CHOICES:
+            value = choices.get(choice.name, choice.plain)
+            if choice.settings is not None:
+                fields |= choice.settings(value)
+            elif value != choice.plain:
+                others.append((choice.name, value))
+        return cls(**fields, others=tuple(others))
+
+    def run_as(self, execution: str) -> Settings:
+        """Return these settings with another execution: `eager`, `compile`, `graph` or `compile+graph`."""
+        try:
+            runs = EXECUTION.read(execution)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        return replace(self, compile=runs.compiles, graph=runs.replays)
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""
@@ -66,17 +86,21 @@ class Settings:
             raise SettingsError(f"only sdpa has back ends that can be pinned, not '{self.attention}'")
         if self.experts is not None and not _EXPERTS.fullmatch(self.experts):
             raise SettingsError(f"'{self.experts}' is not the name of an experts implementation")
-        if not self._known_policy():
-            known = ", ".join((*self._names(), "layers_N", "groups_N"))
+        try:
+            policy = self.policy
+        except ValueError:
+            policy = Recompute.QKV
+        if policy not in POLICIES and not policy.is_numbered:
+            known = ", ".join((*POLICIES, "layers_N", "groups_N"))
             raise SettingsError(f"'{self.recompute}' is not a recomputation policy of a transformers model: {known}")
-        if self.group_size is not None and self.compile:
-            raise SettingsError(f"compiled layers cannot be recomputed in groups ('{self.recompute}')")
-        if self.recompute == ON_HOST and (self.compile or self.graph):
-            raise SettingsError(f"activations go to the host ('{ON_HOST}') operation by operation, in eager execution")
+        if policy.group_size is not None and self.compile:
+            raise SettingsError(f"compiled layers cannot be recomputed in groups ('{policy}')")
+        if policy is Recompute.OFFLOAD and (self.compile or self.graph):
+            raise SettingsError(f"activations go to the host ('{policy}') operation by operation, in eager execution")
         if self.bta_tile is not None and self.bta_tile < 1:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
-        if self.loss not in {"library", "chunked", "liger"}:
-            raise SettingsError(f"the loss is 'library', 'chunked' or 'liger', not '{self.loss}'")
+        if self.loss not in LOSSES:
+            raise SettingsError(f"the loss is one of {', '.join(LOSSES)}, not '{self.loss}'")
         if self.kernels not in {"library", "liger"}:
             raise SettingsError(f"the kernels are 'library' or 'liger', not '{self.kernels}'")
         if self.float8 not in {None, "tensorwise", "rowwise"}:
@@ -85,22 +109,6 @@ class Settings:
             raise SettingsError(f"the allocator is 'default' or 'expandable_segments', not '{self.allocator}'")
 
     @property
-    def first_layers(self) -> int | None:
-        """N of `layers_N`; None for another policy."""
-        return self._number("layers")
-
-    @property
-    def group_size(self) -> int | None:
-        """N of `groups_N`; None for another policy."""
-        return self._number("groups")
-
-    def _number(self, kind: str) -> int | None:
-        match = _NUMBERED.fullmatch(self.recompute)
-        return int(match[2]) if match and match[1] == kind else None
-
-    def _known_policy(self) -> bool:
-        return self.recompute in self._names() or _NUMBERED.fullmatch(self.recompute) is not None
-
-    @staticmethod
-    def _names() -> tuple[str, ...]:
-        return ("none", *LAYER_SHARES, *OPERATION_POLICIES, *MODULE_POLICIES, ON_HOST)
+    def policy(self) -> Recompute:
+        """The recomputation policy."""
+        return Recompute(self.recompute)

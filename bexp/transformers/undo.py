@@ -17,8 +17,8 @@ class Changes:
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of `owner` itself. Undoing restores its old value, or removes it if there was none.
 
-        A function that belongs to a module is best a `functools.partial` of the module's own method: a deep copy of the
-        module then calls the copy's method, where a closure would go on to call the original's.
+        A function that belongs to a module is best a `functools.partial` of the module's own method. A deep copy of the
+        module then calls the copy's method, while a closure would still call the original's.
         """
         old = vars(owner).get(name, _MISSING)
 

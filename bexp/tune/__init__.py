@@ -1,1 +1,1 @@
-"""What a training command loads while it is tuned: it sets the size of its micro-batches, and measures its steps."""
+"""Code that a training command loads while it is tuned: it sets the size of micro-batches, and measures steps."""

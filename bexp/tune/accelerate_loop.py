@@ -41,9 +41,10 @@ def patch(module: ModuleType) -> None:
 def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_compiled: bool) -> Any:
     """Return a loader of the trial's size for the first loader of a training; anything else as it is.
 
-    `first` takes the first loader. One whose size cannot be set needs it in the command, and no other takes its place.
+    `first` takes the first loader. If its size cannot be set, the command must state it: no other loader takes its
+    place.
 
-    A model that is compiled is compiled for any size once it meets a second one, so that it has one in each process.
+    A compiled model would be compiled for any size once it meets a second one, so it gets one size in each process.
     """
     if not isinstance(given, DataLoader) or first or asked or serving:
         return given
@@ -80,7 +81,7 @@ def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_c
 
 
 def _follow(prepared: Any, sized: SizedLoader) -> None:
-    """Note what a prepared loader yields, in the moment when the loop takes it: the loader itself is one ahead."""
+    """Note each micro-batch of a prepared loader when the loop takes it, because the loader itself is one ahead."""
     own = type(prepared)
     iterate = own.__iter__
 

@@ -1,4 +1,4 @@
-"""Whether accumulation leaves the gradients of a training as they are, and what it is if it does not."""
+"""The check whether accumulation changes the gradients of a training, and the cause if it does."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class CannotCheckError(ValueError):
 
 
 class Training(Protocol):
-    """What computes the gradients of one global batch the way a training does, with nothing random in its model."""
+    """A training that computes the gradients of one global batch, with nothing random in its model."""
 
     @property
     def num_devices(self) -> int:
-        """Of each of them, one process takes part."""
+        """Number of devices, each with one process."""
 
     def gradient(self, parts: Parts, *, rounds_otherwise: bool = False, is_swapped: bool = False) -> Gradient:
-        """The gradient after all micro-batches.
+        """Return the gradient after all micro-batches.
 
-        With `rounds_otherwise`, all roundings are others, and so is what is random against expectation. With
-        `is_swapped`, each device has other samples of the batch.
+        With `rounds_otherwise`, all roundings differ, and so do numbers that are still random. With `is_swapped`, each
+        device has other samples of the batch.
         """
 
     def steps(self, parts: Parts) -> list[Gradient]:
-        """What each micro-batch adds to the gradient, on each device."""
+        """Return the addend of each micro-batch to the gradient, on each device."""
 
     def remedies(self) -> Mapping[Cause, Callable[[], AbstractContextManager[None]]]:
-        """What switches off parts of this model that depend on the whole micro-batch."""
+        """Return contexts that switch off parts of this model that depend on the whole micro-batch."""
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """A comparison of two gradients, and what they may differ by."""
+    """A comparison of two gradients, and their tolerated difference."""
 
     share: float
     tolerance: float
@@ -63,7 +63,7 @@ class _Judged:
         return self.share <= self.tolerance and self.kind is None
 
     def is_explained_by(self, left: _Judged) -> bool:
-        """Whether without some cause so little is left that the cause fits."""
+        """Return whether so little of the difference is `left` without a cause that the cause fits."""
         if left.agrees:
             return True
         return self.share > self.tolerance and left.share <= max(left.tolerance, EXPLAINED * self.share)
@@ -72,7 +72,7 @@ class _Judged:
 def check(training: Training, number: int, size: int, note: str | None = None) -> AccumulationCheck:
     """Compare the gradients of `number` samples as one micro-batch and in micro-batches of `size`.
 
-    If one micro-batch has no memory, the largest that has is compared, and `size` becomes smaller if it has to.
+    If one micro-batch does not fit the memory, the largest that fits is compared, and `size` shrinks if it must.
 
     Raises CannotCheckError if two orders of the same samples have different gradients, or no numbers at all.
     """
@@ -114,14 +114,14 @@ def split(number: int, size: int) -> list[list[int]]:
 
 
 def _largest(training: Training, number: int) -> tuple[int, Gradient, Gradient]:
-    """The largest micro-batch that has memory, and the gradients with it, in two orders of the samples."""
+    """The largest micro-batch that fits the memory, and its gradients in two orders of the samples."""
     sizes = [divisor for divisor in divisors(number) if divisor > 1]
     for large in sizes:
         parts = split(number, large)
         try:
             return large, _finite(training.gradient(parts)), _other(training, parts)
         except Exception as error:
-            # Of several processes, the others wait for this one's gradients.
+            # The other processes wait for this one's gradients.
             if training.num_devices > 1 or not is_out_of_memory(error) or large == sizes[-1]:
                 raise
     raise CannotCheckError(f"a batch of {number} cannot be split")
@@ -142,13 +142,13 @@ class _Comparison:
         if self.spread > MOST_SPREAD:
             raise CannotCheckError(
                 f"the same samples in another order have gradients that differ by {self.spread:.0%}: something is "
-                "random beside dropout, such as masks that are drawn anew. Make it repeatable"
+                "random apart from dropout, such as masks that are drawn anew. Make it repeatable"
             )
         by_kind = [differences_by_kind(*pair) for pair in orders]
         self._kind_spreads = {kind: max(found.get(kind, 0.0) for found in by_kind) for kind in by_kind[0]}
 
     def judge(self, first: Gradient, second: Gradient) -> _Judged:
-        """Whether two gradients differ by no more than the spread allows, whole and by kinds of weights."""
+        """Compare two gradients, whole and by kinds of weights, with the difference that the spread allows."""
         tolerance = max(ALLOWED * self.spread, LEAST_TOLERANCE)
         worst: tuple[str | None, float] = (None, 0.0)
         for kind, share in differences_by_kind(first, second).items():
@@ -178,7 +178,7 @@ class _Comparison:
 
 
 def _other(training: Training, parts: Parts) -> Gradient:
-    """The gradient of the same micro-batches with samples and micro-batches the other way round."""
+    """The gradient of the same micro-batches in reverse order, with their samples in reverse order."""
     return _finite(training.gradient([list(reversed(part)) for part in reversed(parts)], rounds_otherwise=True))
 
 

@@ -36,18 +36,16 @@ _SENTENCES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause that fits.
-
-    `ratio` is how many times too large the accumulated gradient is because of it, and `weights` are the least and the
-    largest share that micro-batches should have, in the mean of all.
-    """
+    """A cause that fits."""
 
     cause: Cause
     ratio: float = 1.0
+    """How many times too large the cause makes the accumulated gradient."""
     weights: tuple[float, float] | None = None
+    """The least and the largest share that micro-batches should have, as multiples of the mean."""
 
     def describe(self, steps: float) -> str:
-        """A sentence; `steps` is how many times more micro-batches there are."""
+        """Return a sentence; `steps` is how many times more micro-batches there are."""
         if self.cause is Cause.SCALED:
             return _scale(self.ratio, steps)
         text = _SENTENCES[self.cause]
@@ -58,35 +56,32 @@ class Finding:
 
 @dataclass(frozen=True)
 class AccumulationCheck:
-    """Whether the gradients of one batch are the same in large and in small micro-batches.
-
-    Attributes:
-        agrees: whether they are, within the tolerance.
-        batch_size: the samples that were compared, on each device.
-        large_micro_batch_size: the micro-batch that they are compared with: all of them if they had memory.
-        micro_batch_size: the micro-batch that was accumulated.
-        norm: the gradient's norm in large micro-batches.
-        accumulated_norm: its norm in small ones; for `Cause.DEVICE`, with the samples on other devices.
-        cosine: the cosine of the angle between both.
-        difference: the norm of their difference, as a share of `norm`.
-        spread: the same for two orders of the same samples, in the same micro-batches.
-        tolerance: what `difference` may be.
-        cause: the known cause that fits, if they differ.
-        text: the verdict in a few lines.
-    """
+    """The answer whether the gradients of one batch are the same in large and in small micro-batches."""
 
     agrees: bool
+    """Whether they are the same, within the tolerance."""
     batch_size: int
+    """The samples that were compared, on each device."""
     large_micro_batch_size: int
+    """The micro-batch to compare with: all samples, if they fit the memory."""
     micro_batch_size: int
+    """The micro-batch that was accumulated."""
     norm: float
+    """The gradient's norm in large micro-batches."""
     accumulated_norm: float
+    """The gradient's norm in small micro-batches; for `Cause.DEVICE`, with the samples on other devices."""
     cosine: float
+    """The cosine of the angle between both."""
     difference: float
+    """The norm of their difference, as a share of `norm`."""
     spread: float
+    """The difference of two orders of the same samples, in the same micro-batches."""
     tolerance: float
+    """The most that `difference` may be."""
     cause: Cause | None
+    """The known cause that fits, if they differ."""
     text: str
+    """The verdict in a few lines."""
 
     @classmethod
     def of(
@@ -103,7 +98,7 @@ class AccumulationCheck:
         finding: Finding | None,
         note: str | None,
     ) -> AccumulationCheck:
-        """The answer with its text. `kind` are the weights that differ most, beyond their own spread."""
+        """Return the answer with its text. `kind` names the weights that differ most, beyond their own spread."""
         number, large, small = shape
         is_devices = finding is not None and finding.cause is Cause.DEVICE
         rows = [
@@ -127,7 +122,7 @@ class AccumulationCheck:
 
 
 def _scale(ratio: float, steps: float) -> str:
-    """What a sum means that is `ratio` times what it should be."""
+    """Explain a sum that is `ratio` times what it should be."""
     if abs(ratio / steps - 1) < SAME:
         return f"the loss is not divided by the number of micro-batches: the sum is {ratio:.3g} times too large"
     if abs(ratio * steps - 1) < SAME:

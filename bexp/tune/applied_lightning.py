@@ -21,7 +21,7 @@ def patch(module: ModuleType) -> None:
     """Have the first call of `fit` train with the answer."""
     trainer, package = module.Trainer, import_module(module.__name__.removesuffix(".trainer.trainer"))
     loops: Any = import_module(f"{package.__name__}.loops.fit_loop")
-    fit, process = trainer.fit, loops._process_dataloader  # those of evaluations go through another module
+    fit, process = trainer.fit, loops._process_dataloader  # the loaders of evaluations go through another module
     chosen: list[Any] = []
 
     @wraps(fit)
@@ -45,7 +45,7 @@ def patch(module: ModuleType) -> None:
 
 
 def _resized(loader: Any) -> Any:
-    """A loader that Lightning has done with, with the size in place of its own, as far as it has one."""
+    """Give the answer's size to a loader that Lightning has prepared, if the loader has a size."""
     if isinstance(loader, DataLoader) and loader.batch_size is not None:
         resize(loader, int(os.environ[SIZE]))
         promise.takers.append(_accumulates)
@@ -53,7 +53,7 @@ def _resized(loader: Any) -> Any:
 
 
 def _accumulates(_: int) -> None:
-    """Its steps are as many as it is told."""
+    """Check nothing: Lightning takes as many steps as are set."""
 
 
 def _begin_again(*_: Any) -> None:

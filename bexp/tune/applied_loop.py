@@ -54,7 +54,7 @@ class _Loop:
         promise.takers.append(self.check)
 
     def begin_micro_step(self, accelerator: Any) -> None:
-        """The loop accumulates by `accumulate`, so its steps can be set even if they were one."""
+        """Note that the loop accumulates by `accumulate`, so that its steps can be set even if they were one."""
         if accelerator is self._accelerator and not self._accumulates:
             self._accumulates = True
             accelerator.gradient_accumulation_steps = self._steps

@@ -1,4 +1,4 @@
-"""transformers' Trainer and its children in a command that runs with an answer: they get its sizes and settings."""
+"""transformers' Trainer and its subclasses in a command that runs with an answer: they get its sizes and settings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from threading import Event
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from bexp.trainer.model_setup import apply, inner_model
+from bexp.trainer.recommended_setup import RecommendedSetup
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import SettingsError
 from bexp.tune import promise
-from bexp.tune.applied_settings import apply_choice
 from bexp.tune.link import SIZE, STEPS, choice
-from bexp.tune.placeholders import APPLY
+from bexp.tune.placeholders import APPLIED, APPLY, settings_of
 from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 
 is_used = Event()
@@ -24,7 +29,7 @@ def patch(module: ModuleType) -> None:
     from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
     class Pauses(TrainerCallback):
-        """Keeps what the Trainer does between steps out of their seconds."""
+        """Leaves the Trainer's work between steps out of their seconds."""
 
         def on_log(self, *_: Any, **__: Any) -> None:
             promise.begin_again()
@@ -58,9 +63,9 @@ def patch(module: ModuleType) -> None:
 
 
 class _Answer:
-    """The answer's sizes, and those of the command's first Trainer with data to train on, in whose place they are.
+    """The answer's sizes, which replace those of the command's first Trainer with data to train on.
 
-    A Trainer of other sizes was not measured, and keeps them.
+    A Trainer of other sizes was not measured, and keeps its own.
     """
 
     def __init__(self) -> None:
@@ -68,11 +73,11 @@ class _Answer:
         self._has_trained = False
 
     def apply(self, arguments: Any, *, has_data: bool) -> bool:
-        """Give arguments the answer, if it is for them; returns whether it is."""
+        """Give arguments the answer if it is for them, and return whether it is."""
         sizes = _sizes_of(arguments)
         if self._own is None and has_data:
             self._own = sizes
-            promise.takers.append(lambda _: None)  # its steps are as many as it is told
+            promise.takers.append(lambda _: None)  # the Trainer takes as many steps as are set
         answer = self._in_place_of(sizes)
         if self._own is None or sizes not in (self._own, answer):
             return False
@@ -86,7 +91,7 @@ class _Answer:
         return True
 
     def check(self, arguments: Any) -> None:
-        """Raise if the first training is one of other sizes than the answer's."""
+        """Raise if the first training has other sizes than the answer."""
         sizes = _sizes_of(arguments)
         answer = self._in_place_of(sizes)
         if not self._has_trained and sizes != answer:
@@ -97,9 +102,34 @@ class _Answer:
         self._has_trained = True
 
     def _in_place_of(self, sizes: tuple[int, int]) -> tuple[int, int]:
-        steps = os.environ.get(STEPS)  # it is not there if the batch is not known
+        steps = os.environ.get(STEPS)  # not set if the batch is not known
         return int(os.environ[SIZE]), (self._own or sizes)[1] if steps is None else int(steps)
 
 
 def _sizes_of(arguments: Any) -> tuple[int, int]:
     return arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+
+
+def usable(model: Any) -> list[str]:
+    """Return the values to try: none, all kernels whose checks this model passes, and these with compiled layers.
+
+    Layers are compiled only on a GPU.
+    """
+    kernels = [name for name in APPLIED if name != "compile" and _passes(model, name)]
+    values = ["none", "+".join(kernels)] if kernels else ["none"]
+    return [*values, "+".join([*kernels, "compile"])] if torch.cuda.is_available() else values
+
+
+def apply_choice(model: Any, choice: dict[str, Any], size: int) -> None:
+    """Set up a model as a trial or an answer says, by `bexp.apply`."""
+    value = choice.get(APPLY, "none")
+    if value != "none":
+        apply(model, RecommendedSetup(settings_of(value), micro_batch_size=size))
+
+
+def _passes(model: Any, name: str) -> bool:
+    try:
+        set_up(inner_model(model), settings_of(name)).undo()
+    except SettingsError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The loaders of data of loops that are no Trainer's: the longest micro-batch comes first, and each is known."""
+"""Data loaders of loops without a Trainer: the longest micro-batch comes first, and each micro-batch is known."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:  # this module is loaded while torch itself is
 
 _OURS = "_bexp_loader"
 FIRST_SIZE = 2
-"""Of the one step before a trial names a size: small, so that it fits, and enough for a batch normalisation."""
+"""The size of the one step before a trial names a size: small enough to fit, large enough for batch normalisation."""
 
 
 Ordered = Callable[[int], "tuple[Any, MicroBatches | None]"]
-"""Makes the order of a size: a sampler, and the micro-batches that it leads to if they are known and vary."""
+"""Makes the order of a size: a sampler, and its micro-batches if they are known and vary."""
 
 
 class SizedLoader:
-    """A training's loader of data, made anew with a size and an order of its own; both can change between two steps."""
+    """A training's data loader, made anew with a size and an order of its own, which can change between two steps."""
 
     def __init__(self, loader: DataLoader[Any], size: int, lengths: Lengths, order: Ordered) -> None:
         self.lengths, self.size = lengths, size
@@ -37,10 +37,10 @@ class SizedLoader:
         self.loader = with_sampler(loader, size, sampler)
         self._batches: Any = self.loader.batch_sampler  # accelerate's own loader takes it over
         self.turn = 0
-        """How often the size was set: with each, the order begins anew."""
+        """How often the size was set; each time the order begins anew."""
 
     def set(self, size: int) -> None:
-        """Have the next micro-batches be the first of another size."""
+        """Begin anew with micro-batches of another size."""
         self._batches.sampler, self.micro_batches = self._order(size)
         self._batches.batch_size = self.size = size
         self.turn += 1
@@ -48,24 +48,29 @@ class SizedLoader:
 
 @dataclass
 class Followed:
-    """The micro-batch that the loop has taken last, and the loader of it whose size can be set, if there is one."""
+    """The micro-batch that the loop has taken last."""
 
     sized: SizedLoader | None = None
+    """Its loader, if the size of that can be set."""
     lengths: Lengths | None = None
+    """Of the samples, if they are known."""
     micro_batches: MicroBatches | None = None
+    """Those of the loader's size, if they are known and vary."""
     number: int | None = None
+    """Of the micro-batch in its epoch."""
     positions: int | None = None
+    """Tokens that are computed for the micro-batch, padding included."""
     early: list[tuple[float, int, int | None]] | None = field(default_factory=list)
-    """When each micro-batch was taken before the first optimizer step, its number and its positions; then None."""
+    """Of each micro-batch before the first optimizer step: when it was taken, its number, its positions. Later None."""
 
     def early_steps(self) -> list[tuple[float, int, int | None]]:
-        """The seconds, the number and the positions of each micro-step until now, the first time that this is asked."""
+        """Return seconds, number and positions of each micro-step until now; nothing at a second call."""
         early, self.early = self.early or [], None
         ends = [*(taken for taken, *_ in early[1:]), *([_now()] if early else [])]
         return [(end - taken, number, width) for (taken, number, width), end in zip(early, ends, strict=True)]
 
     def follow(self, iterate: Callable[[], Iterable[Any]], sized: SizedLoader) -> Iterator[Any]:
-        """Yield the batches of one epoch, or begin one anew whenever a size was set; note each of them."""
+        """Yield and note the batches of one epoch, which begins anew whenever a size was set."""
         from bexp.tune.micro_batches import positions_of  # noqa: PLC0415 - needs torch
 
         turn = None
@@ -86,7 +91,7 @@ followed = Followed()
 
 
 def _now() -> float:
-    """The time when a GPU, if one is in use, has done what it was given."""
+    """The time when the GPU, if one is in use, has finished its work."""
     import torch  # noqa: PLC0415 - it is complete by now
 
     if torch.cuda.is_initialized():
@@ -107,7 +112,7 @@ def patch(module: ModuleType) -> None:
 
 
 def resize(loader: DataLoader[Any], size: int) -> None:
-    """Give a loader another size in place: its order, its workers and its length are as if it was made with this."""
+    """Give a loader another size in place: order, workers and length are as if it had been made with this size."""
     loader.batch_sampler.batch_size = vars(loader)["batch_size"] = size  # type: ignore[union-attr]  # torch's own
 
 
@@ -130,13 +135,13 @@ def with_sampler(loader: DataLoader[Any], size: int, sampler: Any) -> DataLoader
 
 
 def follow(sized: SizedLoader) -> DataLoader[Any]:
-    """Have each micro-batch of a loader noted when the loop takes it, and return the loader."""
+    """Note each micro-batch of a loader when the loop takes it, and return the loader."""
     vars(sized.loader)[_OURS] = sized
     return sized.loader
 
 
 def _worst_first(loader: Any) -> SizedLoader | None:
-    """The loader that takes the place of another; None if this one serves the Trainer, accelerate or no training."""
+    """The loader that replaces another; None if the other serves the Trainer, accelerate or no training."""
     from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
 
     from bexp.tune.lengths import Lengths  # noqa: PLC0415 - needs torch

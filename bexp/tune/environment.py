@@ -1,4 +1,4 @@
-"""The environment of a training command: that of a person, with the hook, on the devices that they have named."""
+"""The environment of a training command: a person's own, with the hook, on the devices that they have named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def on_devices(environment: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
-    """Return an environment that shows these devices, `cpu` or `cuda:1`, of those that were visible."""
+    """Return an environment that shows only these devices, `cpu` or `cuda:1`, of those that were visible."""
     visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     shown = [visible[number] if visible else str(number) for number in numbers]

@@ -20,14 +20,14 @@ LEAST_SHARE = 1e-4
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of all trained parameters. `kinds` has that of the same weights of all layers together."""
+    """The gradient of all trained parameters. `kinds` joins the gradients of the same weights of all layers."""
 
     norm: float
     kinds: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(cls, model: nn.Module, divisor: float = 1.0) -> Gradient:
-        """What the parameters hold now, divided; a parameter without a gradient has zeros."""
+        """Return the present gradients, divided; a parameter without a gradient has zeros."""
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         most = max(FEWEST_OF_A_PARAMETER, SAMPLED // max(1, len(trained)))
         squares, kinds = 0.0, dict[str, list[torch.Tensor]]()
@@ -77,7 +77,7 @@ def kind_of(name: str) -> str:
 
 
 def difference(first: Gradient, second: Gradient) -> float:
-    """The norm of what two gradients differ by, as a share of the first one's."""
+    """The norm of the difference of two gradients, as a share of the first one's."""
     return (first - second).norm / max(first.norm, 1e-30)
 
 
@@ -107,7 +107,7 @@ def best_weights(target: Gradient, parts: Sequence[Gradient]) -> list[float]:
 
 
 def steps_of(cumulative: Iterable[Gradient]) -> list[Gradient]:
-    """What each micro-batch has added, from the gradients after each of them."""
+    """The addend of each micro-batch, from the gradients after each of them."""
     found = list(cumulative)
     return found[:1] + [later - earlier for earlier, later in pairwise(found)]
 

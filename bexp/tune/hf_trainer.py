@@ -1,4 +1,4 @@
-"""transformers' Trainer and its children in a trial: sizes are set, steps are timed, and nothing is written."""
+"""transformers' Trainer and its subclasses in a trial: sizes are set, steps are timed, and nothing is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -14,19 +14,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 from transformers.trainer_callback import EarlyStoppingCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import PredictionOutput
 
-from bexp.explorer.cost_model.epochs import Epoch
+from bexp.explorer.cost.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
-from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, freeze_imports, measured, serving
+from bexp.tune.measuring import (
+    ACCUMULATION,
+    Clock,
+    Ranks,
+    describe_parameters,
+    freeze_imports,
+    measured,
+    peak_bytes,
+    reset_peak,
+    serving,
+)
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
 from bexp.tune.placeholders import APPLY, text_of
 from bexp.tune.trainer_accumulation import TrainerCheck
 from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
-from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
 
 _OFF = {
     "report_to": [],
@@ -61,13 +71,13 @@ def patch(module: ModuleType) -> None:
         if APPLY in choice():
             with refusing():
                 _refuse_model_init(self)
-            apply_to = import_module("bexp.tune.applied_settings").apply_choice
+            apply_to = import_module("bexp.tune.applied_trainer").apply_choice
             apply_to(self.model, choice(), self.args.per_device_train_batch_size)
 
     @wraps(train)
     def measure(self: Any, *_: Any, **__: Any) -> None:
         _serve(self, partial(train, self))
-        os._exit(0)  # what the command does at its end, or if it fails, is not for a trial
+        os._exit(0)  # the command's code for its end or its failure is not for a trial
 
     trainer.__init__, trainer.train = make, measure
     for name in ("save_model", "push_to_hub", "save_state", "log_metrics", "save_metrics"):
@@ -84,7 +94,7 @@ def patch(module: ModuleType) -> None:
 
 
 def _no_evaluation(*_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-    """What a script may read of an evaluation that is not run."""
+    """Metrics that a script may read of an evaluation that is not run."""
     return defaultdict(float, {f"{metric_key_prefix}_loss": 0.0})
 
 
@@ -94,13 +104,13 @@ def _no_prediction(*_: Any, metric_key_prefix: str = "test", **__: Any) -> Predi
 
 
 def _refuse_model_init(trainer: Any) -> None:
-    """Raise CannotSetError if the model that is there is not the one that is trained."""
+    """Raise CannotSetError if the present model is not the one that is trained."""
     if trainer.model_init is not None:
         raise CannotSetError("--apply sets up the model that the Trainer is given, and model_init makes another one")
 
 
 def _prepare(arguments: Any) -> None:
-    """Set what the trial tries, and switch off all that a training writes or reads beside its data."""
+    """Set what the trial tries, and switch off all that a training writes, or reads in addition to its data."""
     if hasattr(arguments, "bexp_asked"):
         return
     asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
@@ -108,7 +118,7 @@ def _prepare(arguments: Any) -> None:
     if owner is not None and SIZE not in os.environ:
         raise CannotSetError(f"{owner} {FIXED_SIZES}")
     for name, value in choice().items():
-        if name == APPLY:  # of the model, which is made later
+        if name == APPLY:  # a setting of the model, which is made later
             continue
         if name in _FIXED:
             raise CannotSetError(f"'{name}' is fixed when TrainingArguments are made: put {{{name}}} in the command")
@@ -171,20 +181,20 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
 
 
 def _usable(trainer: Any) -> list[str] | None:
-    """What `bexp.apply` can do to a model that is as the command has it, if the trial asks for that."""
+    """The values of APPLY that this model can have, if the trial asks for them with a model as the command has it."""
     if choice().get(APPLY) != "none":
         return None
-    found: list[str] = import_module("bexp.tune.applied_settings").usable(trainer.model)
+    found: list[str] = import_module("bexp.tune.applied_trainer").usable(trainer.model)
     return found
 
 
 def _evaluate(trainer: Any, ranks: Ranks) -> dict[str, Any]:
-    """What an evaluation needs in the fullest process."""
+    """The memory of an evaluation in the fullest process."""
     return max(ranks.gather(evaluate_longest(trainer)), key=lambda figures: figures["peak_bytes"])
 
 
 def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
-    """The order in which the training takes the samples that were read; None of a sampler that makes whole batches."""
+    """The training's order of the samples that were read; None for a sampler that makes whole batches."""
     if not isinstance(order, LengthGroupedSampler):
         return epoch_of(order, lengths)
     number = len(lengths.tokens)
@@ -205,14 +215,14 @@ def _next(link: Link | None) -> dict[str, Any] | None:
 def _measure(
     trainer: Any, train: Callable[[], Any], optimizer: Any, lengths: Lengths, ranks: Ranks, size: int
 ) -> dict[str, Any]:
-    """Run a few optimizer steps at one size, the longest micro-batch first; `optimizer` is the caller's own, if any."""
+    """Run a few optimizer steps at one size, the longest micro-batch first; `optimizer` is the command's, if any."""
     from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
     arguments = trainer.args
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30
     trainer.accelerator.gradient_accumulation_steps = arguments.gradient_accumulation_steps
-    trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
+    trainer.optimizer, trainer.lr_scheduler = optimizer, None  # without a given one, each size makes its own
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     trainer._created_lr_scheduler = False
     trainer.accelerator.free_memory()  # now, and not when the clock of the peak runs
@@ -255,3 +265,70 @@ def _measure(
         trainer.remove_callback(steps)
         trainer.training_step, trainer._get_train_sampler = step, original
     return clock.figures()
+
+
+def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
+    """The longest batch of an evaluation; None if no dataset can be read in any order."""
+    found = _datasets(trainer)
+    if not found:
+        return None
+    return {
+        "batch_size": trainer.args.per_device_eval_batch_size,
+        "length": max(max(lengths.widths, default=0) for _, lengths in found),
+    }
+
+
+def evaluate_longest(trainer: Any) -> dict[str, float]:
+    """Return the peak of an evaluation's longest batch, while the optimizer has the state that the training left.
+
+    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added. Several datasets
+    are evaluated one by one, and the highest peak counts.
+    """
+    return {"peak_bytes": max(_peak(trainer, dataset, lengths) for dataset, lengths in _datasets(trainer))}
+
+
+def _peak(trainer: Any, dataset: Any, lengths: Lengths) -> float:
+    arguments = trainer.args
+    number = arguments.per_device_eval_batch_size * arguments.world_size
+    places = lengths.longest(number) if lengths.is_known else [place % len(dataset) for place in range(number)]
+    model = trainer.model if trainer.model_wrapped is None else trainer.model_wrapped
+    loss_only = arguments.prediction_loss_only or trainer.compute_metrics is None
+    reset_peak(arguments.device)
+    model.eval()
+    kept = 0
+    for inputs in trainer.get_eval_dataloader(Subset(dataset, places)):
+        _, logits, labels = trainer.prediction_step(model, inputs, loss_only)
+        kept = max(kept, _kept_bytes(trainer, logits, labels, math.ceil(len(dataset) / number)))
+    model.train()
+    return peak_bytes(arguments.device)[0] + kept
+
+
+def _kept_bytes(trainer: Any, logits: Any, labels: Any, num_batches: int) -> int:
+    """Bytes of the outputs of other batches, if all are as long; concatenating them takes a second copy."""
+    arguments = trainer.args
+    if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+        logits = trainer.preprocess_logits_for_metrics(logits, labels)
+    if getattr(arguments, "batch_eval_metrics", False):  # metrics take each batch, and nothing is kept
+        return 0
+    batches = min(num_batches, arguments.eval_accumulation_steps or num_batches)
+    copies = 2 if getattr(arguments, "eval_do_concat_batches", True) else 1
+    one = sum(tensor.numel() * tensor.element_size() for tensor in _tensors((logits, labels)))
+    return copies * (batches - 1) * one * int(arguments.world_size)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _datasets(trainer: Any) -> list[tuple[Any, Lengths]]:
+    """The datasets that can be read in any order, each with the lengths of its samples."""
+    found = trainer.eval_dataset
+    each = found.values() if isinstance(found, dict) else [found]
+    readable = [one for one in each if hasattr(one, "__len__") and hasattr(one, "__getitem__") and len(one)]
+    return [(one, Lengths.of(one)) for one in readable]

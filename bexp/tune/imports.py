@@ -1,4 +1,4 @@
-"""Changes a library as soon as the training command has imported it, and never imports one by itself."""
+"""Patches of a library, made as soon as the training command has imported it. No library is imported for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Patch = Callable[[ModuleType], None]
 
 
 def arm() -> None:
-    """Have each library patched that a loop of training may be in, for a trial or for a run with an answer."""
+    """Watch for each library that may hold a training loop, to patch it for a trial or for a run with an answer."""
     if any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         return
     patches: dict[str, Patch] = {
@@ -48,7 +48,7 @@ def _patch(name: str, module: ModuleType) -> None:
 
 
 def _note_and_print(print_traceback: Callable[..., object], kind: Any, error: BaseException, trace: Any) -> None:
-    """Note what ends this process, if it is one of a group that trains, and let Python print it."""
+    """Note the error that ends this process, if it belongs to a group that trains, and let Python print it."""
     if "torch" in sys.modules:
         from bexp.tune.measuring import failed  # noqa: PLC0415 - needs torch
 
@@ -57,7 +57,7 @@ def _note_and_print(print_traceback: Callable[..., object], kind: Any, error: Ba
 
 
 class _Watcher(MetaPathFinder):
-    """Finds modules as the other finders do, and patches some of them after they have run."""
+    """A finder that asks the other finders, and patches some modules after they have run."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches
@@ -88,11 +88,11 @@ class _Patching(Loader):
         self._patch = patch
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader does."""
+        """Create the module as the loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the loader does, and the patch."""
+        """Run the module as the loader does, then the patch."""
         self._loader.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,4 +1,4 @@
-"""The label tokens of samples, and an order in which micro-batches differ in them as much as they can."""
+"""The label tokens of samples, and an order in which micro-batches differ most in their label tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ IGNORED = -100
 
 
 def label_tokens(sample: Any) -> int | None:
-    """The tokens of a sample that its loss is of, as far as it says; None if it does not."""
+    """Return the number of tokens that a sample's loss counts; None if the sample does not say."""
     if not hasattr(sample, "keys"):
         return None
     rows = {name: sample[name] for name in sample.keys() if _is_row(sample[name])}  # noqa: SIM118 - more than dicts
@@ -24,12 +24,12 @@ def label_tokens(sample: Any) -> int | None:
 
 
 def most_unequal(tokens: Sequence[int | None]) -> list[int]:
-    """The places of samples from few tokens to many; as they are where one is not known."""
+    """Return the places of samples from few tokens to many; unsorted if the tokens of one are not known."""
     return sorted(range(len(tokens)), key=lambda place: 0 if None in tokens else tokens[place] or 0)
 
 
 def _is_row(value: Any) -> bool:
-    """Whether a value is a row, and neither one number nor text."""
+    """Return whether a value is a row, and neither one number nor text."""
     return hasattr(value, "__len__") and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) == 1
 
 

@@ -12,14 +12,16 @@ from torch.utils.data import Sampler
 
 WORST_TIMES = 4
 FEWEST_BATCHES = 400
-"""Micro-batches before a loop of the data ends, so that none ends before its steps are timed."""
+"""The least micro-batches of a loop over the data, so that none ends before its steps are timed."""
 MOST_SAMPLES = 20_000
 MOST_SECONDS = 10.0
-"""Samples are read until there are so many, or for so long. The longest of the others is then not known."""
+"""Samples are read up to this number, or for so long. The longest of the others is then not known."""
 COLUMNS = ("input_ids", "input_features", "pixel_values")
 ENDING, PROMPT = "_ids", "prompt_"
-"""A sample without one of these columns has several texts, such as `chosen_ids` and `rejected_ids`, each of them after
-the prompt, if there is one."""
+"""The ending of columns with tokens where none of COLUMNS is, and the beginning of the prompt's.
+
+Each other column, such as `chosen_ids` and `rejected_ids`, is a text of its own, which follows the prompt.
+"""
 
 
 class Order(Protocol):
@@ -32,19 +34,20 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the samples that were read, by their place; `number` is that of all samples, None for a stream.
-
-    A sample takes `rows` of a micro-batch, one for each of its texts. `widths` are the tokens of the longest.
-    """
+    """The lengths of the samples that were read, by their place."""
 
     tokens: tuple[int, ...]
+    """Of all texts of a sample."""
     number: int | None
+    """Of all samples, also those that were not read; None for a stream."""
     widths: tuple[int, ...] = ()
+    """Tokens of a sample's longest text."""
     rows: int = 1
+    """The rows of a micro-batch that a sample takes, one for each of its texts."""
 
     @classmethod
     def of(cls, dataset: Any) -> Lengths:
-        """The lengths in a dataset whose samples can be read in any order; none of a stream."""
+        """Return the lengths in a dataset whose samples can be read in any order; none for a stream."""
         try:
             number = len(dataset)
         except TypeError:
@@ -75,7 +78,7 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of a sample in the mean; 1 where they are not known, so that rates are in samples."""
+        """Mean tokens of a sample; 1 where they are not known, so that rates are in samples."""
         return sum(self.tokens) / len(self.tokens) if self.tokens else 1.0
 
     def longest(self, number: int) -> list[int]:
@@ -90,7 +93,7 @@ class Lengths:
         return [order[i % len(order)] for i in range(number)]
 
     def describe(self) -> dict[str, Any]:
-        """What is known, for the trial."""
+        """Return what the trial should know of the lengths."""
         found = {"number": self.number, "num_read": len(self.tokens), "longest": max(self.widths, default=0)}
         return {"mean": self.mean, "samples": found | {"rows": self.rows} if self.is_known else None}
 
@@ -98,9 +101,8 @@ class Lengths:
 class WorstFirst(Sampler[int]):
     """The longest micro-batch WORST_TIMES, then the order of another sampler, again and again.
 
-    `size` is that of a micro-batch over all processes. With the longest in two optimizer steps, one of them meets the
-    optimizer's state and gradients that have added up. `longest_at` says which micro-batches these are, if not the
-    first ones.
+    `size` is that of a micro-batch over all processes. The longest comes in two optimizer steps, of which one meets the
+    optimizer's state and accumulated gradients. `longest_at` are its numbers, by default the first ones.
     """
 
     def __init__(

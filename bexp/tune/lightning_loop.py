@@ -1,4 +1,4 @@
-"""Lightning's Trainer in a trial: its loader of data gets the size of the trial, and nothing is written."""
+"""Lightning's Trainer in a trial: its data loader gets the size of the trial, and nothing is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEFT_OUT = {
     "BatchSizeFinder",
     "LearningRateFinder",
 }
-"""Callbacks that write, that end a training or run another one. Each of Lightning's two packages has its own."""
+"""Callbacks that write, end a training, or run another one. Each of Lightning's two packages has its own."""
 _SCHEDULED = "GradientAccumulationScheduler"
 
 
@@ -45,7 +45,7 @@ def patch(module: ModuleType) -> None:
         is_compiled = hasattr(model, "_orig_mod")
         _prepare(self, getattr(model, "_orig_mod", model), data, import_module(package), is_compiled=is_compiled)
         fit(*bound.args, **bound.kwargs)
-        os._exit(0)  # what the command does at its end is not for a trial
+        os._exit(0)  # the command's code for its end is not for a trial
 
     trainer.fit = measure
     for name in ("validate", "test", "predict", "save_checkpoint"):
@@ -53,7 +53,7 @@ def patch(module: ModuleType) -> None:
 
 
 def _prepare(trainer: Any, model: Any, data: list[Any], package: Any, *, is_compiled: bool) -> None:
-    """Switch off all that a training does beside its steps, and have its loader resized as soon as it is made."""
+    """Switch off all but a training's steps, and have its loader resized as soon as it is made."""
     configure = model.configure_callbacks
     model.configure_callbacks = lambda: _kept(configure())
     trainer.callbacks = [*_kept(trainer.callbacks), package.callbacks.LambdaCallback(on_train_start=_never_end)]
@@ -65,7 +65,7 @@ def _prepare(trainer: Any, model: Any, data: list[Any], package: Any, *, is_comp
     trainer.limit_train_batches, trainer.limit_val_batches, trainer.num_sanity_val_steps = 1.0, 0, 0
     trainer.reload_dataloaders_every_n_epochs = 0
     stated = set_stated_size(package, model, *data)
-    process = trainer.strategy.process_dataloader  # called when Lightning has done with a loader what it does
+    process = trainer.strategy.process_dataloader  # called after Lightning's own changes to a loader
 
     def process_resized(loader: Any) -> Any:
         with refusing():
@@ -98,14 +98,14 @@ def _kept(callbacks: Any) -> list[Any]:
 
 
 def _never_end(trainer: Any, _: Any) -> None:
-    """Leave the end to the trial. Until here the limits are the command's: a schedule of learning rates reads them."""
+    """Leave the end to the trial. Until now the command's limits stood, because learning rate schedules read them."""
     trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = 1 << 30
     for schedule in trainer.lr_scheduler_configs:  # one that has all its steps behind it would raise
         schedule.frequency = 1 << 30
 
 
 def _resized(trainer: Any, loader: Any, stated: int | None, *, is_compiled: bool = False) -> Any:
-    """Return a loader of the trial's size, or one that is as it is if the size stands in the command."""
+    """Return a loader of the trial's size, or the loader itself if the size stands in the command."""
     os.environ["RANK"] = str(trainer.global_rank)  # Lightning starts processes without it
     size = _size_of(loader) if isinstance(loader, DataLoader) else None
     why = _why_not(trainer, size or stated)
@@ -137,7 +137,7 @@ def _resized(trainer: Any, loader: Any, stated: int | None, *, is_compiled: bool
 
 
 def _why_not(trainer: Any, size: int | None) -> str | None:
-    """Why the size and the accumulation cannot be set; None if they can."""
+    """Return why the size and the accumulation cannot be set; None if they can."""
     if not trainer.lightning_module.automatic_optimization:
         return "it steps its optimizers by hand"
     if any(_SCHEDULED in {kind.__name__ for kind in type(each).__mro__} for each in trainer.callbacks):

@@ -16,19 +16,19 @@ from typing import Any
 SOCKET = "BEXP_TUNE_SOCKET"
 """The variable that names the Unix socket of the trial."""
 CHOICE = "BEXP_TUNE_CHOICE"
-"""The variable with the settings of the trial beside its size, as a JSON object."""
+"""The variable with the settings of the trial, except its size, as a JSON object."""
 SIZE = "BEXP_TUNE_SIZE"
-"""The variable with the size that stands in the command; it is not there if the command names none."""
+"""The variable with the size that stands in the command; absent if the command names none."""
 STEPS = "BEXP_TUNE_STEPS"
 """The variable with the accumulation steps that belong to this size."""
 SITE = "BEXP_TUNE_SITE"
 """The variable that names the folder with `bexp`, for the hook."""
 PROMISE = "BEXP_TUNE_PROMISE"
-"""The variable with what the answer promises, as a JSON object: it is there in a command that runs with an answer."""
+"""The variable with the answer's promise, as a JSON object; set only in a command that runs with an answer."""
 SCRATCH = "BEXP_TUNE_SCRATCH"
-"""The variable that names a folder which takes what the command would write."""
+"""The variable that names a folder for files that the command would write elsewhere."""
 asked: dict[str, Any] = {}
-"""What a library's loop was asked for, if its size can be set from within: kind, size, accumulation and lengths."""
+"""Kind, size, accumulation and lengths as the command asked a library's loop, if its size can be set from within."""
 
 
 class Link:
@@ -58,14 +58,14 @@ class Link:
 def connect() -> Link | None:
     """Connect to the trial; None in a process that belongs to none.
 
-    The processes of one training are told apart by RANK, which every launcher sets. The first speaks for all.
+    RANK, which every launcher sets, identifies the processes of one training. The first speaks for all.
     """
     path = os.environ.get(SOCKET)
     return None if path is None or os.environ.get("RANK", "0") != "0" else Link(path)
 
 
 def note_failure(reply: Mapping[str, Any]) -> None:
-    """Leave what has broken this process of a group for the trial.
+    """Write the error of this process of a group for the trial.
 
     The first process, which speaks for all, may know only that another one is gone.
     """
@@ -81,12 +81,12 @@ def failures_in(folder: Path) -> list[Path]:
 
 
 class CannotSetError(ValueError):
-    """The trial asks for what this training cannot be given from within."""
+    """The trial asks for a setting that this training cannot take from within."""
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Tell the trial what cannot be set, and end: no command is to catch it, and no traceback is to hide it."""
+    """Send the trial what cannot be set, and end, so that no command catches the error and no traceback hides it."""
     try:
         yield
     except CannotSetError as error:

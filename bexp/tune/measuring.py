@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.micro_step import MicroStep
@@ -25,29 +25,31 @@ if TYPE_CHECKING:
 ACCUMULATION = 2
 """Micro-steps of a measured step. More of them would show nothing new, and each step takes longer."""
 WARM_UP_SECONDS = 0.5
-"""The clock counts after so long, and after the optimizer steps that have the longest micro-batch."""
+"""Timing begins after so long, and after the optimizer steps that have the longest micro-batch."""
 FEWEST_STEPS, MOST_STEPS = 3, 60
 LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
-"""Steps are timed until there are enough of them for so long."""
+"""Steps are timed for so long at least, until there are enough of them, and for so long at most."""
 FEWEST_VARIED = 13
-"""Micro-steps that are timed at least, if their micro-batches differ in length by more than ALIKE."""
+"""The least micro-steps that are timed if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
 SETTLED, MOST_RESTARTS = 1.06, 4
-"""Timing begins anew, so often at most, while the first half of the micro-steps is slower than the second by this.
+"""Timing begins anew while the first half of the micro-steps is slower than the second by this, and at most so often.
 
 On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
 """
 PRECISE, PRECISE_SECONDS = 0.04, 6.0
 """Where lengths are not known, steps are timed until the standard error is this share of the mean, or for so long."""
 FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
-"""Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps."""
+"""Before timing, so many micro-steps run with others than the longest micro-batch, within so many more steps."""
 LONG_SECONDS = 2.0
-"""A micro-step of this length is timed also if its width is new: what that takes is little beside it. Where all are
-alike, one optimizer step of such is enough, and the second of all may be it: it has met the optimizer's state."""
+"""A micro-step of this length is timed also if its width is new, because a new width adds little to it.
+
+Where all samples are alike, one such optimizer step is enough. It may be the second: it meets the optimizer's state.
+"""
 
 
 serving: list[Any] = []
-"""The Trainers of this process that measure. No other loop is followed beside one."""
+"""The Trainers of this process that measure. While there is one, no other loop is followed."""
 
 
 class Ranks:
@@ -55,16 +57,16 @@ class Ranks:
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def own(self) -> int:
-        """The number of this one."""
+        """Rank of this process."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     def share(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the first process has been told, in each of them."""
+        """Return the message of the first process, in each process."""
         if self.number == 1:
             return message
         box = [message]
@@ -80,10 +82,10 @@ class Ranks:
 
 
 class Clock:
-    """Times the micro-steps and the optimizer steps of one size, and reads the peak; the first steps do not count.
+    """A clock of the micro-steps and the optimizer steps of one size, and their peak; the first steps do not count.
 
-    `micro_batches` are those that the steps take, if these vary in length and are known. `ran_longest` is told to the
-    trial. `are_alike` is False if samples vary in length. With `forgets_first_peak` the peak is that after a step.
+    `micro_batches` are those of the steps, if they vary in length and are known. The trial learns `ran_longest`.
+    `are_alike` is False if samples vary in length. With `forgets_first_peak` the peak counts from the second step on.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks, warm_up_steps: int) -> None:
@@ -106,12 +108,12 @@ class Clock:
         reset_peak(self._device)
 
     def begin_micro_step(self) -> None:
-        """A micro-step begins, unless it has begun with the end of the last: waiting for data is part of it."""
+        """Begin the first micro-step. Later ones begin where the last ended, so that they include waiting for data."""
         if self._first is None:
             self._first = self._ended = self._now()
 
     def end_micro_step(self, number: int | None = None, positions: int | None = None) -> None:
-        """A micro-step has ended: that of the micro-batch with this number, which has so many positions."""
+        """End the micro-step of the micro-batch with this number, which has so many positions."""
         now = self._now()
         self.note(now - self._ended, number, positions)
         self._ended = now
@@ -128,7 +130,7 @@ class Clock:
         )
 
     def end_step(self) -> None:
-        """An optimizer step has ended, and the loop may be over."""
+        """End an optimizer step, after which the loop may be over."""
         now = self._now()
         if self._began is not None:
             self._optimizer_steps.append(now - self._ended)
@@ -149,18 +151,18 @@ class Clock:
         is_spent = number >= MOST_STEPS or elapsed >= MOST_SECONDS
         restarts = enough and not is_spent and self._num_restarts < MOST_RESTARTS and not self._has_settled()
         over = is_spent or (enough and not restarts)
-        told = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
-        if told is None:
+        agreed = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
+        if agreed is None:
             return
-        if told["restarts"] or (told["is_warm"] and self._began is None):  # of the first process, so that all agree
-            self._num_restarts += told["restarts"]
+        if agreed["restarts"] or (agreed["is_warm"] and self._began is None):  # all by the first process's word
+            self._num_restarts += agreed["restarts"]
             self._micro_steps = [replace(step, is_timed=False) for step in self._micro_steps]
             self._optimizer_steps.clear()
             self._began = now
-        self.is_over = told["is_over"]
+        self.is_over = agreed["is_over"]
 
     def figures(self) -> dict[str, Any]:
-        """What the trial is told: the slowest and the fullest process."""
+        """Return the figures for the trial, each of the slowest or the fullest process."""
         timed = self._timed()
         if len(timed) < 2:
             raise RuntimeError("the training ended by itself before two micro-steps could be timed")
@@ -190,26 +192,26 @@ class Clock:
         return [step.seconds for step in self._micro_steps if step.is_timed]
 
     def _has_settled(self) -> bool:
-        """Whether micro-steps take as long, by their positions where these are known, as they did at first."""
+        """Return whether micro-steps are no longer getting faster, for each position where these are known."""
         paces = [step.seconds / (step.positions or 1) for step in self._micro_steps if step.is_timed]
         half = len(paces) // 2
         return half < 2 or statistics.median(paces[:half]) <= SETTLED * statistics.median(paces[half:])
 
     def _is_precise(self) -> bool:
-        """Whether the mean is known well enough; those of known micro-batches have a fit that says it."""
+        """Return whether the mean is known well enough. A fit judges the mean of known micro-batches instead."""
         timed = self._timed()
         error = statistics.stdev(timed) / math.sqrt(len(timed))
         return self.micro_batches is not None or error <= PRECISE * statistics.fmean(timed)
 
     def _has_met_others(self) -> bool:
-        """Whether micro-batches were met that are not the longest: what new shapes cost is not to be timed."""
+        """Return whether other micro-batches than the longest have run, so that no cost of new shapes is timed."""
         if self.micro_batches is None or self._num_steps >= self._warm_up_steps + MOST_MORE_STEPS:
             return True
         others = [step for step in self._micro_steps if not self.micro_batches.is_longest(step.number or 0)]
         return len(others) >= FEWEST_OTHERS
 
     def _varies(self) -> bool:
-        """Whether the micro-batches differ in length, as far as that can be seen."""
+        """Return whether the micro-batches differ in length, as far as that can be seen."""
         seen = [step.positions for step in self._micro_steps if step.positions]
         return bool(seen) and max(seen) > ALIKE * min(seen)
 
@@ -220,25 +222,25 @@ class Clock:
 
 
 def freeze_imports() -> None:
-    """Exempt what the command has imported from collections: each size begins with some, through all that is there."""
-    gc.collect()  # garbage among what is exempt is never found
+    """Exempt the command's imports from garbage collections, because each size begins with some."""
+    gc.collect()  # garbage among exempt objects would stay for ever
     gc.freeze()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Have the peak of a device counted anew."""
+    """Begin a new peak of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     else:
         gc.collect()
-        trim()  # what earlier sizes have freed is still resident
+        trim()  # memory that earlier sizes have freed is still resident
         _forget_peak()
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """The most bytes that were allocated on a device, and reserved; on a CPU both are those of the process."""
+    """Return the peaks of allocated and of reserved bytes on a device; on a CPU both are those of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     peak = _resident_peak()
@@ -246,7 +248,7 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _spread(each: Sequence[dict[str, float]]) -> dict[str, Any] | None:
-    """The slowest of several processes, by micro-steps in which it waits for no other, and the fullest."""
+    """The slowest process, by micro-steps in which it waits for no other, and the fullest; None for a single one."""
     if len(each) == 1:
         return None
     seconds, peaks = [[figures[name] for figures in each] for name in ("alone", "peak_bytes")]
@@ -260,7 +262,7 @@ def _spread(each: Sequence[dict[str, float]]) -> dict[str, Any] | None:
 
 
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """What the search must know of a model: its parameters and their bytes."""
+    """Return the parameters of a model and their bytes, for the search."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in trained or parameters]
     return {
@@ -272,7 +274,7 @@ def describe_parameters(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures of `measure`, or the outcome that stands for its error."""
+    """Return the figures of `measure`, or the outcome of its error."""
     try:
         return {"outcome": "ok", **measure()}
     except Exception as error:  # noqa: BLE001 - the command is the caller's, and any failure of it is an outcome
@@ -280,7 +282,7 @@ def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def failed(error: BaseException) -> dict[str, Any]:
-    """The outcome that stands for an error."""
+    """Return the outcome of an error."""
     outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
     return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
 
@@ -291,7 +293,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _forget_peak() -> None:
-    """Have the kernel count the resident peak of this process anew."""
+    """Let the kernel begin a new resident peak of this process."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

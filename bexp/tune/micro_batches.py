@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from bexp.explorer.cost_model.epochs import Epoch, Places, cut_epochs
-from bexp.explorer.cost_model.expectation import Figures, expect
+from bexp.explorer.cost.epochs import Epoch, Places, cut_epochs
+from bexp.explorer.cost.expectation import Figures, expect
 from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
 
 if TYPE_CHECKING:
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 
 PACKED = 0
 PADDINGS = (1, 8, 16, 32, 64, 128)
-"""Rows are padded to the longest, and to a multiple of this."""
+"""Rows are padded to the longest, rounded up to a multiple of one of these."""
 TOLERANCE = 0.05
-"""A way of making micro-batches explains the positions that were seen if it is no further off than this."""
+"""A padding explains the positions that were seen if it is no further off than this, in the mean."""
 FEWEST_DRAWN = 4
 ALIKE = 1.1
-"""How much longer than another time an early one of the longest micro-batch may take, and not be one of warming up."""
+"""An early run of the longest micro-batch counts, and is no warm-up, if it takes at most so many times the fastest."""
 AGAIN = range(WORST_TIMES + 6, 100_000, 15)
 """Where the longest micro-batch comes again: its first times load kernels and grow the allocator's cache."""
 CYCLE = 13
-"""Micro-batches that are drawn, and then come again: their widths are new only once. So many are spread most evenly."""
+"""Micro-batches are drawn in this number, and then come again, so that widths are new only once.
+
+This number of them is spread most evenly.
+"""
 planned: dict[int, float] = {}
-"""What the first micro-step of a width takes longer in this process, by the size."""
+"""Additional seconds of the first micro-step of a width in this process, by the size."""
 FEWEST_PAIRS = 2
-"""The first micro-batch of all has a new width as well, and so much more to do that it shows nothing."""
+"""One pair is not enough: the very first micro-batch has so much more to do that it shows nothing of its width."""
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly, however many of them there are."""
 
@@ -57,7 +60,7 @@ def order_of(
     rank: int = 0,
     longest_at: Collection[int] = range(WORST_TIMES),
 ) -> tuple[WorstFirst, MicroBatches | None]:
-    """Return the order of a trial in place of a sampler's, and the micro-batches if they are known and vary.
+    """Return the order of a trial, which replaces a sampler's, and the micro-batches if they are known and vary.
 
     If they do not vary, or if the sampler's epoch is not known, its own order follows the longest micro-batch.
     """
@@ -70,7 +73,7 @@ def order_of(
 
 
 def positions_of(batch: Any) -> int | None:
-    """Return for how many tokens a micro-batch is computed, padding included; None if that cannot be seen.
+    """Return the number of tokens of a micro-batch, padding included; None if it cannot be seen.
 
     They are those of its largest tensor of integers, or of all `input_ids` if it has several.
     """
@@ -89,8 +92,8 @@ def positions_of(batch: Any) -> int | None:
 class MicroBatches:
     """The longest micro-batch first, and then some of all lengths, in the shares that the training will see.
 
-    An epoch with a fixed seed is cut into micro-batches of the size. A trial runs them from all over their order by
-    length, so that the first few are as long in the mean as all of them.
+    An epoch with a fixed seed is cut into micro-batches of the size, which are sorted by length. A trial draws evenly
+    from this order, so that the first few have the mean length of all.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class MicroBatches:
         self._simulated = cut_epochs(epoch, whole)
         widths, tokens = self._widths[self._simulated].max(axis=1), self._tokens[self._simulated].sum(axis=1)
         self.varies = bool(np.ptp(widths) > TOLERANCE * widths.mean() or np.ptp(tokens) > TOLERANCE * tokens.mean())
-        """Whether the training's micro-batches differ in length."""
+        """The training's micro-batches differ in length."""
         self._by_length = np.argsort(widths * whole + tokens, kind="stable")
         last = max(len(self._simulated), FEWEST_BATCHES)  # all of these must come before the order begins anew
         self._longest_at = frozenset(longest_at) | frozenset(at for at in AGAIN if at < last)
@@ -124,9 +127,9 @@ class MicroBatches:
 
     @property
     def tail(self) -> list[int] | None:
-        """The tokens that 1 in 1, 2, 4, ... samples have at least; None if rows are not padded in a random order.
+        """The least tokens of the longest 1 in 1, 2, 4, ... samples, down to the longest one.
 
-        The last are those of the longest.
+        None if rows are not padded in a random order.
         """
         if not self.is_random or self._padding in (None, PACKED):
             return None
@@ -135,24 +138,24 @@ class MicroBatches:
         return [int(width) for width in np.sort(self._widths)[places]]
 
     def is_longest(self, number: int) -> bool:
-        """Whether the micro-batch with this number is the longest of all."""
+        """Return whether the micro-batch with this number is the longest of all."""
         return number % self.sampler.num_batches in self._longest_at
 
     def drawn(self, number: int) -> Places:
-        """The places of the samples of a micro-batch, in all processes; those with the longest are not counted."""
+        """Return the places of a micro-batch's samples in all processes. The longest micro-batch is not numbered."""
         share = (0.5 + number % CYCLE * GOLDEN) % 1.0
         places: Places = self._simulated[self._by_length[int(share * len(self._by_length))]]
         return places
 
     def num_simulated(self) -> int:
-        """How many micro-batches stand for the training's, in all processes together."""
+        """Return the number of micro-batches that represent the training's, in all processes together."""
         return len(self._simulated)
 
     def expect(self, steps: Sequence[MicroStep]) -> tuple[float, float] | None:
-        """Return the seconds of a micro-step in the mean over the training, and their standard error.
+        """Return the mean seconds of a micro-step over the training, and their standard error.
 
-        None if too few were timed, or if it is not known how the positions of these follow from the lengths of the
-        samples. Of the longest those that ran before the clock count as well, if they were as fast as later ones.
+        None if too few were timed, or if no known padding explains their positions. Runs of the longest micro-batch
+        before the clock count as well, if they were as fast as later ones.
         """
         known = [
             (step, self._places(step.number), self.is_longest(step.number))
@@ -175,18 +178,20 @@ class MicroBatches:
         return mean + self._new_width_seconds(steps, population[:, 0].reshape(-1, self._num_processes)), error
 
     def widths_of_others(self, number: int) -> list[tuple[int, float]]:
-        """The processes beside this one, each with the longest row of its part of a micro-batch."""
+        """Return the other processes, each with the longest row of its part of a micro-batch."""
         widths = self._widths[self._whole(number)].reshape(-1, self._size).max(axis=1)
         return [(rank, float(width)) for rank, width in enumerate(widths) if rank != self._rank]
 
     def _new_width_seconds(self, steps: Sequence[MicroStep], positions: Figures) -> float:
-        """What the first micro-batches of a width add to one in the mean over an epoch, at least.
+        """Return the least seconds that new widths add to a micro-step, in the mean over an epoch.
 
         `positions` are those of each process's part, a row for each micro-batch. Samples that were not read may have
-        other widths. Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for
-        the one that does. The first micro-step of each shows it, and those that repeat it do not. Early ones
-        took up to three times as long on a GPU, probably because they also load kernels, so that the least counts. A
-        size that is measured again meets the same widths, which are planned by then: what it took at first counts.
+        other widths.
+
+        Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for that. The first
+        micro-step of each width shows it, and repetitions do not. Early ones took up to three times as long on a GPU,
+        probably because they also load kernels, so the least difference counts. A size that is measured again meets
+        widths that are planned by then, so its first figure counts.
         """
         firsts: dict[object, float] = {}
         later: dict[object, list[float]] = {}
@@ -218,7 +223,7 @@ class MicroBatches:
         return self.drawn(number - sum(at < number for at in self._longest_at))
 
     def _find_padding(self, places: Places, seen: Figures) -> int | None:
-        """How micro-batches are made, by the positions that were seen; None if in no way that is known."""
+        """Return the padding that explains the positions that were seen; None if no known one does."""
         off = {
             padding: float(np.abs(seen / self._work(places, padding)[:, 0] - 1).mean())
             for padding in (PADDINGS[0], PACKED, *PADDINGS[1:])
@@ -227,7 +232,7 @@ class MicroBatches:
         return best if off[best] <= TOLERANCE else None
 
     def _work(self, places: Places, padding: int) -> Figures:
-        """For each micro-batch its positions, and the pairs of them that attention computes."""
+        """Return for each micro-batch its positions, and the pairs of them that attention computes."""
         if padding == PACKED:
             return np.column_stack([self._tokens[places].sum(axis=1), np.square(self._tokens[places]).sum(axis=1)])
         widths = np.ceil(self._widths[places].max(axis=1) / padding) * padding

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A micro-step, the number of its micro-batch, and the positions that were computed, as far as they are known.
-
-    `is_first` says that the micro-batches are known, and that this is the first of its width, in this process or in
-    another one, for which this one waits: it is not timed.
-    """
+    """A micro-step, with its micro-batch as far as that is known."""
 
     seconds: float
     is_timed: bool
     number: int | None = None
+    """Of the micro-batch."""
     positions: int | None = None
+    """Tokens that were computed, padding included."""
     is_first: bool = False
+    """The first of its width, in this process or in another one for which this one waits. It is not timed."""

@@ -1,6 +1,6 @@
 """Any other PyTorch loop in a trial: backward calls and optimizer steps are timed.
 
-Its size stands in the command, or is that of its loader of data: one that a trial can set takes several sizes.
+Its size stands in the command, or is that of its data loader. A loader whose size a trial can set takes several sizes.
 
 The module is loaded while torch itself is, so it imports nothing of torch before the first optimizer steps.
 """
@@ -33,7 +33,7 @@ def patch(module: ModuleType) -> None:
 
 
 class _Loop:
-    """Follows the first optimizer that steps, and ends the process after a few of its steps."""
+    """The loop of the first optimizer that steps. The process ends after a few of its steps."""
 
     def __init__(self) -> None:
         self._first: weakref.ref[Any] | None = None
@@ -44,13 +44,13 @@ class _Loop:
         self._clock: Clock | None = None
 
     def before_step(self, optimizer: Any, given: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> None:
-        """An optimizer is about to step: the first of all is the one that is followed."""
+        """Follow the optimizer if it is the first that is about to step."""
         if self._first is None:
             self._first = weakref.ref(optimizer)  # a Trainer drops it with its state before the next size
             self._begin(optimizer, has_closure=len(given) > 1 or bool((named or {}).get("closure")))
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """An optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         if self._first is None or optimizer is not self._first():
             return
         if self._clock is not None:
@@ -58,7 +58,7 @@ class _Loop:
             if self._clock.is_over:
                 self._end(self._clock)
         elif self._sized is not None:
-            self._measure_next()  # the first step has shown what there is, and nothing more
+            self._measure_next()  # the first step has served only to describe the loop
 
     def _begin(self, optimizer: Any, *, has_closure: bool) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
@@ -119,7 +119,7 @@ class _Loop:
 
         reply = measured(clock.figures)
         if self._link is None:
-            os._exit(0)  # what the command does at its end is not for a trial
+            os._exit(0)  # the command's code for its end is not for a trial
         self._link.send(reply)
         self._measure_next()
 
@@ -141,6 +141,6 @@ class _Loop:
 
 
 def _refuse_choice(kind: str) -> None:
-    """Raise CannotSetError if there is a setting to try: outside transformers' Trainer nothing could take it."""
+    """Raise CannotSetError if there is a setting to try: outside transformers' Trainer no loop can take one."""
     for name in choice().keys() - {APPLY}:  # the trial says whom that is for
         raise CannotSetError(f"{kind} has no '{name}' that could be set: put {{{name}}} where the command takes it")

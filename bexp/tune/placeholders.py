@@ -1,6 +1,6 @@
 """Values of settings as text, and where they stand in braces in a command.
 
-`APPLY` is the setting of what `bexp.apply` does to the model. Its values are names of APPLIED with a plus in between.
+`APPLY` is the setting for `bexp.apply`. Its values are names of APPLIED, joined by a plus.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "~": None}
 
 
 def settings_of(value: str) -> Settings:
-    """Return what a value of APPLY sets; `none` sets nothing."""
+    """Return the settings of a value of APPLY; `none` sets nothing."""
     named = [] if value == "none" else value.split("+")
     return Settings(**dict(chain.from_iterable(APPLIED[name].items() for name in named)))
 
 
 def apply_lines(value: str, size: int) -> list[str]:
-    """Return the lines of Python that do in a script what a value of APPLY has done in a trial."""
+    """Return the lines of Python that apply a value of APPLY in a script, as the trial did."""
     named = [] if value == "none" else value.split("+")
     given = ", ".join(f"{field}={setting!r}" for name in named for field, setting in APPLIED[name].items())
     setup = f"bexp.RecommendedSetup(bexp.Settings({given}), micro_batch_size={size})"
@@ -39,7 +39,7 @@ def apply_lines(value: str, size: int) -> list[str]:
 
 
 def scalar_of(text: str) -> Any:
-    """Return what a text is as a plain value of YAML 1.2: a number, true, false, null, or else the text itself."""
+    """Return a text as a plain value of YAML 1.2: a number, True, False, None, or else the text itself."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     if re.fullmatch(r"[-+]?\d+", text):
@@ -48,17 +48,17 @@ def scalar_of(text: str) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as a command or a file of settings takes it: `true`, `8`, `adafactor`."""
+    """Return a value as a command or a file of settings writes it: `true`, `8`, `adafactor`."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def describe_choice(choice: Mapping[str, Any]) -> str:
-    """Return a value of each setting in one line, by which the search knows them."""
+    """Return the value of each setting, in one line by which the search identifies the choice."""
     return " ".join(f"{name}={text_of(value)}" for name, value in choice.items())
 
 
 def stands_in(name: str, arguments: Sequence[str]) -> bool:
-    """Whether a setting stands in braces in a command."""
+    """Return whether a setting stands in braces in a command."""
     return any(f"{{{name}}}" in argument for argument in arguments)
 
 

@@ -1,4 +1,4 @@
-"""The first optimizer steps of a command that runs with an answer, compared with what was promised.
+"""The first optimizer steps of a command that runs with an answer, compared with the promise.
 
 The module is loaded while torch itself is, so it imports nothing of torch before the first optimizer step.
 """
@@ -20,13 +20,15 @@ from bexp.tune.link import PROMISE, SIZE, STEPS
 WARM_UP = 2
 """Optimizer steps that are not timed: they meet new shapes, and the optimizer's state."""
 FEWEST, MOST, LONGEST_SECONDS = 3, 10, 60.0
-"""Steps are timed until there are MOST, or FEWEST in so long."""
+"""Steps are timed until there are MOST of them, or after so long FEWEST."""
 OTHER_WORK = 3.0
-"""A step that takes so many times the median has saved or evaluated as well, and does not count."""
+"""A step that takes this many times the median has saved or evaluated as well, and does not count."""
 
 takers: list[Callable[[int], None]] = []
-"""What has taken the answer's size. It is told the micro-steps of the first step that is known from its beginning, and
-raises if they are wrong."""
+"""One for each part of the command that has taken the answer's size.
+
+Each gets the number of micro-steps of the first step that was seen whole, and raises if it is wrong.
+"""
 
 
 class CannotApplyError(RuntimeError):
@@ -39,12 +41,12 @@ def patch(module: ModuleType) -> None:
 
 
 def begin_again() -> None:
-    """What the training has done since the last step, such as saving, is no part of the next one."""
+    """Leave the work since the last step, such as saving, out of the next one."""
     _steps.begin_again()
 
 
 class _Steps:
-    """The seconds and the micro-steps of the steps of the first optimizer that steps."""
+    """The steps of the first optimizer that steps: their seconds and their micro-steps."""
 
     def __init__(self) -> None:
         self._first: Any = None
@@ -55,7 +57,7 @@ class _Steps:
         self.is_scaled = False  # a gradient scaler, which leaves out the optimizer's step where gradients overflow
 
     def end_step(self, optimizer: Any, *_: Any) -> None:
-        """An optimizer has stepped."""
+        """End a step, because an optimizer has stepped."""
         if self._is_over:
             return
         if self._first is None:
@@ -76,12 +78,12 @@ class _Steps:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         if not self._is_over:
             self._began = _now()
 
     def begin_again(self) -> None:
-        """A step begins, unless it has begun: then nothing but its own micro-steps has been done."""
+        """Begin a step anew, unless it has micro-steps already."""
         if self._num_micro_steps == 0:
             self.begin()
 

@@ -1,4 +1,4 @@
-"""Has a model round otherwise, as it does where a micro-batch of another size takes other kernels."""
+"""Other roundings of a model, as a micro-batch of another size has them, because it takes other kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOSS_SCALE = 0.73
 
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Change what each layer with parameters returns by about one rounding of its number format.
+    """Change the output of each layer with parameters by about one rounding of its number format.
 
-    Two sizes of a micro-batch differ so in low precision. It may change the choice of a router, for example.
+    In low precision two sizes of a micro-batch differ by as much, which may change the choice of a router.
     """
     layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     handles = [layer.register_forward_hook(_round_otherwise) for layer in layers]

@@ -1,4 +1,4 @@
-"""What is random in a model, and what makes its loss depend on a whole micro-batch, switched off for a while."""
+"""Contexts that switch off parts of a model: random ones, and those whose loss depends on a whole micro-batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 RANDOM = ("drop", "jitter")
-"""What the name of a probability or of a noise has in it, in torch and in transformers."""
+"""Parts of the names of probabilities and noises, in torch and in transformers."""
 ROUTER = ("router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef", "router_z_loss_coef", "z_loss_coef")
 """Coefficients of the losses that balance routers."""
 _SUB_CONFIG = "_config"
@@ -38,7 +38,7 @@ def nothing_random(model: nn.Module) -> Iterator[None]:
 
 
 def without_router_loss(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
-    """What switches off the losses that balance a model's routers; None if it has none."""
+    """Return a context without the losses that balance a model's routers; None if it has none."""
     found = [
         (owner, name)
         for owner in _owners(model)
@@ -49,7 +49,7 @@ def without_router_loss(model: nn.Module) -> Callable[[], AbstractContextManager
 
 
 def without_batch_statistics(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
-    """What has batch norms use their running statistics; None if there are none that use those of the batch."""
+    """Return a context in which batch norms use their running statistics; None if none uses those of the batch."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     return partial(_as_in_evaluation, norms) if norms else None
 
@@ -83,7 +83,7 @@ def _zero(settings: Sequence[Setting]) -> Iterator[None]:
 
 @contextmanager
 def _as_in_evaluation(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Before each call, because a training step sets the mode of the whole model."""
+    """Set evaluation mode before each call, because a training step sets the mode of the whole model."""
     before = [norm.training for norm in norms]
     handles = [norm.register_forward_pre_hook(_evaluate) for norm in norms]
     try:

@@ -1,39 +1,42 @@
-"""The gradients of one batch in transformers' Trainer, by its own loop of training up to the first optimizer step."""
+"""The gradients of one batch in transformers' Trainer, by its own training loop up to the first optimizer step."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import IterableDataset, Sampler
 
-from bexp.tune.accumulation import remedies, seed_everything
 from bexp.tune.agreement import CannotCheckError, Parts, check, divisors
-from bexp.tune.agreement_text import Cause
+from bexp.tune.agreement_text import AccumulationCheck, Cause
 from bexp.tune.gradients import Gradient, steps_of
 from bexp.tune.label_tokens import label_tokens, most_unequal
 from bexp.tune.measuring import Ranks
 from bexp.tune.rounding import LOSS_SCALE, rounded_otherwise
-from bexp.tune.switched_off import nothing_random
+from bexp.tune.switched_off import nothing_random, without_batch_statistics, without_router_loss
 
 MOST_SAMPLES = 64
 """A larger batch of the command is cut to so many samples on each device, because it is run at least four times."""
 SMALLER, MOST_SMALLER = 1 / 16, 4
 """In float16 the first scale of the loss is often too large, and is made smaller so many times."""
 _OFF = ("model_init", "neftune_noise_alpha")
-"""The first would make other weights for each run, and the second noise."""
+"""Arguments of the Trainer that are switched off: new weights for each run, and noise."""
 
 
 class _WholeBatchError(Exception):
-    """All micro-batches of the batch have been run: what would follow is the optimizer's step."""
+    """All micro-batches of the batch have been run, and the optimizer's step would follow."""
 
 
 class _Fixed(Sampler[int]):
-    """Samples in an order that was chosen, once."""
+    """Samples once, in a chosen order."""
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = places
@@ -48,7 +51,7 @@ class _Fixed(Sampler[int]):
 
 
 class TrainerCheck:
-    """Checks one Trainer; `train` is its own `train`. All processes of a training do the same."""
+    """The check of one Trainer; `train` is its own `train`. All processes of a training do the same."""
 
     def __init__(self, trainer: Any, train: Callable[[], Any], ranks: Ranks) -> None:
         self._trainer = trainer
@@ -61,16 +64,16 @@ class TrainerCheck:
 
     @property
     def num_devices(self) -> int:
-        """The processes of the training."""
+        """Number of processes of the training."""
         return self._ranks.number
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """What the trial is told: the check as a document, or why there is none, as `refused`."""
+        """Return the reply to the trial: the check as a document, or why there is none, as `refused`."""
         trainer = self._trainer
         before = {name: getattr(trainer, name, None) for name in ("train_dataset", *_OFF)}
         try:
             if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-                raise CannotCheckError("gradients that are spread over devices cannot be compared")  # noqa: TRY301 - told below
+                raise CannotCheckError("gradients that are spread over devices cannot be compared")  # noqa: TRY301 - caught below
             dataset = trainer.train_dataset
             number, size = sizes_of(
                 trainer.args.bexp_asked,
@@ -86,7 +89,7 @@ class TrainerCheck:
                 setattr(trainer, name, value)
 
     def gradient(self, parts: Parts, *, rounds_otherwise: bool = False, is_swapped: bool = False) -> Gradient:
-        """The gradient after all micro-batches, in the Trainer's own precision."""
+        """Return the gradient after all micro-batches, in the Trainer's own precision."""
         found: list[Gradient] = []
         for _ in range(MOST_SMALLER):
             divisor = self._run(parts, self._swapped if is_swapped else self._shares, rounds_otherwise=rounds_otherwise)
@@ -98,7 +101,7 @@ class TrainerCheck:
         return found[-1]
 
     def steps(self, parts: Parts) -> list[Gradient]:
-        """What each micro-batch adds to the gradient, on each device."""
+        """Return the addend of each micro-batch to the gradient, on each device."""
         after: list[Gradient] = []
 
         def note() -> None:
@@ -113,13 +116,13 @@ class TrainerCheck:
         return [step for steps in gathered for step in steps]
 
     def remedies(self) -> Mapping[Cause, Callable[[], AbstractContextManager[None]]]:
-        """What switches off parts of this model that depend on the whole micro-batch."""
+        """Return contexts that switch off parts of this model that depend on the whole micro-batch."""
         return remedies(self._trainer.model)
 
     def _take_samples(self, number: int) -> str | None:
-        """Choose the first samples of the data, as unequal on devices and in micro-batches as they can be.
+        """Choose the first samples of the data, and make devices and micro-batches as unequal as possible.
 
-        Returns what could not be checked with them.
+        Returns what these samples cannot show.
         """
         trainer, num_devices = self._trainer, self.num_devices
         dataset, whole = trainer.train_dataset, number * num_devices
@@ -143,9 +146,9 @@ class TrainerCheck:
         *,
         rounds_otherwise: bool = False,
     ) -> float:
-        """Run the micro-batches of one optimizer step; return what the gradients are to be divided by.
+        """Run the micro-batches of one optimizer step; return the divisor of the gradients.
 
-        `note` is called after each of them, and has each process keep its own gradients.
+        `note` is called after each micro-batch. With it, each process keeps its own gradients.
         """
         from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
@@ -218,9 +221,9 @@ class TrainerCheck:
 def sizes_of(
     own: tuple[int, int], batch_size: int | None, micro_batch_size: int | None, available: int | None
 ) -> tuple[int, int]:
-    """The samples to compare on each device, and the micro-batch that is to be accumulated.
+    """Return the number of samples to compare on each device, and the micro-batch to accumulate.
 
-    `own` is the command's micro-batch with its accumulation steps, and `available` what there is of samples.
+    `own` is the command's micro-batch with its accumulation steps, and `available` the number of samples.
 
     Raises CannotCheckError if the batch cannot be split so.
     """
@@ -245,7 +248,7 @@ def sizes_of(
 
 @contextmanager
 def _keeps_own(model: Any) -> Iterator[None]:
-    """Have processes exchange no gradients in this micro-step, the last one of a batch included."""
+    """Keep processes from exchanging gradients in this micro-step, even if it is the last of a batch."""
     if not hasattr(model, "require_backward_grad_sync"):
         yield
         return
@@ -255,3 +258,109 @@ def _keeps_own(model: Any) -> Iterator[None]:
         yield
     finally:
         model.require_backward_grad_sync = before
+
+
+Sample = TypeVar("Sample")
+Loss = Callable[[list[Sample], list[Sample]], torch.Tensor]
+
+
+def check_accumulation(
+    model: nn.Module, loss: Loss[Sample], samples: Sequence[Sample], micro_batch_size: int | None = None
+) -> AccumulationCheck:
+    """Compare the gradients of one batch as one micro-batch, and in micro-batches of `micro_batch_size`.
+
+    Gradients agree if they differ by at most three times as much as two orders of the same samples do. Dropout and
+    noise are off meanwhile. No optimizer steps, and gradients, buffers and random states are afterwards as before.
+
+    Args:
+        model: the model, whose trained parameters get gradients.
+        loss: `loss(micro_batch, batch)` returns the tensor on which the training loop calls `backward()`: the loss of
+            the samples in `micro_batch`, some of those in `batch`, scaled as the loop does when it accumulates `batch`.
+            A loop that divides by the number of micro-batches returns `mean_loss * len(micro_batch) / len(batch)`. One
+            that divides by all label tokens of the batch counts them in `batch`. The loop's precision belongs into
+            `loss`, for example as `torch.autocast`.
+        samples: those of one optimizer step, or their places in a data set.
+        micro_batch_size: default: half of the samples, or the largest smaller divisor of their number.
+
+    Raises:
+        CannotCheckError: a ValueError; the samples cannot be split so, or their gradients are random.
+    """
+    number = len(samples)
+    if number < 2:
+        raise CannotCheckError("there is nothing to accumulate: give two samples or more")
+    size = divisors(number)[1] if micro_batch_size is None else micro_batch_size
+    if not 1 <= size < number or number % size:
+        raise CannotCheckError(f"{number} samples cannot be split into micro-batches of {size}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise CannotCheckError("the model has no parameters that are trained")
+    with _left_alone(model), nothing_random(model):
+        order = most_unequal([label_tokens(sample) for sample in samples])
+        return check(_Loop(model, loss, [samples[place] for place in order]), number, size)
+
+
+class _Loop:
+    """The gradients of a loop of a person's own."""
+
+    num_devices = 1
+
+    def __init__(self, model: nn.Module, loss: Loss[Any], samples: Sequence[Any]) -> None:
+        self._model = model
+        self._loss = lambda part: loss([samples[place] for place in part], list(samples))
+
+    def gradient(self, parts: Parts, *, rounds_otherwise: bool = False, is_swapped: bool = False) -> Gradient:
+        assert not is_swapped, "there is one device"
+        loss_scale = LOSS_SCALE if rounds_otherwise else 1.0
+        with rounded_otherwise(self._model) if rounds_otherwise else nullcontext():
+            for _ in self._run(parts, loss_scale, seed=int(rounds_otherwise)):
+                pass
+        return Gradient.of(self._model, loss_scale)
+
+    def steps(self, parts: Parts) -> list[Gradient]:
+        return steps_of(Gradient.of(self._model) for _ in self._run(parts))
+
+    def remedies(self) -> Mapping[Cause, Callable[[], AbstractContextManager[None]]]:
+        return remedies(self._model)
+
+    def _run(self, parts: Parts, loss_scale: float = 1.0, seed: int = 0) -> Iterator[None]:
+        """Run all micro-batches, and stop after each."""
+        seed_everything(seed)
+        self._model.zero_grad(set_to_none=True)
+        for part in parts:
+            (self._loss(part) * loss_scale).backward()  # type: ignore[no-untyped-call]  # torch
+            yield
+
+
+def remedies(model: nn.Module) -> Mapping[Cause, Callable[[], AbstractContextManager[None]]]:
+    """Return contexts that switch off the parts of a model that depend on the whole micro-batch, where it has them."""
+    found = {Cause.ROUTER: without_router_loss(model), Cause.BATCH_NORM: without_batch_statistics(model)}
+    return {cause: switched_off for cause, switched_off in found.items() if switched_off is not None}
+
+
+def seed_everything(seed: int) -> None:
+    """Let each computation of gradients draw the same random numbers, or others on purpose."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Save gradients, buffers and random states, and restore them at the end."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    on_devices = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        for device, state in on_devices:
+            torch.cuda.set_rng_state(state, device)

@@ -1,4 +1,4 @@
-"""Which TrainingArguments take their sizes only when they are made."""
+"""TrainingArguments that take their sizes only when they are made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIXED_SIZES = (
 
 
 def owner_of_sizes(arguments: Any) -> str | None:
-    """What has computed values of its own from the sizes of these arguments by now; None if they can be set."""
+    """Return the class that has already computed values from the sizes of these arguments; None if they can be set."""
     if getattr(arguments, "hf_deepspeed_config", None) is not None:
         return "DeepSpeed"
     return type(arguments).__name__ if hasattr(arguments, "steps_per_generation") else None  # TRL's GRPO and RLOO

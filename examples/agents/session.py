@@ -24,7 +24,7 @@ SHOWN = {
         "recommendation.candidate",
         "recommendation.performance",
         "recommendation.whole_model.tokens_per_second",
-        "recommendation.dividing.grad_accum_steps",
+        "recommendation.grad_accum_steps",
         "certainty",
     ),
     "explore": ("job.id", "job.state", "job.waiting_reason", "certainty"),

@@ -1,144 +1,109 @@
-"""The answer of an exploration as text for a person."""
+"""The rows of an answer: what to run, what it gains, what was measured, and what it is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from bexp.explorer.answers.choices import batch_rows, saving_rows, second_figure, tiling_text
-from bexp.explorer.answers.plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
-from bexp.explorer.answers.text import WIDTH, row, wrap
-from bexp.explorer.answers.variants import variant_lines
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.answers.alternatives import alternative_rows, batch_rows, composed_off, describe_tiling, memory_rows
+from bexp.explorer.answers.meshes import base_text, mesh_rows
+from bexp.explorer.answers.rows import AnswerText, Row, detail, main, part
+from bexp.explorer.answers.uses import is_provisional, next_rows, surer_text
+from bexp.explorer.answers.variants import variant_table
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
+from bexp.explorer.model.amounts import bytes_text, rate_text, seconds_text
+from bexp.explorer.model.target import BEXP, describe_target
+from bexp.explorer.model.training import LoRASpec
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import (
-    Alternative,
     Answer,
+    NoteCode,
     Recommendation,
     Relaxation,
-    RunnerUpCheck,
+    Role,
     TextFigures,
-    VariantAnswer,
-    WholeModelCheck,
 )
-from bexp.explorer.spec.amounts import bytes_text, rate_text, seconds_text
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
-from bexp.explorer.spec.training import LoRASpec
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FILES
 
 TOTAL = "total"
+LEAST_GAIN = 1.01
+"""The least gain over the best candidate with stock kernels that is worth a word."""
 
 
-def render_answer(
-    answer: Answer,
-    request: ExplorationRequest | None,
-    measured: str | None = None,
-    width: int = WIDTH,
-    device: str | None = None,
-) -> str:
-    """Return the whole answer in lines of `width` columns, without a line break at its end.
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """An exploration, as far as its answer names it; `request` and `report` are None if they are not known."""
 
-    `measured` names the code that it is about, and `device` what it was measured on. Lines break between words; only a
-    longer word is wider than `width`.
-    """
-    lines: list[str] = []
-    main = answer.variants[0]
-    if main.recommendation is None:
-        lines += [nothing_text(main, device), *remedy_rows(main.remedies)]
+    id: str
+    request: ExplorationRequest | None
+    report: DeviceReport | None = None
+    is_over: bool = True
+
+
+def answer_text(job: Explored, best: Recommendation | None, answer: Answer | None) -> AnswerText | None:
+    """Return all that is said of an answer, or of the best so far; None while there is neither."""
+    device = "" if job.report is None else f" on {job.report.hardware.device_name}"
+    if answer is None and best is None:
+        return None
+    if best is None:
+        nothing = answer.variants[0] if answer is not None else None
+        title = f"No recommendation{device}: {(nothing and nothing.reason) or 'all of them failed'}"
+        rows = [] if nothing is None else list(_remedy_rows(nothing.remedies))
     else:
-        lines += _recommendation_rows(main.recommendation, request, measured, device)
-    if len(answer.variants) > 1:
-        lines += ["", *variant_lines(answer.variants)]
-    if answer.timings:
-        lines += ["", row("time spent", _time_spent(answer.timings))]
-    return "\n".join(wrap(lines, width))
+        name = "" if job.request is None else f" for {job.request.explored.name}"
+        said = _title(is_over=job.is_over, is_answered=answer is not None)
+        title = f"{said}: {best.candidate.micro_batch_size}{name}{device}"
+        rows = list(_rows(job, best, answer))
+    if answer is None:
+        return AnswerText(title=title, rows=tuple(rows))
+    rows += [detail("time spent", text) for text in [_time_spent(answer.timings)] if text]
+    table = variant_table(answer.variants) if len(answer.variants) > 1 else None
+    return AnswerText(title=title, rows=tuple(rows), variants=table)
 
 
-def render_recommendation(
-    best: Recommendation,
-    request: ExplorationRequest | None,
-    measured: str | None = None,
-    width: int = WIDTH,
-    device: str | None = None,
-) -> list[str]:
-    """Return the lines of one recommendation."""
-    return wrap(_recommendation_rows(best, request, measured, device), width)
+def _title(*, is_over: bool, is_answered: bool) -> str:
+    if is_answered:
+        return "Recommended micro_batch_size"
+    return "Ended early; the best micro_batch_size until then" if is_over else "The best micro_batch_size so far"
 
 
-def device_text(device: str | None) -> str:
-    """Return where something was measured, for a first line."""
-    return "" if device is None else f" on {device}"
-
-
-def nothing_text(variant: VariantAnswer, device: str | None) -> str:
-    """Return why nothing is recommended."""
-    return f"No recommendation{device_text(device)}: {variant.reason or 'all of them failed'}"
-
-
-def _recommendation_rows(
-    best: Recommendation, request: ExplorationRequest | None, measured: str | None, device: str | None
-) -> list[str]:
-    size = best.candidate.micro_batch_size
-    lines = [f"Recommended micro_batch_size: {size}{_context(request)}{device_text(device)}"]
-    lines += [*second_figure(best, request), *_provisional(best, request), ""]
-    if measured is not None:
-        lines.append(row("measured", measured))
+def _rows(job: Explored, best: Recommendation, answer: Answer | None) -> Iterable[Row]:
+    request, report = job.request, job.report
+    yield from batch_rows(best, request)
+    yield from _subject_rows(request, report)
     if best.plan is not None:
-        lines += [*mesh_rows(best.plan), *picture_rows(best.plan)]
-    lines += _candidate_rows(best.candidate)
+        yield from mesh_rows(best.plan)
+    yield main("settings", _settings(best, request))
+    yield from (part(*texts) for d in DIMENSIONS if (texts := d.row(best.candidate)) is not None)
+    yield from _speed_rows(best, request)
+    yield detail("base", best.base.describe() if best.plan is None else base_text(best.plan, best.base))
+    yield from describe_tiling(best)
     if best.dropped_share is not None:
-        lines.append(row("capacity factor", _dropped(best.candidate, best.dropped_share)))
-    lines += [
-        *_throughput_rows(best),
-        row("base", best.base.describe() if best.plan is None else base_text(best.plan, best.base)),
-        row("confidence", f"{best.confidence} out of 100{_within(request)}"),
-        *_noise_rows(best),
-        row("step", _step(best)),
-        *batch_rows(best, request),
-        row("peak memory", _peak(best)),
-        row("with reserve", f"{bytes_text(best.required_bytes)} of {bytes_text(best.memory_limit_bytes)}{_kept(best)}"),
-        *_memory_rows(best.memory),
-        *saving_rows(best),
-        *_text_rows(best),
-    ]
-    plain, largest = best.largest_without_recompute, best.largest_micro_batch
-    if plain is not None:
-        lines.append(row("largest that fits", _alternative(best, plain)))
-    if largest is not None and largest != plain:
-        lines.append(row("largest that fits" if plain is None else "  if recomputed", _alternative(best, largest)))
-    if best.stock is not None:
-        lines.append(row("stock best", _alternative(best, best.stock)))
-    if best.untiled is not None:
-        lines.append(row("without tiling", tiling_text(best, best.untiled)))
-    if best.undivided is not None:
-        lines.append(row("whatever the batch", _alternative(best, best.undivided)))
-    if best.runner_up is not None:
-        lines.append(row("runner-up", _runner_up(best, best.runner_up)))
-    if best.plan is not None:
-        lines += expert_mode_rows(best.plan)
-        lines += other_mesh_rows(best.plan)
-    return lines + [row("note", note) for note in best.notes]
+        yield main("capacity factor", _dropped(best.candidate, best.dropped_share))
+    yield from _memory_rows(best)
+    yield from memory_rows(best)
+    yield from _text_rows(best)
+    yield from _confidence_rows(job, best, answer)
+    yield from alternative_rows(best)
+    if request is not None:
+        yield detail("allocator", request.allocator)
+    yield from (detail("note", note.text) for note in best.notes)
+    yield from next_rows(job.id, best, request)
 
 
-def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
-    """Return the parts of the memory at the peak by name, without those of size 0."""
-    return [(name.replace("_", " "), size) for name, size in memory.model_dump().items() if size]
+def _subject_rows(request: ExplorationRequest | None, report: DeviceReport | None) -> Iterable[Row]:
+    if request is not None:
+        yield detail("explored", _context(request))
+        parts = None if report is None else report.parts
+        version, class_name = (None, None) if parts is None else (parts.target_version, parts.class_name)
+        yield detail("measured", describe_target(request.target_name, version, class_name))
+    if report is not None:
+        yield detail("device", f"{report.hardware.device_name}, {bytes_text(report.hardware.memory_bytes)}")
 
 
-def _time_spent(timings: Mapping[str, float]) -> str:
-    """Return the activities that took more than a hundredth of the longest, and the total.
-
-    A recording is replayed in less time than its activities once took: there is no total then.
-    """
-    parts = {name: seconds for name, seconds in timings.items() if name != TOTAL}
-    least = max(parts.values(), default=0.0) / 100
-    listed = ", ".join(f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in parts.items() if s > least)
-    total = timings.get(TOTAL, 0.0)
-    return f"{seconds_text(total)} in total: {listed}" if total > max(parts.values(), default=0.0) else listed
-
-
-def _context(request: ExplorationRequest | None) -> str:
-    if request is None:
-        return ""
+def _context(request: ExplorationRequest) -> str:
     seq_length = request.explored.seq_length
     length = f", {seq_length} tokens per sequence" if seq_length is not None else ""
     named = request.space.executions if request.space.names_executions else ()
@@ -152,8 +117,7 @@ def _context(request: ExplorationRequest | None) -> str:
     lora = "" if request.training.lora is None else f", {_adapters(request.training.lora)}"
     quantized = "" if request.quantized is None else f", weights in {request.quantized.bits} bits"
     trainer = "" if request.trainer is None else f", for {request.runner.title}"
-    what = f"{target}{request.mode}{execution}{length}{texts}{precision}{optimizer}{lora}{quantized}{trainer}"
-    return f" for {request.explored.name} ({what})"
+    return f"{target}{request.mode}{execution}{length}{texts}{precision}{optimizer}{lora}{quantized}{trainer}"
 
 
 def _adapters(lora: LoRASpec) -> str:
@@ -161,101 +125,64 @@ def _adapters(lora: LoRASpec) -> str:
     return f"{kind} of rank {lora.r}"
 
 
-def _provisional(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
-    if request is not None and is_provisional(best.confidence, request):
-        yield (
-            f"Provisional: confidence {best.confidence} is below {request.budget.confidence_target}, which was asked "
-            "for. Another candidate may be better."
-        )
+def changed_settings(candidate: Candidate, base: Candidate) -> str:
+    """Return the settings in which a candidate differs from the base, the micro-batch apart."""
+    plain = {f"micro_batch_size={candidate.micro_batch_size}", *base.describe().split()}
+    return " ".join(word for word in candidate.describe().split() if word not in plain)
 
 
-def is_provisional(confidence: int, request: ExplorationRequest) -> bool:
-    """Whether a search has ended below the confidence that its request asks for."""
-    return confidence < request.budget.confidence_target
+def _is_of_file(request: ExplorationRequest | None) -> bool:
+    """Whether a base is the micro-batch of a trainer's own file, whose other settings a request does not keep."""
+    return request is not None and request.trainer in FILES and request.base_micro_batch_size is not None
 
 
-def _candidate_rows(candidate: Candidate) -> Iterable[str]:
-    if candidate.settings is not None:
-        yield row("settings", candidate.settings)
-    if candidate.is_whole:
-        return
-    yield row("bta_tile", str(candidate.bta_tile or "off"))
-    yield row("recompute", str(candidate.recompute))
-    yield row("attention", candidate.attention_backend)
-    if candidate.expert_backend is not None:
-        yield row("experts", candidate.expert_backend)
-    if candidate.loss is not None:
-        yield row("loss", candidate.loss)
-    if candidate.execution is not None:
-        yield row("execution", candidate.execution)
-    if candidate.kernels is not None:
-        yield row("kernels", candidate.kernels)
-    if candidate.context_parallel_layout is not None:
-        over = f"{candidate.context_parallel_size} devices per sequence, {candidate.context_parallel_layout}"
-        yield row("context parallel", over)
-    if candidate.sharding is not None:
-        yield row("sharding", str(candidate.sharding))
+def _all_settings(candidate: Candidate) -> str:
+    """Return the settings of a candidate that a trainer's own file has keys for, the micro-batch apart."""
+    return candidate.describe().partition(" ")[2].removeprefix("bta_tile=off ")
+
+
+def _settings(best: Recommendation, request: ExplorationRequest | None) -> str:
+    """Return what to set. What a trainer's own file says is not known here, so that all of it is listed."""
+    if request is None or request.trainer is None or not _is_of_file(request):
+        return changed_settings(best.candidate, best.base) or "nothing else to change"
+    writes = "" if FILES[request.trainer].is_nested else ", as --into writes"
+    return f"{_all_settings(best.candidate)}{writes}"
 
 
 def _dropped(candidate: Candidate, share: float) -> str:
     return f"{candidate.capacity_factor:g}: experts drop {share:.1%} of the token-expert pairs under this routing"
 
 
-def _within(request: ExplorationRequest | None) -> str:
-    return f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
-
-
-def _noise_rows(best: Recommendation) -> Iterable[str]:
-    """Yield the confidence for other tolerances, and how much runs differ."""
-    if best.run_noise is None:
-        return
-    stated = [f"{score} for {100 * float(within):g}%" for within, score in best.confidences.items()]
-    yield row("  by tolerance", ", ".join(stated))
-    yield row("  noise", f"two runs of a micro-step differ by {best.run_noise:.1%}")
-
-
-def _throughput_rows(best: Recommendation) -> Iterable[str]:
+def _speed_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[Row]:
     """Yield the tokens/s to expect: those of the whole model if it was run, whatever its blocks compose."""
-    per_device, whole = f"{rate_text(best.expected_tokens_per_second)} per device", best.whole_model
+    about = "" if best.is_measured_whole else "about "
+    shared = " of processor time (slower while others use these cores)" if best.says(NoteCode.SHARED_CORES) else ""
+    rate = f"{about}{rate_text(best.expected_tokens_per_second)} per device{shared}"
+    yield main("speed", f"{rate}, {_gain(best, request)}")
+    whole = best.whole_model
     if best.candidate.is_whole:
-        yield row("throughput", f"expect {per_device}, {best.ratio_text(best.performance)} base")
-        yield row("  measured", "in whole steps of its own code")
+        yield part("measured", "in whole steps of its own code")
     elif whole is None:
-        yield row("throughput", f"expect about {per_device}, {best.ratio_text(best.performance)} base")
-        yield row("  composed", "of measured blocks; no whole model has confirmed it")
+        yield part("composed", "of measured blocks; no whole model has confirmed it")
     else:
-        yield row("throughput", f"expect {per_device}, {best.ratio_text(best.performance)} base")
-        yield row("  whole model", "ran at that speed, so this is the figure to expect")
+        yield part("whole model", "ran at that speed, so this is the figure to expect")
         composed = rate_text(whole.tokens_per_second / (1 + whole.step_error))
-        yield row("  composed", f"{composed} of measured blocks: {_composed_off(whole)}")
+        yield part("composed", f"{composed} of measured blocks: {composed_off(whole)}")
+    yield part("step", _step(best))
 
 
-def _composed_off(check: WholeModelCheck) -> str:
-    """Return how far the composed step and peak are from those of the whole model."""
-    step, peak = _off(check.step_error, "shorter", "longer"), _off(check.peak_error, "lower", "higher")
-    return f"a step that is {step}, and a peak that is {peak}"
-
-
-def _off(error: float, less: str, more: str) -> str:
-    """Return a relative error in words."""
-    share = f"{abs(error):.1%}"
-    return "equal" if share == "0.0%" else f"{share} {less if error < 0 else more}"
-
-
-def _peak(best: Recommendation) -> str:
-    """Return the peak to expect first, then the others."""
-    measured = bytes_text(best.measured_peak_bytes)
-    if best.candidate.is_whole:
-        return measured
-    composed = f"{measured} composed of measured blocks"
-    predicted = f"{bytes_text(best.predicted_peak_bytes)} predicted by formulas"
-    if best.whole_model is None:
-        return f"{composed}, {predicted}"
-    return f"{bytes_text(best.whole_model.measurement.peak_bytes)} in the whole model, {composed}, {predicted}"
-
-
-def _kept(best: Recommendation) -> str:
-    return f", which leaves {best.headroom:.0%} of the memory free as headroom" if best.headroom else ""
+def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:
+    """Return the gains over the base, and over the best candidate without kernels of this project."""
+    if best.candidate == best.base:
+        return "which is the base"
+    plain = "" if not changed_settings(best.candidate, best.base) else " without these settings"
+    if _is_of_file(request):
+        plain = f" of the file with {_all_settings(best.base)}"
+    over = f"{best.ratio_text(best.performance)} micro_batch_size {best.base.micro_batch_size}{plain}"
+    stock = best.alternative(Role.STOCK)
+    if stock is not None and stock.ratio >= LEAST_GAIN and changed_settings(best.candidate, stock.candidate):
+        over += f", {best.ratio_text(stock.ratio)} the best with stock kernels"
+    return over
 
 
 def _step(best: Recommendation) -> str:
@@ -280,7 +207,39 @@ def _step(best: Recommendation) -> str:
     return f"{seconds_text(step)} per step ({parts})"
 
 
-def texts_text(texts: TextFigures) -> str:
+def _confidence_rows(job: Explored, best: Recommendation, answer: Answer | None) -> Iterable[Row]:
+    """Yield the confidence, what makes a provisional answer surer, and how much runs differ."""
+    request = job.request
+    within = 1.0 if request is None else 100 * request.tolerance
+    said = f"{best.confidence} out of 100 that nothing is more than {within:g}% faster"
+    if job.is_over and request is not None and is_provisional(best.confidence, request):
+        said += f". Provisional: {request.budget.confidence_target} was asked for"
+        said += "" if answer is None else f"; {surer_text(best, request, answer.serves_up_to)}"
+    yield main("confidence", said)
+    if best.run_noise is not None:
+        stated = [f"{score} for {100 * float(level):g}%" for level, score in best.confidences.items()]
+        yield part("by tolerance", ", ".join(stated))
+        yield part("noise", f"two runs of a micro-step differ by {best.run_noise:.1%}")
+
+
+def _memory_rows(best: Recommendation) -> Iterable[Row]:
+    peak, required = bytes_text(best.expected_peak_bytes), bytes_text(best.required_bytes)
+    kept = f", which leaves {best.headroom:.0%} of the memory free as headroom" if best.headroom else ""
+    limit = bytes_text(best.memory_limit_bytes)
+    yield main("memory", f"{peak} at the peak, {required} with reserve, of {limit}{kept}")
+    if not best.candidate.is_whole:
+        whole = "" if best.whole_model is None else f"{peak} in the whole model, "
+        composed = f"{bytes_text(best.measured_peak_bytes)} composed of measured blocks"
+        yield part("peak", f"{whole}{composed}, {bytes_text(best.predicted_peak_bytes)} predicted by formulas")
+    yield from (part(name, f"{bytes_text(size):>10}") for name, size in memory_parts(best.memory))
+
+
+def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
+    """Return the parts of the memory at the peak by name, without those of size 0."""
+    return [(name.replace("_", " "), size) for name, size in memory.model_dump().items() if size]
+
+
+def _describe_texts(texts: TextFigures) -> str:
     """Return what becomes of texts of unequal length, and whether an epoch of them fits; full rows are all alike."""
     how = (
         texts.batching if texts.budget_tokens is None else f"whole, up to {texts.budget_tokens:,} tokens a micro-batch"
@@ -293,67 +252,40 @@ def texts_text(texts: TextFigures) -> str:
     )
 
 
-def _text_rows(best: Recommendation) -> Iterable[str]:
+def _text_rows(best: Recommendation) -> Iterable[Row]:
     """Yield what texts of unequal length mean: padding, and the peaks of an epoch."""
     texts = best.texts
     if texts is None:
         return
     known = "" if texts.counted else ", by its distribution"
     cut = f"; {texts.num_cut:,} are longer than a sequence and cut" if texts.num_cut else ""
-    yield row("texts", texts_text(texts))
-    yield row("  epoch", f"{texts.num_texts:,} texts{known}{cut}")
+    yield main("texts", _describe_texts(texts))
+    yield part("epoch", f"{texts.num_texts:,} texts{known}{cut}")
     if texts.rows_are_full:
         return
-    yield row(
-        "  peaks",
+    yield part(
+        "peaks",
         f"{bytes_text(texts.expected_peak_bytes)} of a micro-batch in the mean, at most "
         f"{bytes_text(texts.high_peak_bytes)} of 99.9% of them; the peak above is that of the longest",
     )
 
 
-def _memory_rows(memory: MemoryParts) -> Iterable[str]:
-    for name, size in memory_parts(memory):
-        yield row(f"  {name}", f"{bytes_text(size):>10}")
+def _remedy_rows(remedies: Iterable[Relaxation]) -> Iterable[Row]:
+    """Yield what would make something fit."""
+    for number, change in enumerate(remedies):
+        if not number:
+            yield main("to make it fit", "any one of these changes is predicted to; the first one is preferred")
+        peak, required = bytes_text(change.predicted_peak_bytes), bytes_text(change.required_bytes)
+        yield main(change.kind.replace("_", " "), f"{change.change}: peak {peak}, {required} with reserve")
 
 
-def _alternative(best: Recommendation, other: Alternative) -> str:
-    if other.candidate == best.candidate:
-        return f"{best.ratio_text(other.gain)}: it is the recommended one"
-    predicted = ", predicted in part" if other.predicted else ""
-    rate = rate_text(other.tokens_per_second)
-    return f"{best.ratio_text(other.gain)} over {other.candidate.describe()} ({rate}{predicted})"
+def _time_spent(timings: Mapping[str, float]) -> str:
+    """Return the activities that took more than a hundredth of the longest, and the total.
 
-
-def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:
-    name, check = rival.candidate.describe(), rival.whole_model
-    if rival.mesh is not None:  # which names the sharding
-        name = f"{rival.mesh.describe()} {rival.candidate.model_copy(update={'sharding': None}).describe()}"
-    if check is None:
-        return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
-    reached = f"{rate_text(check.tokens_per_second)} as a whole model"
-    return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{_gain(best, rival.gain)}"
-
-
-def _gain(best: Recommendation, gain: float | None) -> str:
-    """Return how fast the recommended candidate is beside the runner-up; as fast, if only noise makes it slower."""
-    if gain is None:
-        return ""
-    if gain >= 1.0:
-        return f"; the recommended one is {best.ratio_text(gain, 3)} as fast"
-    if best.prefer == "memory":
-        return f"; the recommended one is {best.ratio_text(gain, 3)} as fast and needs less memory"
-    return "; the recommended one is as fast, within the noise of such runs"
-
-
-def remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
-    """Return the lines about what would make something fit."""
-    rows = [
-        row(
-            relaxation.kind.replace("_", " "),
-            f"{relaxation.change}: peak {bytes_text(relaxation.predicted_peak_bytes)}, "
-            f"{bytes_text(relaxation.required_bytes)} with reserve",
-        )
-        for relaxation in remedies
-    ]
-    title = "Any one of these changes is predicted to make it fit. The first one is preferred."
-    return ["", title, *rows] if rows else []
+    A recording is replayed in less time than its activities once took: there is no total then.
+    """
+    parts = {name: seconds for name, seconds in timings.items() if name != TOTAL}
+    least = max(parts.values(), default=0.0) / 100
+    listed = ", ".join(f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in parts.items() if s > least)
+    total = timings.get(TOTAL, 0.0)
+    return f"{seconds_text(total)} in total: {listed}" if total > max(parts.values(), default=0.0) else listed

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.amounts import bytes_text, rate_text
 
 
 def render_run_report(report: RunReport, best: Recommendation) -> str:
@@ -29,7 +29,7 @@ def _promised(best: Recommendation, micro_batch_size: int) -> tuple[float, int] 
     """Return the tokens/s and the peak bytes of the figure with this micro-batch size; None if neither has it."""
     if micro_batch_size == best.candidate.micro_batch_size:
         return best.expected_tokens_per_second, best.expected_peak_bytes
-    other = best.dividing
+    other = best.alternative(Role.DIVIDING)
     if other is not None and micro_batch_size == other.candidate.micro_batch_size:
         return other.tokens_per_second, other.expected_peak_bytes
     return None

@@ -14,7 +14,7 @@ FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|B|KiB|MiB|GiB|TiB|(?:tokens|samples|
 
 def row(label: str, text: str) -> str:
     """Return a labelled row for `wrap`."""
-    return f"  {label:<{LABEL_WIDTH}}\t{text}"
+    return f"  {label:<{LABEL_WIDTH - 1}} \t{text}"
 
 
 def wrap(lines: Iterable[str], width: int = WIDTH, indent: int = 6) -> list[str]:

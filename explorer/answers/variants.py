@@ -1,28 +1,28 @@
-"""The part of an answer about its variants, which are separate models side by side."""
+"""The variants of an answer, which are separate models, in a table side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bexp.explorer.answers.rows import Table
+from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.recommendation import VariantAnswer
-from bexp.explorer.spec.amounts import bytes_text
 
 
-def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:
-    """Return the lines of a table, with the candidate of each row, or why there is none, in a line below it.
+def variant_table(variants: Sequence[VariantAnswer]) -> Table:
+    """Return a table, with the candidate of each row, or why there is none, as its note.
 
     Variants with a capacity factor show their memory and what they drop, in place of their parameters.
     """
     drops = any(variant.capacity_factor is not None for variant in variants)
     compared = "num_query_groups and capacity_factor" if drops else "num_query_groups"
     head = ("groups", "capacity" if drops else "parameters", "micro_batch_size", "tokens/s", "confidence")
-    rows = [(*head, *["peak", "dropped"] * drops), *(_cells(variant, drops=drops) for variant in variants)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"Variants by {compared} (separate models, not ranked)"]
-    for cells, text in zip(rows, ["", *map(_below, variants)], strict=True):
-        lines.append("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-        lines += [f"      {text}"] if text else []
-    return lines
+    return Table(
+        title=f"Variants by {compared} (separate models, not ranked)",
+        head=(*head, *["peak", "dropped"] * drops),
+        rows=tuple(_cells(variant, drops=drops) for variant in variants),
+        notes=tuple(map(_below, variants)),
+    )
 
 
 def _cells(variant: VariantAnswer, *, drops: bool) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Answers out: the files with which a training framework runs what was found, one module for each framework."""
+"""Answers out: which candidate a trainer runs, and what is said above its file; trainers write the files."""

@@ -7,24 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.step import FRAGMENTATION
-from bexp.explorer.exports.exploration import ExportError, ExportSource
+from bexp.explorer.cost.step import FRAGMENTATION
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.trainer_memory import full_logits_bytes, unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.search.choices import best_among, dividing_rows
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.alternatives import best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.trainer_terms import find_missing
+from bexp.explorer.search.trainer_terms import answer_refusal, find_missing, needs_logits
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import Trainer
+from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.registry import TRAINERS
+from bexp.explorer.trainers.trainer import Trainer
 
 REPLACEABLE = frozenset({"recompute", "sharding", "attention", "loss"})
 """What a trainer that cannot be told it replaces, where nothing else was explored, and what it then needs is known.
@@ -58,30 +60,24 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
 
     Raises ExportError if no candidate divides a stated batch, or if the trainer can be told none that fits.
     """
-    factor = known.candidate.capacity_factor
-    if factor is not None and not trainer.capacity:
-        raise ExportError(
-            f"{trainer.title} cannot be told the capacity factor of the experts ({factor:g}), which is part of the "
-            "model; megatron can."
-        )
-    if (lacking := trainer.lacks_adapters(request.training.lora)) is not None:
-        raise ExportError(f"{trainer.title} cannot be told {lacking}, which the memory depends on.")
-    batching = request.batching_of_texts
-    if batching is not None and batching not in trainer.batchings:
-        raise ExportError(f"{trainer.title} cannot be told {batching} texts, which speed and memory depend on.")
+    if (lacking := answer_refusal(trainer, known, request)) is not None:
+        able = [
+            name for name, other in TRAINERS.items() if other.formats and answer_refusal(other, known, request) is None
+        ]
+        hint = f"; these can: {', '.join(able)}" if able else ""
+        raise ExportError(f"{trainer.title} cannot be told {lacking}{hint}")
     if known.plan is not None:
         return _choose_mesh(trainer, request, exploration.report, known, known.plan)
-    best, report = known.dividing or known, exploration.report
+    best, report = known.for_batch, exploration.report
     steps = _accumulation(request, best.candidate)
     if request.batch_size is not None and not steps:
         nearest = " or ".join(map(str, known.dividing_batch_sizes))
         hint = f"; the nearest that can be is {nearest}" if nearest else ""
         raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
-    rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
     missing = find_missing(trainer, best.candidate, request, report)
-    own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=best.confidence)
-    peak = known.measured_peak_bytes if known.dividing is None else known.dividing.peak_bytes
-    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing, peak)
+    rate, confidence = best.expected_tokens_per_second, best.confidence or 0
+    own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=confidence)
+    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing, best.measured_peak_bytes)
     fits = extra == 0 or best.required_bytes + extra <= known.memory_limit_bytes
     if fits and not missing:
         return own
@@ -114,18 +110,12 @@ def _choose_mesh(
     known: Recommendation,
     plan: MeshPlan,
 ) -> Choice:
-    """Return the recommended candidate of a mesh, or the best in plain mode, if the recommended one is in another.
-
-    Raises ExportError if `trainer` cannot be told its mesh.
-    """
+    """Return the recommended candidate of a mesh, or the best in plain mode, if the recommended one is in another."""
     candidate, rate, plain, loss = known.candidate, known.tokens_per_second, plan.plain, 0.0
     if plain is not None:  # no trainer has another expert mode
         candidate, rate, loss = plain.candidate, plain.tokens_per_second, 1.0 - plain.tokens_per_second / rate
         same = {name: getattr(plain, name) for name in ("mesh", "layers_per_stage", "num_micro_batches")}
         plan = plan.model_copy(update=same)
-    mesh = plan.mesh
-    if not mesh.is_data_parallel and not trainer.meshes:
-        raise ExportError(f"{trainer.title} cannot be told a mesh ({mesh.describe()}); megatron and torchtitan can.")
     missing = find_missing(trainer, candidate, request, report)
     steps, is_own = plan.num_micro_batches, plain is None
     return Choice(candidate, steps, rate, missing, is_own=is_own, confidence=known.confidence, loss=loss, plan=plan)
@@ -199,6 +189,6 @@ def _unmeasured_bytes(
     peak_bytes: int,
 ) -> int:
     """Return what a candidate needs beyond what was measured: full logits, and this trainer's number formats."""
-    logits = full_logits_bytes(request, report, candidate) if "loss" in missing else 0
+    logits = full_logits_bytes(request, report, candidate) if needs_logits(trainer, candidate, request) else 0
     allocated = logits + unmeasured_bytes(trainer, request, report, candidate, peak_bytes)
     return round((1 + FRAGMENTATION[request.allocator]) * allocated)

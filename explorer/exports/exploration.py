@@ -1,4 +1,4 @@
-"""What an export is made from: an exploration with what it has stored, and the errors of those that cannot be made."""
+"""What an export is made from: an exploration with what it has stored."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
-
-
-class ExportError(ValueError):
-    """There is nothing to export yet, or nothing that a trainer could run; the message says what is missing."""
-
-
-class UnknownFormatError(ValueError):
-    """No export has this name; the message lists those that exist."""
+from bexp.explorer.request.request import ExplorationRequest
 
 
 @dataclass(frozen=True, slots=True)

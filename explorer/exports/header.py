@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.model.amounts import rate_text, slower_text
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.quantization import Quantization, describe_weights
+from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import (
     compute_dtype,
     find_missing,
@@ -16,25 +23,19 @@ from bexp.explorer.search.trainer_terms import (
     layers_differ,
     lost_formats,
     measured_precision,
+    needs_logits,
     precision_of,
     sharding_of,
 )
-from bexp.explorer.spec.amounts import rate_text, slower_text
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.quantization import Quantization, describe_weights
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import describe_target
-from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
+from bexp.explorer.trainers.document import ALLOCATOR_VARIABLE
+from bexp.explorer.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
     from bexp.explorer.exports.choice import Choice
 
-ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
-
 
 def header_lines(
-    name: TrainerName,
+    trainer: Trainer,
     format_name: str,
     exploration: ExportSource,
     request: ExplorationRequest,
@@ -42,7 +43,7 @@ def header_lines(
     choice: Choice,
 ) -> list[str]:
     """Return the lines above an export: what was measured, what the trainer is not told, and what to expect."""
-    report, trainer = exploration.report, TRAINERS[name]
+    report = exploration.report
     parts = report.parts if report is not None else None
     measured = describe_target(
         request.target_name, parts.target_version if parts else None, parts.class_name if parts else None
@@ -63,7 +64,7 @@ def header_lines(
             f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
             f"{', '.join(map(str, choice.plan.layers_per_stage))}"
         )
-    lines += _lost(name, request, known, choice, report)
+    lines += _lost(trainer, request, known, choice, report)
     if is_own_code(request):
         lines.append(
             "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
@@ -174,17 +175,17 @@ def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) ->
 
 
 def _lost(
-    name: TrainerName, request: ExplorationRequest, known: Recommendation, choice: Choice, report: DeviceReport | None
+    trainer: Trainer, request: ExplorationRequest, known: Recommendation, choice: Choice, report: DeviceReport | None
 ) -> list[str]:
     """Return what the trainer cannot be told, what it costs, and what is used in its place."""
-    lines, trainer, best = [], TRAINERS[name], known.dividing or known
+    lines, best = [], known.for_batch
     lost = choice.missing
     if not choice.is_own:
         lost = find_missing(trainer, best.candidate, request, report) | lost
         lines.append(
             f"in place of the recommended {best.candidate.describe()}, which is explored for "
             f"{request.runner.title}: {slower_text(choice.loss)}, confidence {choice.confidence} out of 100 among what "
-            f"{trainer.title} can be told; `--trainer {name}` measures it"
+            f"{trainer.title} can be told; `--trainer {trainer.name}` measures it"
         )
     lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
     formats = lost_formats(trainer, request, report, choice.candidate)
@@ -196,7 +197,7 @@ def _lost(
     if "recompute" in choice.missing:
         nearest = nearest_policy(trainer, asked, request, report)
         lines.append(f"recomputation: '{nearest}' is used in place of '{asked}'")
-    if "loss" in choice.missing:
+    if needs_logits(trainer, choice.candidate, request):
         lines.append(
             "memory: full logits are counted by formulas, and were not measured: explore with training.loss: full"
         )
@@ -212,7 +213,7 @@ def _lost_expert_mode(trainer: Trainer, plan: MeshPlan | None) -> list[str]:
         return []
     lines = [
         f"lost: {trainer.title} cannot be told expert mode '{plan.mesh.expert_mode}' of the recommended mesh "
-        f"({plan.mesh.describe()}), which is planned to be {plan.plain.gain:.2f}x as fast"
+        f"({plan.mesh.describe()}), which is planned to be {plan.plain.ratio:.2f}x as fast"
     ]
     if not plan.plain.fits:
         lines.append("memory: expert mode 'plain' is not expected to fit; explore again with expert_mode plain")
@@ -232,5 +233,5 @@ def recomputed_indices(
     """Return which layers were measured recomputed as a whole; none if the number of layers is not known."""
     known = request.explored.recomputed_layers(recompute)
     if known is None and report is not None and report.parts is not None:
-        known = report.parts.recomputed_layers(recompute)
+        known = recomputed_layers(report.parts, recompute)
     return tuple(index for index, is_recomputed in enumerate(known or ()) if is_recomputed)

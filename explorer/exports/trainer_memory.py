@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.training import Precision
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import compute_dtype, lost_formats, measured_precision, precision_of
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import Trainer
-from bexp.explorer.spec.training import Precision
+from bexp.explorer.trainers.trainer import Trainer
 
 
 def unmeasured_bytes(

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bexp.explorer.formats.cerebras_trainer import check_callback, check_trainer
-from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.modelzoo import DTYPES, refuse_network
-from bexp.explorer.formats.translation import Section, Translation
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.translation import Location, Section, Translation
+from bexp.explorer.trainers.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
 
 RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
 MARKS = frozenset(RUN_KEYS[:4])
@@ -30,10 +30,6 @@ def is_cerebras(document: Mapping[str, Any]) -> bool:
     return bool(marks - {"trainer"}) or ("trainer" in marks and not isinstance(document["trainer"], str | None))
 
 
-BTA_FLAGS = {
-    "csx.debug.ini.ws_opt_enable_bta": "enable",
-    "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
-}
 BEYOND_CEREBRAS = frozenset(
     {
         *("trainer", "recompute", "attention_backends", "expert_backends", "execution", "executions", "losses"),
@@ -41,7 +37,6 @@ BEYOND_CEREBRAS = frozenset(
     }
 )
 """Fields of a request that an answer for Cerebras' trainer has no place for."""
-MICRO_BATCH_FLAG = "csx.performance.micro_batch_size"
 SCOPES = {"GlobalFlags": ("train", "eval"), "ScopedTrainFlags": ("train",), "ScopedValidateFlags": ("eval",)}
 
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bexp.explorer.formats.translation import Section
+from bexp.explorer.model.translation import Section
 
 READ: Mapping[str, frozenset[str]] = {
     "trainer": frozenset({"init", "fit", "validate"}),

@@ -9,12 +9,12 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from bexp.explorer.formats.document import Location, Problem
-from bexp.explorer.spec.base import MAPPING_RULE, RuleError, rule_of
-from bexp.explorer.spec.options import MAX_MICRO_BATCH_SIZE
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import did_you_mean
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.dimensions.micro_batch_size import MAX_MICRO_BATCH_SIZE
+from bexp.explorer.model.base import MAPPING_RULE, RuleError, rule_of
+from bexp.explorer.model.spelling import did_you_mean
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.model.translation import Location, Problem
+from bexp.explorer.request.request import ExplorationRequest
 
 MICRO_BATCH_RULE = (
     "must be 'explore', 'auto', {explore: {min, max}}, a whole number from 1 to "

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.families import (
     ACTIVATIONS,
     DTYPES,
@@ -24,11 +23,11 @@ from bexp.explorer.formats.families import (
 )
 from bexp.explorer.formats.layers import find_layer_pattern
 from bexp.explorer.formats.model_types import model_types, reserved_positions
-from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.unmeasured import refuse_other_model
-from bexp.explorer.spec.explored import name_of_config
-from bexp.explorer.spec.spelling import did_you_mean, shortened
-from bexp.explorer.spec.target import BEXP
+from bexp.explorer.model.spelling import did_you_mean, shortened
+from bexp.explorer.model.target import BEXP
+from bexp.explorer.model.translation import Location, Section, Translation
+from bexp.explorer.request.explored import name_of_config
 
 DEFAULT_SEQ_LENGTH = 4096
 """The longest sequence that is assumed where config.json only says how long it can be; `seq_length` overrides it."""

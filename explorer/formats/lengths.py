@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from typing import Any
 
-from bexp.explorer.spec.lengths import LOGNORMAL, compact_histogram, read_count, read_histogram
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.lengths import LOGNORMAL, compact_histogram, read_count, read_histogram
+from bexp.explorer.model.spelling import shortened
 
 
 def is_distribution(text: str) -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.megatron import translate_arguments
-from bexp.explorer.formats.translation import Section, Translation
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.translation import Location, Section, Translation
 
 MARKS = frozenset(
     {

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bexp.explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
-from bexp.explorer.formats.document import FormatError, Location, find_problems
+from bexp.explorer.formats import cerebras, megatron, modelzoo, nemo
+from bexp.explorer.formats.document import FormatError, find_problems
 from bexp.explorer.formats.errors import explain, relocate
 from bexp.explorer.formats.huggingface import (
     OWN_FIELDS,
@@ -20,15 +20,16 @@ from bexp.explorer.formats.huggingface import (
     translate_config,
 )
 from bexp.explorer.formats.stored_config import keep_what_is_read
-from bexp.explorer.formats.trainers.reader import FILES, StatedTraining
-from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.training_files import StatedTraining, translate_side_files
 from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.formats.vision import refuse_vision
-from bexp.explorer.spec.explored import HuggingFaceConfig
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import did_you_mean, shortened
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
-from bexp.explorer.spec.trainer import TrainerName
+from bexp.explorer.model.spelling import did_you_mean, shortened
+from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
+from bexp.explorer.model.translation import Location, Section, Translation
+from bexp.explorer.request.explored import HuggingFaceConfig
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.cerebras import CEREBRAS
+from bexp.explorer.trainers.registry import FILES, SIDE_FILES
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50
@@ -45,7 +46,7 @@ def parse_request(
     """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
 
     `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side. In their
-    place a trainer's own file may stand there, under the trainer's name: `axolotl`, `llamafactory`, `trl`, `torchtune`.
+    place a trainer's own file may stand there, under the trainer's name.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
@@ -93,7 +94,7 @@ def _name_of(name: str | None, model: Mapping[str, Any]) -> str:
 
 
 def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translation:
-    files = {key: document[key] for key in training_files.KEYS if key in document}
+    files = {key: document[key] for key in SIDE_FILES if key in document}
     own = next((name for name in FILES if name in document), None)
     translation = Translation()
     stated = None
@@ -114,7 +115,7 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
     elif files:
         _refuse_second_training(next(iter(files)), translation, _BATCH, {"precision", "optimizer", "sharding"})
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
-        training_files.translate_training(files, translation, devices)
+        translate_side_files(files, translation, devices)
         _drop_master_weights(translation, changes)
     return translation
 
@@ -162,7 +163,7 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
         found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
         beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
         if not cerebras.BEYOND_CEREBRAS & {*beside, *changes}:
-            translation.put(("trainer",), TrainerName.CEREBRAS.value)
+            translation.put(("trainer",), CEREBRAS.name)
     elif "model" not in document and {"model_type", "architectures"} & document.keys():
         beside = {key: value for key, value in document.items() if _is_request_field(key, value)}
         found = ((), {key: value for key, value in document.items() if key not in beside})

@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.formats.translation import Translation
-from bexp.explorer.spec.base import FieldPath
-from bexp.explorer.spec.config_rules import LABELS, LONGEST_TEXT, TOO_LONG, cleaned
-from bexp.explorer.spec.optimizers import BITSANDBYTES
-from bexp.explorer.spec.quantization import own_method
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.base import FieldPath
+from bexp.explorer.model.config_rules import LABELS, LONGEST_TEXT, TOO_LONG, cleaned
+from bexp.explorer.model.optimizers import BITSANDBYTES
+from bexp.explorer.model.quantization import own_method
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.translation import Translation
 
 UNREAD = LABELS | {"task_specific_params", "finetuning_task"}
 """Keys that no causal language model reads, and that are long in published files."""

@@ -1,158 +1,271 @@
-"""The training side beside a model: `deepspeed` (DeepSpeed's JSON) and `training_arguments` (transformers' JSON).
+"""Reads the files of trainers that stand beside a model.
 
-The batch, the number formats, the optimizer and the sharding are kept. The micro-batch of a file is the base to compare
-with, because an exploration chooses it. A field that is neither read nor known to change nothing is refused by name.
+One is a trainer's own file beside the config.json of its base model: `{"axolotl": FILE, "model": CONFIG}`. What the
+table of the trainer names is kept. What changes speed or memory and is not measured is refused, and what no table knows
+is noted.
+
+The others are files of the training side beside any model, such as DeepSpeed's JSON under `deepspeed`. The batch, the
+number formats, the optimizer and the sharding are kept. The micro-batch of a file is the base to compare with, because
+an exploration chooses it. A field that is neither read nor known to change nothing is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from bexp.explorer.formats.training_fields import (
-    ARGUMENTS_IGNORED,
-    ARGUMENTS_IGNORED_PREFIXES,
-    ARGUMENTS_REFUSED,
-    DEEPSPEED_IGNORED,
-    DEEPSPEED_REFUSED,
-    ZERO_IGNORED,
+from bexp.explorer.formats.document import FormatError
+from bexp.explorer.model.lengths import EPOCH_TEXTS
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.translation import MAX_NAMED_KEYS, Location, Translation, is_unset, put_dtype
+from bexp.explorer.trainers.keys import (
+    EXPLORED,
+    LORA_FIELDS,
+    QLORA,
+    Batch,
+    Formats,
+    Key,
+    Setting,
+    TrainerFile,
+    is_among,
 )
-from bexp.explorer.formats.translation import Section, Translation, put_dtype
-from bexp.explorer.spec.optimizers import ALIASES, LIBRARY
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.trainers.registry import FILES, SIDE_FILES, TRAINERS
 
-KEYS = ("deepspeed", "training_arguments")
-"""The fields of a document that hold these files."""
-
-STAGES = ("none", "zero1", "zero2", "zero3")
-DEEPSPEED_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
-ARGUMENTS_OPTIMIZERS = {**ALIASES, "sgd": "sgd", **{name: name for name in LIBRARY}}
-FSDP_SHARDINGS = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "none"}
-_UNKNOWN = "is not a known field; remove it if it changes neither time nor memory"
+_UNKNOWN = "not read, because it is not known here what they change: "
 
 
-def translate_training(document: Mapping[str, Any], translation: Translation, num_devices: Any) -> None:
+def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
+    """Return whose own file a document is, by the key of its base model; None if it is no trainer's.
+
+    Raises:
+        FormatError: it may be that of several trainers, and `named` is none of them.
+    """
+    if "hf_config" in document:
+        return None
+    found = [name for name, file in FILES.items() if dict(_values(file, document)).get(file.model) is not None]
+    if named in found or len(found) < 2:
+        return named if named in found else next(iter(found), None)
+    raise FormatError([((FILES[found[0]].model,), f"say whose file this is: --trainer {' or '.join(found)}")])
+
+
+def base_model(name: str, document: Mapping[str, Any]) -> str:
+    """Return how a trainer's own file names its base model: a folder, or a name on the Hugging Face hub."""
+    return str(dict(_values(FILES[name], document))[FILES[name].model])
+
+
+def setting_of(name: str, key: str) -> Setting | None:
+    """Return what a key of a trainer's own file sets; None for keys that are not read."""
+    known = FILES[name].keys.get(key)
+    return None if known is None else known.setting
+
+
+def why_refused(name: str, key: str) -> str | None:
+    """Return why a key of a trainer's own file is refused where it is set; None for other keys."""
+    return next((why for pattern, why in FILES[name].refused.items() if is_among(key, (pattern,))), None)
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return a list of one for what may also be said without a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _values(file: TrainerFile, values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys, dotted where a trainer nests them, with their values, which may be None."""
+    for key, value in values.items():
+        if file.is_nested and isinstance(value, Mapping):
+            yield from _values(file, value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+@dataclass
+class StatedTraining:
+    """What a trainer's own file says, and where."""
+
+    name: str
+    said: dict[Setting, Any] = field(default_factory=dict)
+    keys: dict[Setting, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, name: str, document: Any, translation: Translation, *, has_length: bool) -> StatedTraining:
+        """Read a file, refuse what is not measured, and set the length of a sequence, which the model is read with.
+
+        `has_length` says that the length is given beside the file.
+        """
+        stated, file, unknown, uncut = cls(name), FILES[name], [], False
+        for key, value in _values(file, translation.section(document, (name,)).values):
+            reason = why_refused(name, key)
+            if value is None:
+                uncut |= setting_of(name, key) is Setting.SEQ_LENGTH
+            elif (known := file.keys.get(key)) is not None and known.is_read:
+                stated._take(key, value, known, translation)
+            elif reason is not None:
+                if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
+                    translation.refuse(stated.at(key), reason)
+            elif not is_among(key, file.harmless):
+                unknown.append(shortened(key))
+        if unknown:
+            more = f" and {len(unknown) - MAX_NAMED_KEYS} more" if len(unknown) > MAX_NAMED_KEYS else ""
+            translation.notes.append(f"{_UNKNOWN}{', '.join(unknown[:MAX_NAMED_KEYS])}{more}")
+        stated.said = {**file.defaults, **stated.said}
+        length = stated.said.get(Setting.SEQ_LENGTH)
+        if (uncut or length is None) and not has_length:
+            translation.refuse(
+                stated.source(Setting.SEQ_LENGTH), "cuts no text, so that no length is known: say --seq-length"
+            )
+        elif length is not None:
+            translation.put(("model", "seq_length"), length, stated.source(Setting.SEQ_LENGTH))
+        return stated
+
+    def at(self, key: str) -> Location:
+        """Return where a key stands in the document."""
+        return (self.name, *(key.split(".") if FILES[self.name].is_nested else (key,)))
+
+    def source(self, setting: Setting) -> Location:
+        """Return where a setting is said, or could be."""
+        keys = [key for key in FILES[self.name].keys if setting_of(self.name, key) is setting]
+        return self.at(self.keys.get(setting) or keys[0]) if keys else (self.name,)
+
+    def _take(self, key: str, value: Any, known: Key, translation: Translation) -> None:
+        try:
+            found, setting = value if known.read is None else known.read(value), known.setting
+        except ValueError as error:
+            translation.refuse(self.at(key), str(error))
+            return
+        if setting is None or found is None:
+            return
+        before = self.said.get(setting)
+        if setting is Setting.MODULES and before is not None:
+            found = "all-linear" if "all-linear" in (before, found) else [*before, *found]
+        elif before not in (None, found):
+            translation.refuse(self.at(key), f"contradicts {self.keys[setting]}")
+        self.said[setting], self.keys[setting] = found, key
+
+    def translate(self, translation: Translation, num_devices: Any, *, has_lengths: bool, has_batching: bool) -> None:
+        """Set everything but the model. `num_devices` multiplies the batch of a device; None is the file's own.
+
+        `has_lengths` and `has_batching` say that lengths of texts, and what becomes of them, are given beside the file.
+        """
+        said, file = self.said, FILES[self.name]
+        translation.put(("trainer",), self.name)
+        devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else said.get(Setting.DEVICES, 1)
+        translation.put(("num_devices",), devices, self.source(Setting.DEVICES))
+        if devices > 1 and file.shards and translation.get("training", "sharding") is None:
+            translation.put(("training", "sharding"), "zero3")
+        micro = said.get(Setting.MICRO_BATCH_SIZE, 1)
+        steps = said.get(Setting.STEPS) or max(1, said.get(Setting.DEVICE_BATCH, micro) // micro)
+        size = self.source(Setting.MICRO_BATCH_SIZE)
+        translation.put(("batch_size",), micro * steps * devices, size)
+        translation.put(("base_micro_batch_size",), micro, size)
+        if not isinstance(said.get(Setting.OPTIMIZER), str):
+            translation.refuse(self.source(Setting.OPTIMIZER), "must be the name of an optimizer")
+        optimizer = ("training", "optimizer", "name")
+        translation.put(optimizer, said.get(Setting.OPTIMIZER), self.source(Setting.OPTIMIZER))
+        if said.get(Setting.COMPILE):
+            self._put_once(translation, "execution", "compile", Setting.COMPILE)
+        if (loss := said.get(Setting.LOSS)) is not None:
+            translation.notes += [file.other_losses[loss]] if loss in file.other_losses else []
+            known = "library" if loss in file.other_losses else loss
+            self._put_once(translation, "losses", [known], Setting.LOSS)
+        self._put_adapters(translation)
+        self._put_formats(translation)
+        self._put_texts(translation, has_lengths=has_lengths, has_batching=has_batching)
+        self._note_explored(translation, micro)
+        translation.notes += [file.note] if file.note else []
+
+    def _put_once(self, translation: Translation, name: str, value: Any, setting: Setting) -> None:
+        """Set a field of a request; refuse another value of it that stands beside the file."""
+        given = translation.get(name)
+        if given is not None and _listed(given) != _listed(value):
+            reason = f"contradicts {name} beside the file, which is {shortened(given)}: keep one"
+            translation.refuse(self.source(setting), reason)
+        translation.put((name,), value, self.source(setting))
+
+    def _put_adapters(self, translation: Translation) -> None:
+        bits = self.said.get(Setting.BITS)
+        if bits is not None:
+            self._put_once(translation, "quantization", f"bnb_{bits}bit", Setting.BITS)
+        if bits == 4 and not self.said.get(Setting.NESTED, True):
+            reason = "weights in 4 bits are measured with quantised scales: say true"
+            translation.refuse(self.source(Setting.NESTED), reason)
+        if self.said.get(Setting.ADAPTERS) == QLORA and bits != 4:
+            translation.refuse(self.source(Setting.ADAPTERS), "qlora needs load_in_4bit: true; without it say lora")
+        if not self.said.get(Setting.ADAPTERS):
+            return
+        lora = {setting.value: self.said[setting] for setting in LORA_FIELDS if setting in self.said}
+        if self.said.get(Setting.RESIZED):  # then they are trained whole, unless other modules are named
+            lora.setdefault(Setting.SAVED.value, ["embed_tokens", "lm_head"])
+        if isinstance(rank := lora.get("r"), int):
+            lora.setdefault("alpha", rank * FILES[self.name].alpha_by_rank)
+        translation.put(("training", "lora"), lora, self.source(Setting.ADAPTERS))
+        for setting in LORA_FIELDS:
+            translation.sources["training", "lora", setting.value] = self.source(setting)
+
+    def _put_formats(self, translation: Translation) -> None:
+        config = translation.get("hf_config") or {}
+        checkpoint = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        said = Formats(
+            half=bool(self.said.get(Setting.HALF)),
+            pure=bool(self.said.get(Setting.PURE)),
+            weights=self.said.get(Setting.WEIGHTS),
+            checkpoint=checkpoint,
+            has_adapters=bool(self.said.get(Setting.ADAPTERS)),
+            is_quantized=Setting.BITS in self.said,
+        )
+        source = self.source(Setting.PURE if said.pure else Setting.HALF)
+        try:
+            dtype, precision = FILES[self.name].formats(said)
+        except ValueError as error:
+            translation.refuse(source, str(error))
+            return
+        put_dtype(translation, dtype, source)
+        if precision is not None:
+            translation.put(("training", "precision"), "pure" if said.is_quantized else precision, source)
+        if said.half and dtype == said.weights == "bfloat16" and not said.has_adapters:
+            translation.notes.append("weights in bfloat16 are measured without autocast: the export says bf16: false")
+
+    def _put_texts(self, translation: Translation, *, has_lengths: bool, has_batching: bool) -> None:
+        packs, length = self.said.get(Setting.PACKING), translation.get("hf_seq_length")
+        fills = Setting.FULL_ROWS if Setting.FULL_ROWS in self.said else Setting.PRETRAINING
+        if self.said.get(fills) and has_lengths and not (packs or has_batching):
+            reason = "fills every row, however long texts are: leave lengths out, or say batching as well"
+            translation.refuse(self.source(fills), reason)
+        if self.said.get(Setting.PADDING_FREE) and not packs:
+            reason = "rows without padding are measured for packing alone"
+            translation.refuse(self.source(Setting.PADDING_FREE), reason)
+        if has_lengths:
+            batching = "packed" if packs else "grouped" if self.said.get(Setting.ORDER) else "padded"
+            source = self.source(Setting.PACKING if packs else Setting.ORDER)
+            translation.put(("batching",), batching, source)
+        elif packs and isinstance(length, int):
+            translation.put(("lengths",), [[length, EPOCH_TEXTS]], self.source(Setting.PACKING))
+            translation.put(("batching",), "packed", self.source(Setting.PACKING))
+            translation.notes.append(
+                f"packed rows are measured with one text of {length} tokens each; --lengths FILE has the real ones"
+            )
+
+    def _note_explored(self, translation: Translation, micro_batch_size: int) -> None:
+        names = [self.keys[setting] for setting in EXPLORED if setting in self.keys]
+        others = "".join(f", {name}" for name in names)
+        translation.notes.append(
+            f"explored in place of the file's values: the micro-batch (its {micro_batch_size} is the base){others}"
+        )
+        for setting, term in ((Setting.ATTENTION, "attention"), (Setting.EXPERTS, "experts")):
+            known = sorted(map(str, TRAINERS[self.name].expresses[term]))
+            if setting in self.said and self.said[setting] not in known:
+                reason = f"'{shortened(self.said[setting])}' is not measured; these are: {', '.join(known)}"
+                translation.refuse(self.source(setting), reason)
+
+
+def translate_side_files(document: Mapping[str, Any], translation: Translation, num_devices: Any) -> None:
     """Set the batch and the training state from the files of `document`; `num_devices` multiplies a device's batch."""
     top = translation.section(document, ())
     devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else 1
-    arguments = top.section("training_arguments")
-    batch = _read_arguments(arguments, devices) if "training_arguments" in document else None
-    if isinstance(nested := arguments.get("deepspeed"), Mapping):
-        if "deepspeed" in document:
-            arguments.refuse("deepspeed", "is given a second time, beside deepspeed")
-        _read_deepspeed(arguments.section("deepspeed"), devices, batch)
-    elif nested:
-        arguments.refuse("deepspeed", "is the path of a file: put its content here")
-    if "deepspeed" in document:
-        _read_deepspeed(top.section("deepspeed"), devices, batch)
-
-
-def _read_arguments(arguments: Section, devices: int) -> tuple[int, int]:
-    """Read TrainingArguments and return a device's batch and the accumulation steps, with transformers' defaults."""
-    translation = arguments.translation
-    arguments.refuse_where_set(ARGUMENTS_REFUSED)
-    micro = arguments.integer("per_device_train_batch_size", 8, largest=1 << 20) or 1
-    steps = arguments.integer("gradient_accumulation_steps", 1, largest=1 << 20) or 1
-    translation.put(("batch_size",), micro * steps * devices, arguments.at("per_device_train_batch_size"))
-    translation.put(("base_micro_batch_size",), micro, arguments.at("per_device_train_batch_size"))
-    if arguments.boolean("fp16"):
-        arguments.refuse("fp16", "float16 autocast is not supported: use bf16")
-    if arguments.boolean("bf16"):
-        translation.put(("training", "precision"), "autocast", arguments.at("bf16"))
-    if "optim" in arguments:
-        name = arguments.choice("optim", ARGUMENTS_OPTIMIZERS, "adamw_torch")
-        translation.put(("training", "optimizer", "name"), name, arguments.at("optim"))
-    _read_fsdp(arguments)
-    if arguments.boolean("torch_compile"):
-        translation.put(("execution",), "compile", arguments.at("torch_compile"))
-    if arguments.boolean("gradient_checkpointing"):
-        translation.notes.append("recomputation is open: gradient_checkpointing is on, and every policy is explored")
-    arguments.ignore({"deepspeed", *ARGUMENTS_IGNORED})
-    arguments.ignore({key for key in arguments.values if key.startswith(ARGUMENTS_IGNORED_PREFIXES)})
-    arguments.refuse_unread(_UNKNOWN, {"n_gpu": devices})
-    return micro, steps
-
-
-def _read_fsdp(arguments: Section) -> None:
-    fsdp = arguments.get("fsdp") or ""
-    words = [str(word) for word in fsdp] if isinstance(fsdp, list | tuple) else str(fsdp).split()
-    if not words:
-        return
-    if unknown := set(words) - set(FSDP_SHARDINGS) - {"auto_wrap"}:
-        supported = ", ".join((*FSDP_SHARDINGS, "auto_wrap"))
-        arguments.refuse("fsdp", f"{shortened(', '.join(sorted(unknown)))} is not supported; supported: {supported}")
-        return
-    level = next((FSDP_SHARDINGS[word] for word in words if word in FSDP_SHARDINGS), "zero3")
-    arguments.translation.put(("training", "sharding"), level, arguments.at("fsdp"))
-
-
-def _read_deepspeed(config: Section, devices: int, beside: tuple[int, int] | None) -> None:
-    translation = config.translation
-    config.refuse_where_set(DEEPSPEED_REFUSED)
-    _read_batch(config, devices, beside)
-    zero = config.section("zero_optimization")
-    stage = zero.integer("stage", 0, largest=3) or 0
-    for key in ("offload_optimizer", "offload_param"):
-        if zero.section(key).get("device", "none") not in (None, "none"):
-            zero.refuse(key, "offloading is not supported")
-    for key in ("zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"):
-        if zero.get(key) not in (None, False, -1):
-            zero.refuse(key, "is not supported")
-    if zero.get("zero_hpz_partition_size", 1) != 1:
-        zero.refuse("zero_hpz_partition_size", "must be 1")
-    zero.ignore(ZERO_IGNORED)
-    zero.refuse_unread(_UNKNOWN)
-    translation.put(("training", "sharding"), STAGES[stage], zero.at("stage"))
-    _read_formats(config)
-    optimizer = config.section("optimizer")
-    if optimizer.get("type") is not None:
-        lowered = Section(translation, {"type": str(optimizer.values["type"]).lower()}, optimizer.location)
-        name = lowered.choice("type", DEEPSPEED_OPTIMIZERS, "adamw")
-        translation.put(("training", "optimizer", "name"), name, optimizer.at("type"))
-    config.ignore(DEEPSPEED_IGNORED)
-    config.refuse_unread(_UNKNOWN)
-
-
-def _read_batch(config: Section, devices: int, beside: tuple[int, int] | None) -> None:
-    """Set the batch: of two of its factors and itself, DeepSpeed derives the third; `auto` leaves it to the Trainer."""
-    translation = config.translation
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    micro, steps, whole = (None if config.get(key) == "auto" else config.integer(key, largest=1 << 20) for key in keys)
-    if beside is not None:
-        for key, value, other in zip(keys, (micro, steps), beside, strict=False):
-            if value not in (None, other):
-                config.refuse(key, f"contradicts training_arguments, where it is {other}")
-        micro, steps = beside
-    if whole is None and micro is not None:
-        whole = micro * (steps or 1) * devices
-    if whole is None:
-        return
-    expected = None if micro is None or steps is None else micro * steps * devices
-    if expected not in (None, whole):
-        config.refuse(
-            "train_batch_size", f"must be {expected}: micro-batch {micro} x {steps} steps x {devices} devices"
-        )
-    translation.put(("batch_size",), whole, config.at("train_batch_size"))
-    if micro is not None:
-        translation.put(("base_micro_batch_size",), micro, config.at("train_micro_batch_size_per_gpu"))
-
-
-def _read_formats(config: Section) -> None:
-    """Set the dtype of parameters, with float32 master weights; with `auto`, the Trainer's `bf16` says whether.
-
-    The reference layers have master weights anyway. Adapters are measured in float32, which takes the same bytes.
-    """
-    translation, brain, half = config.translation, config.section("bf16"), config.section("fp16")
-    on = [section.get("enabled", False) for section in (brain, half)]
-    if on[0] == "auto" and translation.get("training", "precision") == "autocast":
-        on[0] = True
-    for section in (brain, half):
-        section.ignore(section.values)
-    if on[0] is not True and on[1] is not True:
-        return
-    name, section = ("bfloat16", brain) if on[0] is True else ("float16", half)
-    if on[0] is True and on[1] is True:
-        half.refuse("enabled", "contradicts bf16")
-    has_master = isinstance(translation.get("hf_config"), Mapping) and not translation.get("training", "lora")
-    translation.put(("training", "precision"), "master" if has_master else "pure", section.at("enabled"))
-    put_dtype(translation, name, section.at("enabled"))
+    batch: Batch | None = None
+    for name, read in SIDE_FILES.items():
+        if name in document:
+            batch = read(top.section(name), devices, batch)
+    for name, other in ((name, other) for name in SIDE_FILES for other in SIDE_FILES if name in document):
+        if isinstance(outer := document.get(other), Mapping) and isinstance(outer.get(name), Mapping):
+            translation.refuse((other, name), f"is given a second time, beside {name}")

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bexp.explorer.formats.model_types import ModelKind, model_types
-from bexp.explorer.formats.translation import Section
 from bexp.explorer.formats.vision import refuse_vision
-from bexp.explorer.spec.spelling import did_you_mean, shortened
-from bexp.explorer.spec.target import OWN_TARGET, TRANSFORMERS
+from bexp.explorer.model.spelling import did_you_mean, shortened
+from bexp.explorer.model.target import OWN_TARGET, TRANSFORMERS
+from bexp.explorer.model.translation import Section
 
 LIKE_A_TYPE = 0.8
 """Likeness from which an unknown model type is a misspelt one."""

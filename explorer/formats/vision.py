@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from bexp.explorer.formats.translation import Section
-from bexp.explorer.spec.target import OWN_TARGET
+from bexp.explorer.model.target import OWN_TARGET
+from bexp.explorer.model.translation import Section
 
 VISION_FIELDS = (
     "vision_config",

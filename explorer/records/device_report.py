@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.parts import ModelParts
 
 
 class DeviceReport(Frozen):
@@ -22,9 +24,9 @@ class DeviceReport(Frozen):
     hardware: HardwareSpec
     attention_backends: tuple[BackendSupport, ...]
     expert_backends: tuple[BackendSupport, ...] = ()
-    kernels: tuple[BackendSupport, ...] = Field((), description="Empty unless the request has a choice of kernels.")
-    executions: tuple[BackendSupport, ...] = Field((), description="Empty unless there is a choice of executions.")
-    losses: tuple[BackendSupport, ...] = Field((), description="Empty unless one of the request's losses was tried.")
+    choices: Mapping[str, tuple[BackendSupport, ...]] = Field(
+        {}, description="The values that this model can have here, by dimension, where the request leaves a choice."
+    )
     default_attention: str
     default_experts: str | None = None
     parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")

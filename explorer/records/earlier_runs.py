@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.base import Frozen
 
 
 class EarlierRun(Frozen):

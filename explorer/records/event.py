@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.base import Frozen
 
 
 class EventCode(IntEnum):

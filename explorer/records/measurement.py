@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.spec.base import Frozen, is_null
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import Frozen, is_null
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.base import Frozen
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -20,19 +20,14 @@ class PlanPart(Frozen):
     share: Share = Field(description="Of the step.")
 
 
-class MeshAlternative(Frozen):
-    """The best candidate of another mesh."""
+class PlainMesh(Frozen):
+    """The best candidate with expert mode `plain`, for trainers that have no other."""
 
     mesh: Mesh
     candidate: Candidate
     tokens_per_second: float
-    gain: float = Field(description="Throughput of the recommended mesh relative to this one.")
+    ratio: float = Field(description="Throughput of the recommended mesh relative to this one.")
     predicted: bool = Field(description="Whether a block of it is predicted and not measured.")
-
-
-class PlainMesh(MeshAlternative):
-    """The best candidate with expert mode `plain`, for trainers that have no other."""
-
     layers_per_stage: tuple[int, ...]
     num_micro_batches: int
     fits: bool = Field(description="Whether it is expected to fit the memory.")
@@ -63,11 +58,5 @@ class MeshPlan(Frozen):
     layers_per_stage: tuple[int, ...]
     fullest_rank: int = Field(description="The rank of the pipeline whose memory the answer states, from 0.")
     parts: tuple[PlanPart, ...] = ()
-    alternatives: tuple[MeshAlternative, ...] = ()
-    expert_modes: tuple[MeshAlternative, ...] = Field(
-        (),
-        description="The best candidate of each other expert mode on the same mesh, and of experts that are shared "
-        "by no devices (expert 1); empty if one mode is explored.",
-    )
     plain: PlainMesh | None = Field(None, description="Null if the recommended expert mode is `plain`.")
     picture: PipelinePicture | None = Field(None, description="Of the pipeline; null without one.")

@@ -5,30 +5,24 @@ from __future__ import annotations
 import math
 import operator
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.base import Frozen, is_null
+from bexp.explorer.model.lengths import Batching
+from bexp.explorer.model.quantization import WeightBytes
 from bexp.explorer.records.earlier_runs import ReusedComponents
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.plan import MeshPlan
-from bexp.explorer.spec.base import Frozen, is_null
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.lengths import Batching
-from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.quantization import WeightBytes
 
 CONFIDENT = 90
 """Below this confidence a third digit of a ratio says nothing."""
-
-
-NOISE_ENDS_SEARCH = "no more of them would raise the confidence"
-"""Words of the note of a search that noise has ended: more trials would not help."""
-NOTHING_UNTILED = "no candidate without tiling fits, so nothing shows what tiling gains or costs"
-"""The note of an answer for a request that excludes untiled candidates."""
-CORES_ARE_SHARED = "other processes share these cores"
-"""Words of the note that speeds leave out the waiting for a core."""
+ROUNDING = 1e-9
+"""What rounding makes of a ratio of 1."""
 
 
 def beside_whole(composed: float, reached: float | None) -> float:
@@ -49,18 +43,6 @@ def ratio_text(ratio: float, confidence: int, run_noise: float | None, decimals:
     return f"{ratio:.{decimals}f}x"
 
 
-class Alternative(Frozen):
-    """Another candidate that the answer is compared with."""
-
-    candidate: Candidate
-    tokens_per_second: float = Field(
-        description="Those of its whole model if that was run, else at most those of the recommended one's."
-    )
-    gain: float = Field(description="Throughput of the recommended candidate relative to this one.")
-    composed_tokens_per_second: float = Field(description="Composed of the measured components alone.")
-    predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
-
-
 class WholeModelCheck(Frozen):
     """A candidate, run as a whole model. Errors are (composed - whole) / whole.
 
@@ -75,65 +57,167 @@ class WholeModelCheck(Frozen):
     peak_error: float
 
 
-class RunnerUpCheck(Frozen):
-    """The candidate that was most likely to be better than the recommended one, run as a whole model for comparison.
-
-    If the whole models changed the answer, it is the candidate that was recommended before.
-    """
+class CandidateFigures(Frozen):
+    """What is known of one candidate. Tokens/s are those of one device."""
 
     candidate: Candidate
-    composed_tokens_per_second: float
-    outcome: Outcome
-    reason: str | None = None
-    gain: float | None = Field(
-        None, description="Whole-model throughput of the recommended candidate relative to this one; null without both."
-    )
-    whole_model: WholeModelCheck | None = Field(None, description="Null unless the outcome is ok.")
-    mesh: Mesh | None = Field(None, description="Of its devices, where they form one.")
-
-
-class DividingCandidate(Frozen):
-    """The best candidate that divides the stated batch into whole micro-batches for each device.
-
-    It is the recommended candidate itself where that one divides, and else the one with the highest expected tokens/s.
-    The search does not aim at it, so that its confidence may be low: `micro_batch_size: auto` explores candidates that
-    divide, and no others.
-    """
-
-    candidate: Candidate
-    grad_accum_steps: Annotated[int, Field(ge=1)] = Field(description="Micro-batches of a device in the batch.")
-    tokens_per_second: float = Field(description="Of one device; those of its whole model if that was run.")
-    loss: float = Field(
-        description="Share of the recommended candidate's tokens/s that it loses; negative if it is faster."
-    )
-    confidence: Annotated[int, Field(ge=0, le=99)] = Field(
-        description="Probability, floored, that it is within the tolerance of the best candidate that divides."
-    )
-    predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
-    step_seconds: float
-    peak_bytes: int = Field(description="Allocated at the peak, composed of its components.")
-    required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
-    whole_model: WholeModelCheck | None = Field(None, description="Null if it was not run as a whole model.")
+    tokens_per_second: float
     composed_tokens_per_second: float = Field(description="Composed of the measured components alone.")
-    reused: ReusedComponents | None = Field(
-        None, description="Components that earlier explorations measured; null if this one measured all that it used."
+    measured_peak_bytes: int = Field(
+        description="Allocated at the peak, composed of the training state and of measured activations."
     )
+    required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
+    grad_accum_steps: int | None = Field(
+        description="Micro-batches of a device in the stated batch; null if none is stated, or if the candidate does "
+        "not divide it."
+    )
+    confidence: Annotated[int, Field(ge=0, le=99)] | None = None
+    whole_model: WholeModelCheck | None = Field(None, description="Null if it did not run as a whole model.")
+
+    @property
+    def is_measured_whole(self) -> bool:
+        """Whether whole steps were measured, and not only its parts."""
+        return self.whole_model is not None or self.candidate.is_whole
+
+    @property
+    def expected_tokens_per_second(self) -> float:
+        """The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones."""
+        return self.tokens_per_second if self.whole_model is None else self.whole_model.tokens_per_second
 
     @property
     def expected_peak_bytes(self) -> int:
-        """The peak to expect: that of the whole model if it was run, else the composed one."""
-        return self.peak_bytes if self.whole_model is None else self.whole_model.measurement.peak_bytes
+        """The peak to expect of one device: that of the whole model if it was run, else the composed one."""
+        return self.measured_peak_bytes if self.whole_model is None else self.whole_model.measurement.peak_bytes
 
 
-class MemoryChoice(Frozen):
-    """The candidate with the smallest peak among those that lose no more than a given share of the tokens/s."""
+class Role(StrEnum):
+    """What an alternative is, compared with the recommended candidate. An answer lists them in this order.
 
-    within: float = Field(description="The share that it may lose against the fastest; 0 for the fastest itself.")
-    candidate: Candidate
-    tokens_per_second: float
-    loss: float = Field(description="Share of the fastest candidate's tokens/s that it loses.")
-    peak_bytes: int = Field(description="Of the whole model if that was run, else composed of its components.")
-    required_bytes: int
+    Each has the label of its row, what it means, and what else there is to say of it.
+    """
+
+    DIVIDING = (
+        "dividing",
+        "for the batch",
+        "the best that divides the batch",
+        "trainers and exports take it; it may be the recommended one. Its confidence is that among those that divide, "
+        "and may be low, because the search does not aim at it",
+    )
+    FASTEST = "fastest", "memory or speed", "the fastest", "the recommended one, unless memory is preferred"
+    WITHIN_1_PERCENT = "within_1_percent", "within 1%", "the smallest peak that loses at most 1% of the fastest's speed"
+    WITHIN_3_PERCENT = "within_3_percent", "within 3%", "the smallest peak that loses at most 3%"
+    LARGEST_WITHOUT_RECOMPUTE = (
+        "largest_without_recompute",
+        "largest that fits",
+        "the largest that fits with neither batch tiling nor recomputation",
+        "with its fastest settings",
+    )
+    LARGEST_MICRO_BATCH = (
+        "largest_micro_batch",
+        "if recomputed",
+        "the largest that fits without batch tiling",
+        "with its fastest settings, which may recompute",
+    )
+    STOCK = "stock", "stock best", "the best with stock back ends and no batch tiling"
+    UNTILED = (
+        "untiled",
+        "tiling",
+        "the best without batch tiling",
+        "for a request that names tiles, if the answer is tiled",
+    )
+    UNDIVIDED = (
+        "undivided",
+        "whatever the batch",
+        "the best that does not divide the batch",
+        "where that has fewer than four divisors",
+    )
+    RUNNER_UP = (
+        "runner_up",
+        "runner-up",
+        "the fastest other candidate whose whole model ran",
+        "or the last one that failed to run",
+    )
+    EXPERT_MODE = (
+        "expert_mode",
+        "expert mode",
+        "the best of another expert mode on the same mesh",
+        "or of experts that no devices share",
+    )
+    OTHER_MESH = "other_mesh", "other mesh", "the best of another mesh"
+
+    label: str
+    meaning: str
+    more: str
+
+    def __new__(cls, value: str, label: str, meaning: str, more: str = "") -> Self:
+        """Return a role with its words."""
+        role = str.__new__(cls, value)
+        role._value_ = value
+        role.label, role.meaning, role.more = label, meaning, more
+        return role
+
+
+WITHIN = {Role.WITHIN_1_PERCENT: 0.01, Role.WITHIN_3_PERCENT: 0.03}
+"""The share of the fastest candidate's tokens/s that a smaller peak may cost."""
+_ROLES = "; ".join(f"`{role}`: {', '.join(filter(None, (role.meaning, role.more)))}" for role in Role)
+
+
+class Alternative(CandidateFigures):
+    """Another candidate that the recommended one is compared with.
+
+    `tokens_per_second` are those of its whole model if that was run, else at most those of the recommended one's.
+    """
+
+    role: Role = Field(description=f"{_ROLES}.")
+    ratio: float = Field(description="Throughput of the recommended candidate relative to this one.")
+    predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
+    outcome: Outcome | None = Field(None, description="Of the run of its whole model; null if there was none.")
+    reason: str | None = Field(None, description="Why its whole model did not run.", exclude_if=is_null)
+    mesh: Mesh | None = Field(None, description="Of its devices, where they form one.", exclude_if=is_null)
+
+    @property
+    def loss(self) -> float:
+        """The share of the recommended candidate's tokens/s that it loses; negative if it is faster."""
+        return 1.0 - 1.0 / self.ratio
+
+
+class NoteCode(StrEnum):
+    """What a note is about."""
+
+    EXECUTION = "execution"
+    CONFIG = "config"
+    WEIGHTS = "weights"
+    NUMBERS = "numbers"
+    LEFT_OUT = "left_out"
+    MEASURED_LAYERS = "measured_layers"
+    HOST_MEMORY = "host_memory"
+    COMMUNICATION = "communication"
+    DEVICES = "devices"
+    SHARDING = "sharding"
+    WHOLE_MODEL = "whole_model"
+    DEFAULT_ATTENTION = "default_attention"
+    SHARED_CORES = "shared_cores"
+    PREDICTED = "predicted"
+    RUNNER_UP = "runner_up"
+    REAL_RUNS = "real_runs"
+    REUSED = "reused"
+    VOCABULARY = "vocabulary"
+    WIDTHS = "widths"
+    NOTHING_UNTILED = "nothing_untiled"
+    NOISE = "noise"
+    BUDGET = "budget"
+    CONFIDENCE = "confidence"
+    MESH = "mesh"
+
+
+class Note(Frozen):
+    """What a person should know of an answer in addition to its figures."""
+
+    code: NoteCode
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class TextFigures(Frozen):
@@ -170,7 +254,7 @@ class Figures(NamedTuple):
     peak_bytes: int
 
 
-class Recommendation(Frozen):
+class Recommendation(CandidateFigures):
     """The best candidate so far.
 
     `tokens_per_second` and the seconds are those of one device. They are composed of its components and corrected by
@@ -181,17 +265,14 @@ class Recommendation(Frozen):
     is relative to the base candidate. `confidence` is the probability, floored to 0..99, that the whole model's
     tokens/s with this candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is
     null if no batch is stated, or if micro_batch_size x num_devices / context_parallel_size does not divide it;
-    `nearest_batch_sizes` then names the batch sizes below and above that it divides. `dividing` is the best candidate
-    that does divide the stated batch; if none divides it, it is null, and `dividing_batch_sizes` names the nearest
-    batch sizes that any candidate which fits divides.
+    `nearest_batch_sizes` then names the batch sizes below and above that it divides. If no candidate divides the stated
+    batch, `dividing_batch_sizes` names the nearest batch sizes that any candidate which fits divides.
     Tokens are those of texts, without padding, where texts have unequal lengths; peaks are those of the longest
     micro-batch. `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training
     state and of measured activations. What a whole run allocated is in `whole_model`.
     """
 
-    candidate: Candidate
     base: Candidate
-    tokens_per_second: float
     performance: float
     confidence: Annotated[int, Field(ge=0, le=99)]
     step_seconds: float
@@ -202,47 +283,17 @@ class Recommendation(Frozen):
         description="What the exchange of gradients and parameters adds to a step, over all of its micro-steps, which "
         "`micro_step_seconds` do not contain; null if it was not timed.",
     )
-    grad_accum_steps: int | None
     nearest_batch_sizes: tuple[int, ...] = ()
     predicted_peak_bytes: int
-    measured_peak_bytes: int
-    required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
     memory_limit_bytes: int
     memory: MemoryParts
-    largest_micro_batch: Alternative | None = Field(
-        None,
-        description="The largest micro-batch that fits without batch tiling, with its fastest settings; these may "
-        "recompute.",
+    alternatives: tuple[Alternative, ...] = Field(
+        (), description="What it is compared with, in the order of their roles. Some are found at the end alone."
     )
-    largest_without_recompute: Alternative | None = Field(
-        None,
-        description="The largest micro-batch that fits with neither batch tiling nor recomputation, with its fastest "
-        "settings.",
-    )
-    stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
-    untiled: Alternative | None = Field(
-        None,
-        description="The best without batch tiling, for a request that names tiles (bta.enable, bta.tiles); null if "
-        "none fits or the answer itself is untiled, and until it is final.",
-        exclude_if=is_null,
-    )
-    undivided: Alternative | None = Field(
-        None,
-        description="The best that does not divide the stated batch, where that has fewer than four divisors; null if "
-        "it has more, and until the answer is final.",
-        exclude_if=is_null,
-    )
-    whole_model: WholeModelCheck | None = None
-    runner_up: RunnerUpCheck | None = None
-    notes: tuple[str, ...] = ()
-    dividing: DividingCandidate | None = None
+    notes: tuple[Note, ...] = ()
     dividing_batch_sizes: tuple[int, ...] = ()
     prefer: Literal["speed", "memory"] = Field("speed", description="What the request prefers.")
     headroom: float = Field(0.0, description="Share of the memory that the request leaves free.")
-    memory_choices: tuple[MemoryChoice, ...] = Field(
-        (), description="The fastest candidate, and the smallest peak within 1% and within 3% of it; once finished."
-    )
-    composed_tokens_per_second: float = Field(description="Composed of the measured components alone.")
     reused: ReusedComponents | None = Field(
         None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
@@ -277,15 +328,31 @@ class Recommendation(Frozen):
     )
     plan: MeshPlan | None = Field(None, description="The mesh of devices. Null if the request has none.")
 
-    @property
-    def expected_tokens_per_second(self) -> float:
-        """The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones."""
-        return self.tokens_per_second if self.whole_model is None else self.whole_model.tokens_per_second
+    @model_validator(mode="after")
+    def _what_was_not_run_whole_is_not_faster(self) -> Self:
+        """Refuse to call an alternative faster that was not run whole than a recommended candidate that was."""
+        if self.is_measured_whole:
+            for other in self.alternatives:
+                if not other.is_measured_whole and other.ratio < 1.0 - ROUNDING:
+                    raise ValueError(f"{other.role}: what was not run whole is not known to be faster than what was")
+        return self
+
+    def alternative(self, role: Role) -> Alternative | None:
+        """Return the alternative with this role; None if there is none."""
+        return next(iter(self.alternatives_of(role)), None)
+
+    def alternatives_of(self, role: Role) -> tuple[Alternative, ...]:
+        """Return all alternatives with this role."""
+        return tuple(each for each in self.alternatives if each.role is role)
 
     @property
-    def expected_peak_bytes(self) -> int:
-        """The peak to expect of one device: that of the whole model if it was run, else the composed one."""
-        return self.measured_peak_bytes if self.whole_model is None else self.whole_model.measurement.peak_bytes
+    def for_batch(self) -> CandidateFigures:
+        """What trainers and exports take: the best that divides the stated batch, if there is one."""
+        return self.alternative(Role.DIVIDING) or self
+
+    def says(self, code: NoteCode) -> bool:
+        """Return whether a note is about this."""
+        return any(note.code is code for note in self.notes)
 
     @property
     def figures(self) -> Figures:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, Field
 
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import Frozen
 
 MAX_VERSIONS = 32
 

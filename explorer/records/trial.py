@@ -8,16 +8,16 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from bexp.explorer.cost_model.collectives import is_communication_timed
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.collectives import is_communication_timed
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import MeshRun
+from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.mesh import MeshRun
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
 class TrialKind(StrEnum):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.search.noise_limit import run_noise, shown_noise
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import Candidate
 
 NOISY = 0.02
 """If two runs of the base's micro-step differ by more than this share, one run is not enough for what rests on it.

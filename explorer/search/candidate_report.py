@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
-from bexp.explorer.cost_model.step import StepSeconds
-from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence
+from bexp.explorer.cost.step import GIB, StepSeconds
+from bexp.explorer.cost.text_batches import TextBatches
+from bexp.explorer.cost.token_dropping import dropped_share
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.optimizers import ON_HOST_NOTE, PAGED_NOTE
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.quantization import describe_weights
+from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import (
-    CORES_ARE_SHARED,
-    NOTHING_UNTILED,
     Alternative,
-    DividingCandidate,
+    Note,
+    NoteCode,
     Recommendation,
-    RunnerUpCheck,
+    Role,
+    TextFigures,
+    WholeModelCheck,
 )
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.candidate_notes import candidate_notes
-from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memory_choices
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.alternatives import accumulate, dividing_batch_sizes
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
 from bexp.explorer.search.event_messages import describe_noise
@@ -28,12 +39,7 @@ from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, nois
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
-from bexp.explorer.search.text_figures import new_width_note, text_figures
-from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second, performance
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.search.whole_model_check import check_whole_model, performance
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 """A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""
@@ -45,26 +51,13 @@ SHARED_CORES = 0.1
 """Cores count as shared from this share of the time on in which threads waited for one."""
 
 
-@dataclass(frozen=True, slots=True)
-class References:
-    """Rows of the candidates that the recommended one is compared with; None if there is no such candidate."""
-
-    base: int
-    largest: int | None = None
-    largest_without_recompute: int | None = None
-    stock: int | None = None
-    untiled: int | None = None
-    undivided: int | None = None
-
-
 def build_recommendation(
     posterior: Posterior,
     best: BestCandidate,
-    references: References,
+    base: int,
     report: DeviceReport,
     whole_model: Trial | None = None,
-    runner_up: RunnerUpCheck | None = None,
-    dividing: DividingCandidate | None = None,
+    alternatives: tuple[Alternative, ...] = (),
     *,
     final: bool = False,
     out_of_budget: bool = False,
@@ -72,8 +65,8 @@ def build_recommendation(
 ) -> Recommendation:
     """Return everything that is known about the recommended candidate.
 
-    `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved,
-    and why its confidence is below the target: if the search is `out_of_budget` or `limited_by_noise`, a note says so.
+    `base` is the row of the base. The notes of the `final` answer also say why its confidence is below the target: the
+    search may be `out_of_budget` or `limited_by_noise`.
     """
     request = posterior.request
     table = posterior.table
@@ -81,12 +74,13 @@ def build_recommendation(
     seconds = posterior.corrected_seconds(best.row)
     memory = posterior.bytes(best.row)
     accumulation, nearest = accumulate(request, candidate)
-    noise = noise_figures(posterior, best.row)
+    noise, whole = noise_figures(posterior, best.row), check_whole_model(posterior, best.row, whole_model)
+    by_role = {each.role: each for each in alternatives}
     return Recommendation(
         candidate=candidate,
-        base=table.candidates[references.base],
+        base=table.candidates[base],
         tokens_per_second=seconds.tokens_per_second,
-        performance=performance(posterior, best.row, references.base),
+        performance=performance(posterior, best.row, base),
         confidence=confidence_score(best.confidence),
         step_seconds=seconds.step,
         micro_step_seconds=seconds.micro_step,
@@ -99,32 +93,24 @@ def build_recommendation(
         required_bytes=memory.required,
         memory_limit_bytes=posterior.limit_bytes,
         memory=memory.parts,
-        largest_micro_batch=_alternative(posterior, best.row, references.largest),
-        largest_without_recompute=_alternative(posterior, best.row, references.largest_without_recompute),
-        stock=_alternative(posterior, best.row, references.stock),
-        untiled=_alternative(posterior, best.row, references.untiled),
-        undivided=_alternative(posterior, best.row, references.undivided),
-        whole_model=check_whole_model(posterior, best.row, whole_model),
-        runner_up=runner_up,
+        whole_model=whole,
+        alternatives=alternatives,
         notes=(
             *candidate_notes(request, candidate, report, whole_model),
             *_communication_notes(posterior, candidate, seconds),
             *_shared_cores(posterior),
-            *_predictions(posterior, references),
-            *_doubts(request, runner_up),
-            *([describe_reported(posterior.knowledge.reported)] if posterior.knowledge.reported else []),
-            *([] if posterior.knowledge.reused is None else [describe_reused(posterior.knowledge.reused)]),
+            *_predictions(by_role.get(Role.LARGEST_MICRO_BATCH)),
+            *_doubts(request, whole, by_role.get(Role.RUNNER_UP)),
+            *_earlier_notes(posterior),
             *_slow_head(posterior, best.row),
             *new_width_note(posterior, best.row),
-            *(_nothing_untiled(request, references) if final else ()),
+            *(_nothing_untiled(request, by_role.get(Role.UNTILED)) if final else ()),
             *(_shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget) if final else ()),
         ),
-        dividing=dividing,
         texts=text_figures(posterior, best.row),
-        dividing_batch_sizes=dividing_batch_sizes(posterior) if dividing is None else (),
+        dividing_batch_sizes=dividing_batch_sizes(posterior) if Role.DIVIDING not in by_role else (),
         prefer=request.prefer,
         headroom=request.headroom,
-        memory_choices=memory_choices(posterior, best.row) if final else (),
         composed_tokens_per_second=posterior.seconds(best.row).tokens_per_second,
         reused=posterior.knowledge.reused,
         dropped_share=_dropped_share(table.model, candidate, request),
@@ -142,138 +128,83 @@ def _dropped_share(model: ExploredModel, candidate: Candidate, request: Explorat
     return dropped_share(model.moe, request.routing, tokens, request.seed)
 
 
-def largest_untiled(posterior: Posterior, among: Collection[int]) -> int | None:
-    """Return the row of the fastest untiled candidate of the largest micro-batch that fits; None if none fits.
-
-    The candidate may not be measured yet.
-    """
-    rows = [i for i in among if posterior.table.candidates[i].bta_tile is None and posterior.fits(i)]
-    if not rows:
-        return None
-    largest = max(int(posterior.table.micro_batch_C[i]) for i in rows)
-    return _fastest(posterior, [i for i in rows if posterior.table.micro_batch_C[i] == largest])
+def _earlier_notes(posterior: Posterior) -> tuple[Note, ...]:
+    """Return notes on real runs and on earlier explorations that count."""
+    reported, reused, notes = posterior.knowledge.reported, posterior.knowledge.reused, _Notes()
+    if reported:
+        notes.add(NoteCode.REAL_RUNS, describe_reported(reported))
+    if reused is not None:
+        notes.add(NoteCode.REUSED, describe_reused(reused))
+    return tuple(notes)
 
 
-def largest_without_recompute(posterior: Posterior, among: Collection[int]) -> int | None:
-    """Return `largest_untiled` among the candidates that recompute nothing."""
-    return largest_untiled(posterior, [i for i in among if posterior.table.candidates[i].recompute is Recompute.NONE])
-
-
-def best_stock(posterior: Posterior, report: DeviceReport, among: Collection[int]) -> int | None:
-    """Return the row of the fastest candidate that fits with stock back ends and no batch tiling; None if none does."""
-    rows = [
-        i
-        for i in among
-        if posterior.fits(i)
-        and (c := posterior.table.candidates[i]).bta_tile is None
-        and report.is_stock(c.attention_backend, c.expert_backend)
-    ]
-    return _fastest(posterior, rows)
-
-
-def best_untiled(posterior: Posterior) -> int | None:
-    """Return the row of the fastest untiled candidate that fits, of a request that names tiles; None if none does.
-
-    It may have to be measured, unless a measured one is expected to be within the tolerance of it.
-    """
-    if not posterior.request.bta.is_named:
-        return None
-    untiled = [i for i, c in enumerate(posterior.table.candidates) if c.bta_tile is None]
-    rows = [i for i in untiled if posterior.is_open(i) and posterior.fits(i)]
-    fastest, known = _fastest(posterior, rows), _fastest(posterior, [i for i in rows if posterior.is_known(i)])
-    mean, tolerance = posterior.mean_tokens_per_second(), posterior.request.tolerance
-    if fastest is None or known is None:
-        return fastest
-    return known if mean[known] >= (1.0 - tolerance) * mean[fastest] else fastest
-
-
-def best_undivided(posterior: Posterior) -> int | None:
-    """Return the row of the fastest candidate that fits and does not divide a stated batch with few divisors."""
-    sizes = posterior.request.space.undivided_micro_batch_sizes
-    if not sizes:
-        return None
-    among = [i for i, c in enumerate(posterior.table.candidates) if c.micro_batch_size in sizes]
-    return _fastest(posterior, [i for i in among if posterior.is_open(i) and posterior.fits(i)])
-
-
-def _fastest(posterior: Posterior, rows: list[int]) -> int | None:
-    if not rows:
-        return None
-    mean = posterior.mean_tokens_per_second()
-    return rows[int(np.argmax(mean[rows]))]
-
-
-def _alternative(posterior: Posterior, row: int, other: int | None) -> Alternative | None:
-    if other is None:
-        return None
-    own, tokens_per_second = (expected_tokens_per_second(posterior, each, row) for each in (row, other))
-    return Alternative(
-        candidate=posterior.table.candidates[other],
-        tokens_per_second=tokens_per_second,
-        gain=own / tokens_per_second,
-        composed_tokens_per_second=posterior.seconds(other).tokens_per_second,
-        predicted=not posterior.is_known(other),
-    )
-
-
-def _predictions(posterior: Posterior, references: References) -> tuple[str, ...]:
-    if references.largest is None or posterior.is_known(references.largest):
+def _predictions(largest: Alternative | None) -> tuple[Note, ...]:
+    if largest is None or not largest.predicted:
         return ()
-    return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
+    text = "the throughput of the largest micro-batch is predicted in part from smaller ones"
+    return (Note(code=NoteCode.PREDICTED, text=text),)
 
 
-def _nothing_untiled(request: ExplorationRequest, references: References) -> tuple[str, ...]:
-    if not request.bta.enable or references.untiled is not None:
+def _nothing_untiled(request: ExplorationRequest, untiled: Alternative | None) -> tuple[Note, ...]:
+    if not request.bta.enable or untiled is not None:
         return ()
-    return (NOTHING_UNTILED,)
+    text = "no candidate without tiling fits, so nothing shows what tiling gains or costs"
+    return (Note(code=NoteCode.NOTHING_UNTILED, text=text),)
 
 
-def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
-    if runner_up is None or runner_up.gain is None or runner_up.gain >= 1.0:
+def _doubts(
+    request: ExplorationRequest, whole: WholeModelCheck | None, runner_up: Alternative | None
+) -> tuple[Note, ...]:
+    if whole is None or runner_up is None or runner_up.whole_model is None or runner_up.ratio >= 1.0:
         return ()
     if request.prefer == "memory":  # a faster one was left for a smaller peak
         return ()
-    return ("as a whole model the runner-up was the faster one, by no more than the noise of such runs explains",)
+    text = "as a whole model the runner-up was the faster one, by no more than the noise of such runs explains"
+    return (Note(code=NoteCode.RUNNER_UP, text=text),)
 
 
-def _shared_cores(posterior: Posterior) -> tuple[str, ...]:
+def _shared_cores(posterior: Posterior) -> tuple[Note, ...]:
     """Return a note if other processes wanted the cores of a CPU while it was measured."""
     conditions = [run.conditions for runs in posterior.knowledge.log.runs.values() for run in runs.runs]
     shares = [c.core_wait_share for c in conditions if c is not None and c.core_wait_share is not None]
     if not shares or (waited := float(np.median(shares))) < SHARED_CORES:
         return ()
-    return (
-        f"{CORES_ARE_SHARED}: threads waited {waited:.0%} of the time for one. Seconds are those of the "
-        "processor, without the waiting; a run beside others is slower, and least so with OMP_WAIT_POLICY=PASSIVE",
+    text = (
+        f"other processes share these cores: threads waited {waited:.0%} of the time for one. Seconds are those of the "
+        "processor, without the waiting; a run beside others is slower, and least so with OMP_WAIT_POLICY=PASSIVE"
     )
+    return (Note(code=NoteCode.SHARED_CORES, text=text),)
 
 
 def _shortfall(
     posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, out_of_budget: bool
-) -> tuple[str, ...]:
+) -> tuple[Note, ...]:
     """Return a note that says why the confidence is below its target, if it is known; `limit` is the noise if it is."""
     request, target = posterior.request, posterior.request.budget.confidence_target
     if confidence_score(best.confidence) >= target:
         return ()
     if limit is not None:
-        return (describe_noise(limit, target),)
+        return (Note(code=NoteCode.NOISE, text=describe_noise(limit, target)),)
     if out_of_budget:
-        return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
+        text = f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials"
+        return (Note(code=NoteCode.BUDGET, text=text),)
     if request.verify and composes_on_cpu(posterior):
-        return (
+        text = (
             "on a CPU two runs of a whole model differ by several percent, so none was run to tell apart what is "
-            "nearer: see the confidence for 5%",
+            "nearer: see the confidence for 5%"
         )
+        return (Note(code=NoteCode.CONFIDENCE, text=text),)
     rival = None if request.verify else find_runner_up(posterior)
     if rival is None or rival.row == best.row or rival.probability < LEAST_CHANCE:
         return ()
-    return (
+    text = (
         f"measured components do not tell whether {posterior.table.candidates[rival.row].describe()} is faster "
-        f"(a chance of {rival.probability:.0%}): whole models would, with verify: true",
+        f"(a chance of {rival.probability:.0%}): whole models would, with verify: true"
     )
+    return (Note(code=NoteCode.CONFIDENCE, text=text),)
 
 
-def _slow_head(posterior: Posterior, row: int) -> tuple[str, ...]:
+def _slow_head(posterior: Posterior, row: int) -> tuple[Note, ...]:
     """Return a note if the vocabulary keeps a GPU from its fast kernels for matrix products, which need aligned rows.
 
     In benchmarks/results/tables the head takes 5 to 7 times its roofline seconds with 50257 words, and twice its
@@ -286,13 +217,14 @@ def _slow_head(posterior: Posterior, row: int) -> tuple[str, ...]:
     shares = posterior.table.step_shares(posterior.surrogate.device_mean_K, np.array([row]))[0]
     share = float(shares[posterior.table.columns_CP[row] == posterior.table.column[head]].sum())
     padded = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY
-    return (
+    text = (
         f"head and loss take {share:.0%} of a micro-step: vocab_size {size} is no multiple of {ALIGNED_VOCABULARY}, "
-        f"which slows their products down; {padded} would not",
+        f"which slows their products down; {padded} would not"
     )
+    return (Note(code=NoteCode.VOCABULARY, text=text),)
 
 
-def _communication_notes(posterior: Posterior, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
+def _communication_notes(posterior: Posterior, candidate: Candidate, seconds: StepSeconds) -> tuple[Note, ...]:
     """Return a note that says whether communication, context parallelism apart, is included in the time."""
     request = posterior.request
     if request.num_devices == 1:
@@ -300,11 +232,173 @@ def _communication_notes(posterior: Posterior, candidate: Candidate, seconds: St
     shared = candidate.context_parallel_size > 1
     if not posterior.table.communications:
         what = "other communication" if shared else "communication"
-        return (f"{what} between devices is not included in the time",)
+        return (Note(code=NoteCode.COMMUNICATION, text=f"{what} between devices is not included in the time"),)
     sharding = request.sharded(candidate.sharding).training.sharding
     what = "gradients" if sharding is Sharding.NONE else "gradients and parameters"
     taken, share = 1e3 * seconds.communication, seconds.communication / seconds.step
-    return (
+    text = (
         f"the exchange of {what} between {request.num_devices} devices is included in the time: beyond what "
-        f"computation hides it takes {taken:.1f} ms of a step ({share:.1%})",
+        f"computation hides it takes {taken:.1f} ms of a step ({share:.1%})"
     )
+    return (Note(code=NoteCode.COMMUNICATION, text=text),)
+
+
+KEEPING_MEMORY = (
+    "freed memory stayed with the measured process, as it does with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_="
+    f"{2**40}; a run with glibc's own settings can be slower"
+)
+
+
+def candidate_notes(
+    request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
+) -> tuple[Note, ...]:
+    """Return what a person should know of a candidate and of how it was measured; `whole_model` is its run, if any."""
+    notes = _Notes()
+    if not candidate.is_whole:
+        notes.add(NoteCode.EXECUTION, f"execution: {request.execution_of(candidate)}")
+    if request.hf_config is not None and request.target_name == TRANSFORMERS:
+        notes.add(NoteCode.CONFIG, *unlike_the_config(request.hf_config, request.quantization))
+    if report.parts is not None and report.parts.weights:
+        notes.add(NoteCode.WEIGHTS, f"weights: {describe_weights(report.parts.weights)}")
+    if report.parts is not None and (float8 := report.parts.float8) is not None:
+        plain = "; experts stay in bfloat16" if report.parts.has_experts else ""
+        notes.add(
+            NoteCode.NUMBERS,
+            f"float8 ({request.training.float8_recipe}): {float8.num_linear} linear layers of decoder layers{plain}. "
+            f"At micro-batch 1 a layer's output is off by {float8.output_error:.1%} of its norm in bfloat16, and its "
+            f"gradients by {float8.gradient_error:.1%}",
+        )
+    notes.add(NoteCode.LEFT_OUT, *_named_and_left_out(request, report))
+    if request.trainer is not None and request.target_name not in request.runner.targets:
+        measured = "bexp's reference layers" if report.parts is None else f"those of {report.parts.measured}"
+        why = f"{request.runner.title} runs layers of its own; in their place, {measured} were measured"
+        notes.add(NoteCode.MEASURED_LAYERS, why)
+    if report.hardware.device_kind == "cpu" and not candidate.is_whole:
+        notes.add(NoteCode.HOST_MEMORY, KEEPING_MEMORY)
+    notes.add(NoteCode.HOST_MEMORY, *_host_notes(request, candidate, report.parts))
+    if candidate.context_parallel_size > 1:
+        passed = "the keys and values that context parallelism passes between devices are included in the time"
+        notes.add(NoteCode.COMMUNICATION, passed)
+    beyond = [size for size in request.devices.context_parallel_sizes if size > report.hardware.num_devices]
+    if beyond:
+        sizes = ", ".join(map(str, beyond))
+        more = f"context-parallel sizes {sizes} need more devices than the {report.hardware.num_devices} here"
+        notes.add(NoteCode.DEVICES, more)
+    sharding = request.sharded(candidate.sharding).training.sharding
+    if sharding is not Sharding.NONE and request.mode == "train":
+        notes.add(NoteCode.SHARDING, f"memory assumes {sharding} over {request.num_devices} devices")
+    if whole_model is not None and whole_model.measurement.outcome is not Outcome.OK:
+        ran = "not run" if whole_model.measurement.outcome is Outcome.UNSUPPORTED else whole_model.measurement.outcome
+        notes.add(NoteCode.WHOLE_MODEL, f"whole model: {ran}: {whole_model.measurement.reason}")
+    elif whole_model is None:
+        notes.add(NoteCode.WHOLE_MODEL, "whole model: not run with this candidate")
+    if candidate.attention_backend == report.default_attention and not candidate.is_whole:
+        owner = "torch" if request.target_name == BEXP else request.target_name
+        own = f"attention '{candidate.attention_backend}' is the default of {owner} here"
+        notes.add(NoteCode.DEFAULT_ATTENTION, own)
+    return tuple(notes)
+
+
+class _Notes(list[Note]):
+    """Notes in the order in which they are added."""
+
+    def add(self, code: NoteCode, *texts: str) -> None:
+        """Add notes with a code."""
+        self += [Note(code=code, text=text) for text in texts]
+
+
+def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> list[str]:
+    """Return a note for each policy, execution and back end that is named beside others and cannot be had here."""
+    refused = {} if report.parts is None else report.parts.unavailable
+    policies = [policy for policy in request.recompute or () if policy in refused]
+    asked: tuple[tuple[str, tuple[str, ...] | None, tuple[BackendSupport, ...]], ...] = (
+        *((choice.name, choice.named(request), report.choices.get(choice.name, ())) for choice in CHOICES),
+        ("attention back end", request.attention_backends, report.attention_backends),
+        ("expert back end", request.expert_backends, report.expert_backends),
+    )
+    return [f"recompute '{policy}' is left out: {refused[policy]}" for policy in policies] + [
+        f"{what} '{each.name}' {'are' if what == 'kernels' else 'is'} left out: {each.reason}"
+        for what, named, usable in asked
+        for each in usable
+        if not each.usable and each.name in (named or ())
+    ]
+
+
+def _host_notes(request: ExplorationRequest, candidate: Candidate, parts: ModelParts | None) -> Iterator[str]:
+    """Yield what lies in the host's memory."""
+    if parts is None:
+        return
+    if candidate.recompute is Recompute.OFFLOAD:
+        tokens = candidate.micro_batch_size * parts.seq_length
+        expected = tokens * sum(parts.kind(name).saved_bytes_per_token for name in parts.layers)
+        yield f"activations: about {expected / GIB:.1f} GiB of the host's memory, pinned, from forward to backward"
+    if parts.optimizer_host_bytes is not None:
+        yield f"optimizer: {parts.optimizer_host_bytes / GIB:.1f} GiB of the host's memory, where it steps"
+        yield ON_HOST_NOTE
+    if (known := request.training.optimizer.of_library) is not None and known.is_paged:
+        yield PAGED_NOTE
+
+
+def text_figures(posterior: Posterior, row: int) -> TextFigures | None:
+    """Return the figures of a candidate; None if every sequence is full."""
+    request, table = posterior.request, posterior.table
+    size = table.candidates[row].micro_batch_size
+    batches, batching = text_batches(request, size), request.batching_of_texts
+    if batches is None or batching is None or request.lengths is None:
+        return None
+    texts, tokens = request.lengths.cut(request.seq_length), tokens_per_sequence(table.model, request)
+    expected, high = batches.peaks(_peaks(posterior, row, batches))
+    whole = posterior.memory.whole_peak(row)
+    factor = 1.0 if whole is None else whole / posterior.bytes(row).peak
+    return TextFigures(
+        batching=batching,
+        num_texts=round(texts.num_texts),
+        num_cut=round(texts.num_cut),
+        counted=texts.is_counted,
+        budget_tokens=size * request.seq_length if batching == "token_budget" else None,
+        tokens_per_sequence=tokens,
+        padding_share=max(0.0, 1.0 - size * tokens / batches.expected_positions),
+        expected_peak_bytes=round(factor * expected),
+        high_peak_bytes=round(factor * high),
+        out_of_memory_probability=1.0 - posterior.memory.probability_fits(row),
+    )
+
+
+def new_width_note(posterior: Posterior, row: int) -> tuple[Note, ...]:
+    """Return a note on what the first micro-batches of each width take, if that is more than the tolerance."""
+    size, texts = posterior.table.candidates[row].micro_batch_size, posterior.surrogate.texts
+    batches = text_batches(posterior.request, size)
+    if texts is None or batches is None or not batches.new_width_share:
+        return ()
+    added, micro_step = float(texts.new_width_C[row]), posterior.seconds(row).micro_step
+    if added <= posterior.request.tolerance * micro_step:
+        return ()
+    text = (
+        f"the first micro-batch of each width takes {added / batches.new_width_share:.2f} s longer, because attention "
+        f"plans its kernels for it: {added / micro_step:.0%} of an epoch, and of a short run more. A collator with "
+        "pad_to_multiple_of=64 makes few widths: to measure that, state lengths that are rounded up to it"
+    )
+    return (Note(code=NoteCode.WIDTHS, text=text),)
+
+
+def _peaks(posterior: Posterior, row: int, batches: TextBatches) -> list[int]:
+    """Return the composed peak of each of the micro-batches that are measured of a size."""
+    table, longest = posterior.table, batches.longest.positions
+    own = table.columns_CP[row][table.used_CP[row]]
+    static, found = int(table.static_bytes_C[row]), []
+    for place, batch in enumerate(batches.measured):
+        bytes_3K = posterior.surrogate.bytes_3K.copy()
+        for column in own:
+            component = table.components[column]
+            if not component.micro_batch_size:
+                continue
+            observed = posterior.knowledge.log.runs.get(component)
+            figures = None if observed is None else observed.runs[-1].batches
+            if figures is None or len(figures) != len(batches.measured):
+                bytes_3K[:, column] *= batch.positions / longest  # it was not measured at this length
+                continue
+            one = figures[place]
+            bytes_3K[:, column] = one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes
+        saved_C, over_C = table.activation_bytes(*bytes_3K, share_of_longest=batch.positions / longest)
+        found.append(static + round(float(saved_C[row] + over_C[row])))
+    return found

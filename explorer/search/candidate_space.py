@@ -6,23 +6,16 @@ from collections.abc import Collection, Iterator, Sequence
 
 from optuna.trial import Trial as OptunaTrial
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.step import GIB, memory_limit
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, count_processes, timeout_seconds
+from bexp.explorer.search.alternatives import find_alternatives
 from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
-from bexp.explorer.search.candidate_report import (
-    References,
-    best_stock,
-    best_undivided,
-    best_untiled,
-    build_recommendation,
-    largest_untiled,
-    largest_without_recompute,
-)
-from bexp.explorer.search.choices import find_dividing
+from bexp.explorer.search.candidate_report import build_recommendation
 from bexp.explorer.search.earlier_check import ignored_event
 from bexp.explorer.search.event_messages import (
     answer_changed_event,
@@ -48,7 +41,6 @@ from bexp.explorer.search.suggestion import Suggestion, split_suggestion
 from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
-from bexp.explorer.spec.candidate import Candidate
 
 
 class CandidateSpace(SearchSpace):
@@ -296,28 +288,24 @@ class CandidateSpace(SearchSpace):
             return None
         base = self._base or self._first_feasible() or self._table.candidates[best.row]
         recommended = self._table.candidates[best.row]
-        rows = self._posterior.open_rows() if final else self._posterior.known_rows()
-        references = References(
-            base=self._table.row[base],
-            largest=largest_untiled(self._posterior, among=rows),
-            largest_without_recompute=largest_without_recompute(self._posterior, among=rows),
-            stock=best_stock(self._posterior, self._context.report, among=rows),
-            untiled=best_untiled(self._posterior) if final and recommended.bta_tile is not None else None,
-            undivided=best_undivided(self._posterior) if final else None,
+        of = self._whole_models.of
+        alternatives = find_alternatives(
+            self._posterior,
+            best.row,
+            self._context.report,
+            of,
+            self._whole_models.runner_up_of(recommended),
+            final=final,
         )
-        checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
-        dividing = find_dividing(self._posterior, best.row, self._whole_models.of)
-        out_of_budget = final and self._history.exhausted(self._context.index)
         return build_recommendation(
             self._posterior,
             best,
-            references,
+            self._table.row[base],
             self._context.report,
-            checked,
-            rival,
-            dividing,
+            of(recommended),
+            alternatives,
             final=final,
-            out_of_budget=out_of_budget,
+            out_of_budget=final and self._history.exhausted(self._context.index),
             limited_by_noise=final and self._noise.is_reached,
         )
 

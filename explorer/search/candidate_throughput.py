@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Composition, Floats, Ints
-from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.composition import Composition, Floats, Ints
+from bexp.explorer.cost.step import StepSeconds, combine_seconds
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.surrogate.blocks import sample_in_blocks
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError

@@ -14,12 +14,12 @@ import numpy as np
 from pydantic import Field
 from scipy.special import stdtr, stdtrit
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
-from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.explorer.records.recommendation import CandidateFigures
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import MOST_CONFIDENT
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.whole_model_error import COMMON_STD
 from bexp.explorer.surrogate.whole_model_runs import NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
 
@@ -59,7 +59,7 @@ class Comparison(Frozen):
 class MeasuredCandidate:
     """A recommended candidate, with the trials of its explorations and the kind of its device, `cuda` or `cpu`."""
 
-    chosen: Recommendation | DividingCandidate
+    chosen: CandidateFigures
     run_noise: float | None
     trials: Sequence[Trial]
     device_kind: str

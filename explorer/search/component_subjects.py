@@ -13,14 +13,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.cost_model.collectives import is_communication_timed
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.collectives import is_communication_timed
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.candidate import DimensionsAsked
+from bexp.explorer.model.lengths import PACKED
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.parts import LayerPart, ModelParts
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.lengths import PACKED
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import LayerPart, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.request.request import ExplorationRequest
 
 Subject = tuple[ComponentKind, str | None]
 """A kind of component, and the kind of layer that it stands for, if any."""
@@ -28,12 +29,12 @@ Subject = tuple[ComponentKind, str | None]
 IRRELEVANT = frozenset(
     {
         # of the space and the search
-        *("micro_batch_size", "batch_size", "num_query_groups", "bta", "recompute", "attention_backends"),
-        *("flash_attention", "expert_backends", "context_parallel", "sharding_levels", "executions"),
+        *DimensionsAsked.model_fields,  # components name what they have of a dimension
+        "batch_size",
         *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
-        *("sampler", "fresh", "notices", "labels", "device_kind", "capacity_factors", "trainer", "quick"),
+        *("sampler", "fresh", "notices", "labels", "device_kind", "trainer", "quick"),
         # taken into account in another way
-        *("target", "model", "hf_config", "num_devices", "execution", "training", "losses", "kernels"),
+        *("target", "model", "hf_config", "num_devices", "training"),
     }
 )
 """Fields of a request that a component's time does not depend on, or that `component_subjects` treats by itself."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask
+from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from bexp.explorer.search.candidate_throughput import CandidateThroughput
 from bexp.explorer.surrogate.blocks import sample_in_blocks

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Ints
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Ints
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
+from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.model.quantization import WeightBytes, describe_weights
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation, WholeModelCheck
+from bexp.explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.legal_space import LegalSpace
 from bexp.explorer.search.noise_limit import NoiseFigures
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.amounts import bytes_text, rate_text
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.quantization import WeightBytes, describe_weights
 
 
 def variant_event(model: ExploredModel) -> EventDraft:
@@ -112,8 +112,8 @@ def describe_noise(figures: NoiseFigures, target: int) -> str:
     """Return in words that noise keeps the confidence below its target."""
     stated = [f"{score} within {float(level):.0%}" for level, score in figures.confidences.items()]
     return (
-        f"two runs of a micro-step differ by {figures.run_noise:.1%} here, and {NOISE_ENDS_SEARCH} to {target}; it is "
-        f"{', '.join(stated[:-1])} and {stated[-1]} of the best"
+        f"two runs of a micro-step differ by {figures.run_noise:.1%} here, and no more of them would raise the "
+        f"confidence to {target}; it is {', '.join(stated[:-1])} and {stated[-1]} of the best"
     )
 
 

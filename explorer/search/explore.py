@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_space import CandidateSpace
 from bexp.explorer.search.event_messages import (
     adapted_experts_event,
@@ -19,17 +21,16 @@ from bexp.explorer.search.event_messages import (
     variant_event,
     weights_event,
 )
+from bexp.explorer.search.extensions import Extension, extension_for
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.loop import SearchLoop
-from bexp.explorer.search.mesh_space import MeshSpace
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PruneSpace, prune_space
 from bexp.explorer.search.relaxations import explain_without_fit
+from bexp.explorer.search.search_space import SearchSpace
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 def explore(
@@ -60,13 +61,14 @@ def explore(
         yield Progress(events=(end_event(answer, request.budget.confidence_target),), answer=answer)
         return
     request = _as_commanded(request, report)
-    models = (request.shapes,) if request.devices.is_mesh else explored_models(request, report)
+    extension = extension_for(request)
+    models = explored_models(request, report) if extension is None else extension.models_of(request) or ()
     executor = executor_of(measure)
     trial_history = TrialHistory(history, request.budget, len(models))
     answers = []
     for index, model in enumerate(models):
         context = VariantContext(index, model, request, report, executor, trial_history, clock)
-        answers.append((yield from _explore_variant(context, prune)))
+        answers.append((yield from _explore_variant(context, prune, extension)))
     answer = Answer(variants=tuple(answers))
     end = end_event(answer, request.budget.confidence_target)
     yield Progress(events=(end,), recommendation=answer.recommendation, answer=answer)
@@ -83,7 +85,9 @@ def _as_commanded(request: ExplorationRequest, report: DeviceReport) -> Explorat
     )
 
 
-def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Progress, None, VariantAnswer]:
+def _explore_variant(
+    context: VariantContext, prune: PruneSpace, extension: Extension | None
+) -> Generator[Progress, None, VariantAnswer]:
     """Explore one variant: its recommendation, or why there is none."""
     answer = VariantAnswer(
         num_query_groups=context.variant.num_query_groups,
@@ -93,7 +97,9 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
     )
     log = ProgressLog(is_main=context.is_main)
     try:
-        space = MeshSpace(context, log) if context.request.devices.is_mesh else open_candidates(context, prune, log)
+        space: SearchSpace | None = (
+            open_candidates(context, prune, log) if extension is None else extension.open_space(context, log)
+        )
     except EmptySpaceError as error:
         return answer.model_copy(update={"reason": str(error)})
     if space is None:

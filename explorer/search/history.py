@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import Variant
-from bexp.explorer.spec.options import Budget
+from bexp.explorer.request.budget import Budget
 
 GRACE = 2.0
 """Comparisons may use this multiple of the budget, so that every answer has them."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
+import numpy as np
+
+from bexp.explorer.cost.components import BlockRecompute, Component
+from bexp.explorer.cost.composition import Composition, Floats, Mask
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
-from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.search.earlier_check import ComponentReuse, EarlierCheck
-from bexp.explorer.search.feasibility import Failures
 from bexp.explorer.search.preparing import PreparingSeconds
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.observations import ObservationLog, age_run
 from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
 
@@ -106,3 +108,98 @@ class Knowledge:
         """Rule `candidate` out. If it was `too_large`, others that need as many bytes are less likely to fit."""
         self.failures.reject(candidate, reason, too_large=too_large)
         self.version += 1
+
+
+BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
+"""Outcomes that do not depend on memory, so that a recomputing block fails as well."""
+MOST_TOO_LARGE = 4
+"""After so many whole models that were too large, no candidate that needs as much as composed is tried."""
+
+
+@dataclass(slots=True)
+class Failures:
+    """Failed components and rejected candidates, each with the reason that was given first."""
+
+    components: dict[Component, str] = field(default_factory=dict)
+    candidates: dict[Candidate, str] = field(default_factory=dict)
+    _broken: set[Component] = field(default_factory=set)
+    _too_large: set[Candidate] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.components) + len(self.candidates)
+
+    def learn(self, measurement: Measurement) -> None:
+        """Record why a trial failed. A trial that ran, or whose device was disturbed, is not a failure."""
+        if measurement.outcome in {Outcome.OK, Outcome.CONTAMINATED}:
+            return
+        reason = measurement.reason or measurement.outcome.value
+        if measurement.failed_component is None:
+            self.candidates.setdefault(measurement.candidate, reason)
+            return
+        self.components.setdefault(measurement.failed_component, reason)
+        if measurement.outcome in BREAKING:
+            self._broken.add(measurement.failed_component)
+
+    def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
+        """Rule a candidate out. If its whole model was `too_large`, others that need as much may be ruled out, too."""
+        self.candidates.setdefault(candidate, reason)
+        if too_large:
+            self._too_large.add(candidate)
+
+    def too_large(self, table: Composition) -> list[int]:
+        """Return the rows whose whole model ran out of memory."""
+        return sorted(table.row[c] for c in self._too_large if c in table.row)
+
+    def rejected(
+        self, table: Composition, required_C: Floats, explained: Collection[int] = (), ran: Collection[int] = ()
+    ) -> Mask:
+        """Return the rows that are ruled out, given their composed bytes, shape (C,).
+
+        A whole model that was too large rules out all that need as much as composed, but for those that `ran` whole,
+        and unless the error of its composed peak explains it (`explained`): then another's own error may be smaller,
+        and a few of them are tried.
+        """
+        rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
+        too_large = self.too_large(table)
+        if len(too_large) < MOST_TOO_LARGE:
+            too_large = [row for row in too_large if row not in explained]
+        if too_large:
+            rejected_C |= required_C >= required_C[too_large].min()
+            rejected_C[list(ran)] = False
+        rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
+        return rejected_C
+
+    def failing(self, table: Composition, log: ObservationLog) -> Mask:
+        """Return the rows that use a component that failed, or a larger one of the same kind, shape (C,)."""
+        if not self.components and not log.num_contaminated:
+            return np.zeros(len(table.candidates), dtype=np.bool_)
+        failing_K = np.array([self._fails(c, log) for c in table.components])
+        return np.asarray((table.used_CP & failing_K[table.columns_CP]).any(axis=1))
+
+    def _fails(self, component: Component, log: ObservationLog) -> bool:
+        if log.count(component):
+            return False
+        if log.count_contaminated(component) >= CONTAMINATED_ATTEMPTS:
+            return True
+        return any(at_least(component, failed, broken=failed in self._broken) for failed in self.components)
+
+
+def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
+    """Whether `component` does at least the work at which `failed` failed.
+
+    A recomputing block runs everything that the plain block runs, so it helps if memory was short, not if the block is
+    `broken`.
+    """
+    if component == failed:
+        return True
+    if component.kind is not failed.kind or component.micro_batch_size == 0:
+        return False
+    runs_it = component.recompute is failed.recompute or (broken and failed.recompute is BlockRecompute.NONE)
+    same = (component.part, component.backend, component.variant) == (failed.part, failed.backend, failed.variant)
+    if not (same and runs_it) or (component.bta_tile is None) != (failed.bta_tile is None):
+        return False
+    if component.communicates or failed.communicates:
+        ring = (component.context_parallel_layout, component.context_parallel_size)
+        if ring != (failed.context_parallel_layout, failed.context_parallel_size):
+            return False
+    return component.sequences >= failed.sequences and (component.bta_tile or 0) >= (failed.bta_tile or 0)

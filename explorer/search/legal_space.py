@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import product
 from typing import Any, TypeVar
 
+from bexp.explorer.dimensions.attention import is_flash
+from bexp.explorer.dimensions.candidate import CHOICES, FIELDS, Candidate
+from bexp.explorer.dimensions.context_parallel import Sharing
+from bexp.explorer.dimensions.dimension import Choice, CodePart
+from bexp.explorer.dimensions.exclusions import Exclusion, exclusions_after
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute, offers_policy, refuse_number
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import find_missing
-from bexp.explorer.spec.candidate import DIMENSIONS, Candidate, Recompute, refuse_number
-from bexp.explorer.spec.context_parallel import Sharing
-from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.options import is_flash
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
 
-Point = TypeVar("Point")
+T = TypeVar("T")
+Point = dict[str, Any]
+"""Fields of a candidate that are known already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What the next fields of a candidate may be."""
+
+    fields: tuple[str, ...]
+    cells: Callable[[Point], Iterable[Point]]
+    """Of the fields that are known already."""
+
+    @classmethod
+    def of(cls, field: str, values: Iterable[Any]) -> Column:
+        """Return a column of values that depend on no other field."""
+        cells = [{field: value} for value in values]
+        return cls((field,), lambda known: cells)
 
 
 class EmptySpaceError(ValueError):
@@ -41,7 +60,7 @@ class LegalSpace:
         return {
             **{name: value for name, value in self.model.variant._asdict().items() if value is not None},
             "num_candidates": len(self.candidates),
-            **dimension_values(self.candidates, DIMENSIONS),
+            **dimension_values(self.candidates, FIELDS),
         }
 
 
@@ -78,55 +97,78 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         experts = usable_backends("expert back end", report.expert_backends, request.expert_backends, where)
     elif request.expert_backends is not None:
         raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
-    sharings = _usable_sharings(request, report, attention)
-    kernels, losses = _kernels(request, report, where), _losses(request, report, model)
-    executions = _executions(request, report, where)
-    candidates = []
-    for m in request.space.micro_batch_sizes:
-        at_m = [pair for pair in sharings if m in request.space.micro_batch_sizes_over(pair[0].size)]
-        for tile in _tiles(request, model, m):
-            for recompute in _policies(request, model, tile):
-                code = _code(request, recompute, executions, kernels)
-                for (sharing, attention_backend), expert_backend, sharding, loss, (execution, own), settings in product(
-                    at_m, experts, request.space.sharding_choices, losses, code, model.settings or (None,)
-                ):
-                    if expert_backend in WAITING_EXPERTS and (execution or request.plain_execution).replays:
-                        continue
-                    candidates.append(
-                        Candidate(
-                            micro_batch_size=m,
-                            bta_tile=tile,
-                            recompute=recompute,
-                            attention_backend=attention_backend,
-                            expert_backend=expert_backend,
-                            **model.variant._asdict(),
-                            context_parallel_size=sharing.size,
-                            context_parallel_layout=sharing.layout,
-                            sharding=sharding,
-                            loss=loss,
-                            execution=execution,
-                            kernels=own,
-                            settings=settings,
-                        )
-                    )
+    space, sharings = request.space, _usable_sharings(request, report, attention)
+
+    def tiled(known: Point) -> Iterable[Point]:
+        return ({"bta_tile": tile} for tile in _tiles(request, model, known["micro_batch_size"]))
+
+    def shared(known: Point) -> Iterable[Point]:
+        m = known["micro_batch_size"]
+        return (
+            {
+                "context_parallel_size": sharing.size,
+                "context_parallel_layout": sharing.layout,
+                "attention_backend": name,
+            }
+            for sharing, name in sharings
+            if m in space.micro_batch_sizes_over(sharing.size)
+        )
+
+    columns: list[Column] = [
+        Column.of("micro_batch_size", space.micro_batch_sizes),
+        Column(("bta_tile",), tiled),
+        Column.of("recompute", _policies(request, model)),
+        Column(("context_parallel_size", "context_parallel_layout", "attention_backend"), shared),
+        Column.of("expert_backend", experts),
+        Column.of("sharding", space.sharding_choices),
+        *(Column.of(choice.fields[0], choice_values(choice, request, report, model)) for choice in CHOICES),
+        Column.of("settings", model.settings or (None,)),
+    ]
+    refused: dict[str, int] = {}
+    variant, rules = model.variant._asdict(), exclusions_after([column.fields for column in columns])
+    made = _combine(columns, rules, request.plain_execution, {}, refused)
+    candidates = [Candidate(**variant, **point) for point in made]
     if not candidates:
-        if not any(request.space.micro_batch_sizes_over(sharing.size) for sharing, _ in sharings):
+        if not any(space.micro_batch_sizes_over(sharing.size) for sharing, _ in sharings):
             raise EmptySpaceError(
                 f"no micro_batch_size divides what {max(s.size for s, _ in sharings)} devices get of batch_size "
                 f"({request.batch_size}), and this worker's profiler has no more that could share sequences"
             )
-        if set(experts) <= WAITING_EXPERTS and all(one.replays for one in request.space.executions):
-            raise EmptySpaceError(
-                f"execution 'graph' with expert back end '{experts[0]}', which waits for the device to count tokens"
-            )
-        tiled = "tiling with policies that keep a part of attention only: a tile recomputes attention already"
-        raise EmptySpaceError(_why_no_policy(request, model) or tiled)
+        untiled = "no attention tile divides a micro-batch of the space"
+        reason = _why_no_policy(request, model) or min(refused, key=refused.__getitem__, default=untiled)
+        raise EmptySpaceError(reason)
     return LegalSpace(model, expressible(candidates, lambda candidate: candidate, request, report))
+
+
+def _combine(
+    columns: Sequence[Column],
+    rules: Sequence[Sequence[Exclusion]],
+    plain: Execution,
+    known: Point,
+    refused: dict[str, int],
+) -> Iterator[Point]:
+    """Yield the fields of each candidate that no rule excludes.
+
+    The reasons of the rules are added to `refused`, each with the number of columns that were left: the fewest are left
+    where most was legal. `rules` are asked after each column, as soon as the last of their fields is known, so that
+    most combinations are never made.
+    """
+    if not columns:
+        yield known
+        return
+    for cell in columns[0].cells(known):
+        point = {**known, **cell}
+        runs = point.get("execution") or plain
+        reason = next((rule.reason(point, runs) for rule in rules[0] if rule.applies(point, runs)), None)
+        if reason is None:
+            yield from _combine(columns[1:], rules[1:], plain, point, refused)
+        else:
+            refused[reason] = len(columns)
 
 
 def _why_no_policy(request: ExplorationRequest, model: ExploredModel) -> str | None:
     """Return why the code of a model can run none of the policies that a request names; None if that is not so."""
-    if not isinstance(model, ModelParts) or request.recompute is None or _policies(request, model, None):
+    if not isinstance(model, ModelParts) or request.recompute is None or _policies(request, model):
         return None
     whole = model.unavailable.get("checkpointing")
     reasons = dict.fromkeys(filter(None, (model.unavailable.get(policy) or whole for policy in request.recompute)))
@@ -135,11 +177,11 @@ def _why_no_policy(request: ExplorationRequest, model: ExploredModel) -> str | N
 
 
 def expressible(
-    points: Sequence[Point],
-    candidate_of: Callable[[Point], Candidate],
+    points: Sequence[T],
+    candidate_of: Callable[[T], Candidate],
     request: ExplorationRequest,
     report: DeviceReport,
-) -> tuple[Point, ...]:
+) -> tuple[T, ...]:
     """Return the points whose candidates the request's trainer can be told; all of them if it names none.
 
     Raises:
@@ -168,7 +210,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
     if request.mode == "train":
         asked = {Recompute.OFFLOAD}.intersection(request.space.recompute_policies)
         policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *asked)
-    policies = tuple(policy for policy in policies if model.offers_policy(policy, named=True))
+    policies = tuple(policy for policy in policies if offers_policy(model, policy, named=True))
     usable = [b.name for b in report.attention_backends if b.usable]
     attention = [report.default_attention, *usable]
     if not request.flash_attention:
@@ -176,6 +218,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
     plainest: dict[int, tuple[Sharing, str]] = {}
     for sharing, backend in _sharings_with(request, report, attention):
         plainest.setdefault(sharing.size, (sharing, backend))
+    first = {choice.fields[0]: choice_values(choice, request, report, model)[0] for choice in CHOICES}
     bases = tuple(
         Candidate(
             micro_batch_size=request.base_micro_batch_size or min(request.space.micro_batch_sizes_over(sharing.size)),
@@ -186,9 +229,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             context_parallel_size=sharing.size,
             context_parallel_layout=sharing.layout,
             sharding=sharding,
-            loss=_losses(request, report, model)[0],
-            execution=_executions(request, report, model.place)[0],
-            kernels=_kernels(request, report, model.place)[0],
+            **first,
             settings=next(iter(model.settings), None),
         )
         for sharding in request.space.sharding_choices
@@ -207,77 +248,37 @@ def _tiles(request: ExplorationRequest, model: ExploredModel, micro_batch_size: 
     return tuple(tile for tile in tiles if tile is None or model.offers_tiles(named=request.bta.is_named))
 
 
-def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | None) -> tuple[Recompute, ...]:
+def _policies(request: ExplorationRequest, model: ExploredModel) -> tuple[Recompute, ...]:
     """Return the policies to try."""
-    policies = request.space.policies_for(tile)
+    policies = request.space.recompute_policies
     for policy in policies:
         try:
             refuse_number(policy, model.num_layers)
         except ValueError as error:
             raise EmptySpaceError(str(error)) from error
-    return tuple(policy for policy in policies if model.offers_policy(policy, named=request.recompute is not None))
+    return tuple(policy for policy in policies if offers_policy(model, policy, named=request.recompute is not None))
 
 
-def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:
-    """Return the losses that a model's own code may compute, without those that failed a check.
+def choice_values(
+    choice: Choice[Any], request: ExplorationRequest, report: DeviceReport, model: ExploredModel
+) -> tuple[Any, ...]:
+    """Return what candidates may have of a choice, the base's first; None alone where there is nothing to choose.
 
-    Where the request names none, only what the device has reported is explored; likewise executions and kernels. They
-    are None for the reference layers, which have one, and for a model that is measured whole.
-    """
-    if not model.computes_losses:
-        return (None,)
-    asked = request.space_on(report.hardware.device_kind).losses
-    if not report.losses:
-        return request.losses or asked[:1]
-    usable = usable_backends("loss", report.losses, asked, model.place)
-    return tuple(loss for loss in asked if loss in usable)
-
-
-def _executions(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Execution | None, ...]:
-    """Return the executions to try, without those that the device or the model's code cannot have.
+    Where the request names no value, only what the device has reported is explored.
 
     Raises:
-        EmptySpaceError: none is left.
+        EmptySpaceError: the device can have none of the values.
     """
-    space = request.space_on(report.hardware.device_kind)
-    choices = space.execution_choices
-    if not report.executions:
-        return choices if space.names_executions else (None,)
-    usable = usable_backends("execution", report.executions, tuple(one.value for one in space.executions), where)
-    left = tuple(one for one in choices if one is None or one in usable)
-    return left if space.names_executions or len(left) > 1 else (None,)
-
-
-def _code(
-    request: ExplorationRequest,
-    recompute: Recompute,
-    executions: tuple[Execution | None, ...],
-    kernels: tuple[Kernels | None, ...],
-) -> list[tuple[Execution | None, Kernels | None]]:
-    """Return the executions to try with a policy, each with its kernels.
-
-    In compiled code, the compiler chooses what runs again, and makes kernels of what liger's kernels replace. Compiled
-    layers of a model's own code cannot run again as a group. Activations go to the host in eager execution alone.
-    """
-    return [
-        (execution, own)
-        for execution in executions
-        for own in kernels
-        if recompute is not Recompute.OFFLOAD or (execution or request.plain_execution) is Execution.EAGER
-        if not (execution or request.plain_execution).compiles
-        or (own is not Kernels.LIGER and (execution is None or not (recompute.by_operation or recompute.group_size)))
-    ]
-
-
-def _kernels(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Kernels | None, ...]:
-    """Return the kernels to try; without a choice, those of the model's own code, under the name None."""
-    choices = request.space_on(report.hardware.device_kind).kernel_choices
-    if choices == (None,) or (request.kernels is None and not report.kernels):
+    if choice.part is CodePart.SHELL and not model.computes_losses:
         return (None,)
-    asked = tuple(kernels for kernels in choices if kernels is not None)
-    usable = usable_backends("kernels", report.kernels, asked, where)
-    left = tuple(kernels for kernels in asked if kernels in usable)
-    return left if request.kernels is not None or len(left) > 1 else (None,)
+    considered = request.space_on(report.hardware.device_kind).values_of(choice)
+    supports = report.choices.get(choice.name, ())
+    if supports or any(choice.is_tried(value) for value in choice.named(request) or ()):
+        usable = usable_backends(choice.name, supports, considered, model.place)
+        left = tuple(value for value in considered if value in usable)
+    else:
+        left = considered if choice.named(request) is not None else considered[:1]
+    return choice.written(request, left)
 
 
 def _sharings_with(

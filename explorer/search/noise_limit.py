@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats, Ints
+from bexp.explorer.cost.composition import Floats, Ints
 from bexp.explorer.search.confidence import Contenders, confidence_score
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.posterior import Posterior

@@ -11,11 +11,14 @@ from typing import Self
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask
-from bexp.explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
+from bexp.explorer.cost.step import StepBytes, StepSeconds, memory_limit
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.records.run_report import ReportedRun
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from bexp.explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughput
 from bexp.explorer.search.confidence import (
@@ -29,9 +32,6 @@ from bexp.explorer.search.earlier_check import choose_check
 from bexp.explorer.search.knowledge import Knowledge
 from bexp.explorer.search.reported_runs import peak_factor
 from bexp.explorer.search.suggestion import measuring_seconds, whole_model_seconds
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
 from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns

@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats, Mask
+from bexp.explorer.cost.composition import Floats, Mask
 from bexp.explorer.records.measurement import Measurement
 
 ASSUMED_SECONDS = {"cuda": 10.0, "cpu": 6.0}

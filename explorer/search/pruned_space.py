@@ -10,17 +10,18 @@ from itertools import compress
 
 import numpy as np
 
-from bexp.explorer.cost_model.collectives import is_communication_timed
-from bexp.explorer.cost_model.composition import Composition, Mask
-from bexp.explorer.cost_model.required_memory import predict_memory
-from bexp.explorer.cost_model.roofline import predict_component_seconds
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.collectives import is_communication_timed
+from bexp.explorer.cost.composition import Composition, Mask
+from bexp.explorer.cost.required_memory import predict_memory
+from bexp.explorer.cost.roofline import predict_component_seconds
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.bta_tile import BTASpec
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, base_candidates, enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.options import BTASpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
 
 OPTIMISTIC_ACTIVATIONS = 0.7
 """A candidate is left out only if it would not fit even with this share of its predicted activations."""

@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.required_memory import predict_component_table
-from bexp.explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.required_memory import predict_component_table
+from bexp.explorer.cost.step import GIB, memory_limit, required_bytes, static_parts
+from bexp.explorer.dimensions.bta_tile import BTASpec
+from bexp.explorer.dimensions.micro_batch_size import divisors
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, enumerate_candidates
 from bexp.explorer.search.smallest_candidate import SmallestCandidate
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.options import BTASpec, divisors
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 
 MAX_DEVICES = 1024
 SIZES = tuple(1 << i for i in range(8, -1, -1))

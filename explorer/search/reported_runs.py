@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import CandidateFigures, Recommendation, Role
 from bexp.explorer.records.run_report import ReportedRun, RunReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 FURTHEST_OFF = 1.25
 """A run that is faster or slower than composed by more than this factor was not limited by what is composed.
@@ -55,31 +54,26 @@ def summarize_reports(
     A run counts if it used the candidate's micro-batch size and, as far as it says, its settings, on a device of the
     same name with the same version of torch, and if its speed is within `FURTHEST_OFF` of the composed one.
     """
-    composed = best.composed_tokens_per_second
-    summaries = [_summarize(exploration_id, best.candidate, composed, best.measured_peak_bytes, hardware, reports)]
-    other = best.dividing
+    known: list[CandidateFigures] = [best]
+    other = best.alternative(Role.DIVIDING)
     if (
         other is not None
         and not other.predicted
         and other.candidate.micro_batch_size != best.candidate.micro_batch_size  # else nothing tells their runs apart
     ):
-        composed = other.composed_tokens_per_second
-        summaries.append(_summarize(exploration_id, other.candidate, composed, other.peak_bytes, hardware, reports))
+        known.append(other)
+    summaries = (_summarize(exploration_id, each, hardware, reports) for each in known)
     return tuple(run for run in summaries if run is not None)
 
 
 def _summarize(
-    exploration_id: str,
-    candidate: Candidate,
-    composed: float,
-    composed_peak_bytes: int,
-    hardware: HardwareSpec,
-    reports: Sequence[RunReport],
+    exploration_id: str, known: CandidateFigures, hardware: HardwareSpec, reports: Sequence[RunReport]
 ) -> ReportedRun | None:
+    composed, peak_bytes = known.composed_tokens_per_second, known.measured_peak_bytes
     comparable = [
         report
         for report in reports
-        if report.micro_batch_size == candidate.micro_batch_size
+        if report.micro_batch_size == known.candidate.micro_batch_size
         and report.applied is not False
         and report.hardware == hardware.device_name
         and report.versions.get("torch", hardware.versions.torch) == hardware.versions.torch
@@ -90,10 +84,10 @@ def _summarize(
     peaks = [report.peak_bytes for report in comparable if report.peak_bytes]
     return ReportedRun(
         exploration_id=exploration_id,
-        candidate=candidate,
+        candidate=known.candidate,
         num_reports=len(comparable),
         speed_ratio=statistics.median(report.tokens_per_second for report in comparable) / composed,
-        peak_ratio=max(peaks) / composed_peak_bytes if peaks and composed_peak_bytes else None,
+        peak_ratio=max(peaks) / peak_bytes if peaks and peak_bytes else None,
     )
 
 

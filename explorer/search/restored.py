@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.trial import TrialKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.base_candidate import BaseCandidate
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import NoiseLimit
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.whole_models import WholeModels
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 @dataclass(frozen=True, slots=True)

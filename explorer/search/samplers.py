@@ -15,8 +15,12 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from bexp.explorer.search.acquisition import suggest_measurement
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Floats, Mask
+from bexp.explorer.search.confidence import Contenders
+from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.preparing import worth
 from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import TRIAL_NUMBER, Params, Points, PointSampler
 from bexp.explorer.search.suggestion import Suggestion
@@ -118,3 +122,135 @@ def make_sampler(name: str, stages: SearchStages, points: Points) -> PointSample
     if name == "bexp":
         return BexpSampler(stages, points)
     return StockCandidateSampler(stages.posterior, points, STOCK_SAMPLERS[name])
+
+
+NEGLIGIBLE = 0.03
+"""A gain below this share of the tolerance is not worth a trial; neither is a rival less likely than this."""
+RIVALS = 3
+"""The number of the incumbent's most likely rivals that are considered for another run."""
+TELLING_SHARE = 0.5
+"""A component is run again if it adds at least this share of the noise that the noisiest component adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """Something to measure, and its expected gain a second."""
+
+    gain_per_second: float
+    suggestion: Suggestion
+
+
+def suggest_measurement(posterior: Posterior) -> Suggestion | None:
+    """The better of a new candidate and a repeated run; None if no measurement is expected to change anything.
+
+    With trials in flight, it is what would be suggested if each of them had measured what is expected of it.
+    """
+    posterior = posterior.expecting_pending()
+    if posterior.contenders.rows.size == 0:
+        return None
+    costs_K = posterior.measuring_seconds_K
+    options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K))
+    useful = [option for option in options if option is not None]
+    return max(useful, key=lambda option: option.gain_per_second).suggestion if useful else None
+
+
+def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:
+    """Return the candidate with unknown components that has the highest expected improvement per second."""
+    contenders, table = posterior.contenders, posterior.table
+    unknown_A = contenders.wanted_AP.any(axis=1)
+    if not unknown_A.any():
+        return None
+    incumbent = contenders.incumbent
+    if incumbent is None:
+        gain_A = contenders.tokens_NA.mean(axis=0)
+        gain_A = gain_A / max(float(gain_A.max()), 1e-9)
+    else:
+        # Components show neither the composition's error nor whether a whole model runs. The first is therefore left
+        # out of the gain, and a sample in which a candidate does not run counts as no gain.
+        own_N = contenders.composed_NA[:, incumbent]
+        gain_NA = np.where(contenders.tokens_NA > 0.0, contenders.composed_NA - own_N[:, None], 0.0)
+        gain_A = np.maximum(0.0, gain_NA).mean(axis=0) / max(float(own_N.mean()), 1e-9)
+    cost_A = (contenders.wanted_AP * costs_K[table.columns_CP[contenders.rows]]).sum(axis=1)
+    compiling_A = (contenders.wanted_AP * posterior.preparing_seconds_K[table.columns_CP[contenders.rows]]).sum(axis=1)
+    least_A = posterior.request.tolerance * np.maximum(NEGLIGIBLE, 0.0 if incumbent is None else worth(compiling_A))
+    if posterior.is_whole:  # a candidate counts as unknown until it is measured, or until no sample has it faster
+        least_A = np.zeros_like(gain_A)
+    gain_A = np.where(unknown_A & (gain_A >= least_A), gain_A, 0.0)
+    if gain_A.max() <= 0.0:
+        return None
+    rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=unknown_A)
+    best = int(np.argmax(rate_A))
+    row = int(contenders.rows[best])
+    reason = f"expected improvement {gain_A[best]:.2%} for {cost_A[best]:.2f} s"
+    components = _components(table, row, contenders.wanted_AP[best])
+    return _Option(float(rate_A[best]), Suggestion(row, components, reason=reason))
+
+
+def _repeated_run(posterior: Posterior, costs_K: Floats) -> _Option | None:
+    """Return the repeated run that best separates the incumbent from one of its most likely rivals."""
+    contenders, tolerance = posterior.contenders, posterior.request.tolerance
+    incumbent = contenders.incumbent
+    if incumbent is None:
+        return None
+    own_N = contenders.composed_NA[:, incumbent]
+    better_A = ((1.0 - tolerance) * contenders.composed_NA > own_N[:, None]).mean(axis=0)
+    better_A = np.where(contenders.clear_A, better_A, 0.0)
+    best: _Option | None = None
+    for rival in np.argsort(-better_A, kind="stable")[:RIVALS]:
+        if better_A[rival] < NEGLIGIBLE:
+            break
+        if _composition_hides_more(contenders, (incumbent, int(rival))):
+            continue
+        option = _run_of_pair(posterior, costs_K, (incumbent, int(rival)), float(better_A[rival]))
+        if option is not None and (best is None or option.gain_per_second > best.gain_per_second):
+            best = option
+    return best
+
+
+def _composition_hides_more(contenders: Contenders, pair: tuple[int, int]) -> bool:
+    """Return whether the error of composition hides more of the difference of two candidates than their components do.
+
+    Further runs of components then hardly raise the confidence. Whole models show both; without them (`verify: false`)
+    the difference stays open.
+    """
+    columns = list(pair)
+    tokens_N2, composed_N2 = contenders.tokens_NA[:, columns], contenders.composed_NA[:, columns]
+    run_N = (tokens_N2 > 0.0).all(axis=1) & (composed_N2 > 0.0).all(axis=1)
+    if not run_N.any():
+        return False
+    composed_N2 = np.log(composed_N2[run_N])
+    error_N2 = np.log(tokens_N2[run_N]) - composed_N2
+    return float(np.diff(composed_N2).std()) < float(np.diff(error_N2).std())
+
+
+def _run_of_pair(
+    posterior: Posterior, costs_K: Floats, pair: tuple[int, int], probability_better: float
+) -> _Option | None:
+    """Return another run of the components that add most noise to the difference between two candidates."""
+    table, surrogate = posterior.table, posterior.surrogate
+    rows = posterior.contenders.rows[list(pair)]
+    shares_K = np.zeros((2, len(table.components)))
+    shares = table.step_shares(surrogate.device_mean_K, rows)
+    for i in range(2):
+        np.add.at(shares_K[i], table.columns_CP[rows[i]], shares[i])
+    blur_K = np.abs(shares_K[0] - shares_K[1]) * surrogate.log_std_K
+    blur = np.where(table.used_CP[rows], blur_K[table.columns_CP[rows]], 0.0)
+    for i, p in zip(*np.nonzero(blur), strict=True):
+        if not 0 < posterior.count_attempts(table.components[table.columns_CP[rows[i], p]]) < MOST_RUNS:
+            blur[i, p] = 0.0
+    if blur.max() <= 0.0:
+        return None
+    telling = blur >= TELLING_SHARE * blur.max()
+    chosen = int(np.argmax((np.where(telling, blur, 0.0) ** 2).sum(axis=1)))
+    row, columns = int(rows[chosen]), table.columns_CP[rows[chosen]][telling[chosen]]
+    cost = float(costs_K[columns].sum())
+    gain = posterior.request.tolerance * probability_better
+    if probability_better < worth(float(posterior.preparing_seconds_K[columns].sum())):
+        return None
+    reason = f"another run: a rival is better with probability {probability_better:.2f}"
+    components = _components(table, row, telling[chosen])
+    return _Option(gain / cost, Suggestion(row, components, again=True, reason=reason))
+
+
+def _components(table: Composition, row: int, chosen_P: Mask) -> tuple[Component, ...]:
+    return tuple(table.components[column] for column in table.columns_CP[row][chosen_P])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost.step import GIB
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.reported_runs import peak_factor
-from bexp.explorer.spec.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Mask
+from bexp.explorer.cost.composition import Mask
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Execution, Kernels
 
 FIRST_CONFIDENCE = 90
 FIRST_SHARE = 0.25

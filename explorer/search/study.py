@@ -19,10 +19,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna.trial import Trial as OptunaTrial
 
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import DIMENSIONS, Candidate
 
 TRIAL_NUMBER = "trial"
 """User attribute: the number of the trial in its job; a study counts only the trials of its variant."""
@@ -34,7 +34,11 @@ FEASIBLE = "feasible"
 """The constraint that a candidate runs and fits: above 0 where it does not."""
 OFF = "off"
 """The value of a parameter that a candidate does without, such as a tile."""
-FIELDS = {{"attention_backend": "attention", "expert_backend": "experts"}.get(name, name): name for name in DIMENSIONS}
+PARAMETERS = {
+    dimension.name if len(dimension.fields) == 1 else field: field
+    for dimension in DIMENSIONS
+    for field in dimension.fields
+}
 """The parameters, each with the field of a candidate that it is."""
 
 Params = Mapping[str, Any]
@@ -43,7 +47,7 @@ Params = Mapping[str, Any]
 
 def params_of(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate as parameters."""
-    return {name: _plain(getattr(candidate, field)) for name, field in FIELDS.items()}
+    return {name: _plain(getattr(candidate, field)) for name, field in PARAMETERS.items()}
 
 
 def distributions(values_of: Mapping[str, Collection[Any]]) -> dict[str, BaseDistribution]:

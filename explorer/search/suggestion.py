@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition, Floats
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 
 TRIAL_OVERHEAD_SECONDS = 0.15

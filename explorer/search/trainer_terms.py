@@ -1,16 +1,24 @@
-"""A candidate in the terms of a trainer, and what of it the trainer cannot be told."""
+"""A candidate in the terms of a trainer: what of it the trainer cannot express, and the formats that can hold it."""
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
+from typing import Any
+
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
+from bexp.explorer.dimensions.context_parallel import Sharing
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.model import DType, LayerKind
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
+from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.model import DType, LayerKind
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS
-from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
-from bexp.explorer.spec.training import Precision, Sharding
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.back_ends import TORCH_CHOICE, TORCH_KERNELS, library_experts
+from bexp.explorer.trainers.registry import TRAINERS
+from bexp.explorer.trainers.terms import Policy, ShardedAdapters
+from bexp.explorer.trainers.trainer import Trainer
 
 
 def attention_name(candidate: Candidate, report: DeviceReport | None) -> str | None:
@@ -33,21 +41,17 @@ def experts_name(candidate: Candidate) -> str | None:
     return None if name is None else library_experts(name)
 
 
-def has_chunked_loss(candidate: Candidate, request: ExplorationRequest) -> bool:
-    """Whether a candidate was measured without full logits."""
-    if candidate.loss is None and request.model is not None:
-        return request.training.loss.kind == "chunked"
-    return candidate.loss in LOSSES_WITHOUT_LOGITS  # the code's own loss was measured
+def loss_of(candidate: Candidate, request: ExplorationRequest) -> Loss:
+    """Return how the loss of a candidate was computed."""
+    if candidate.loss is None and request.model is not None and request.training.loss.kind == "chunked":
+        return "chunked"
+    return candidate.loss or LOSS.plain
 
 
-def is_compiled(candidate: Candidate, request: ExplorationRequest) -> bool:
-    """Whether a candidate's layers were compiled."""
-    return request.execution_of(candidate).compiles
-
-
-def is_replayed(candidate: Candidate, request: ExplorationRequest) -> bool:
-    """Whether a candidate's micro-steps were replayed as CUDA graphs."""
-    return request.execution_of(candidate).replays
+def needs_logits(trainer: Trainer, candidate: Candidate, request: ExplorationRequest) -> bool:
+    """Whether a trainer holds the logits of all tokens where a candidate was measured without."""
+    loss = loss_of(candidate, request)
+    return LOSSES[trainer.nearest_loss(loss)].holds_logits and not LOSSES[loss].holds_logits
 
 
 def sharding_of(candidate: Candidate, request: ExplorationRequest) -> Sharding:
@@ -135,51 +139,97 @@ def keeps_other_formats(
 def find_missing(
     trainer: Trainer, candidate: Candidate, request: ExplorationRequest, report: DeviceReport | None
 ) -> dict[str, str]:
-    """Return the dimensions of `candidate` that `trainer` cannot be told, each in words."""
+    """Return what `trainer` cannot express of `candidate`, in words, by the names of terms.
+
+    `offload` is apart from `recompute`, because no other policy is known to need as little memory.
+    """
     attention, experts = attention_name(candidate, report), experts_name(candidate)
-    sharding, layout = sharding_of(candidate, request), candidate.context_parallel_layout
-    on_host, policy = candidate.recompute is Recompute.OFFLOAD, candidate.recompute
-    has_policy = trainer.has_policy(policy, layers_differ=layers_differ(request, report))
-    differ = trainer.has_policy(policy) and not has_policy
-    is_default = report is not None and candidate.expert_backend == report.default_experts
-    missing = {
-        "bta_tile": candidate.bta_tile is not None and not trainer.tiles,
-        "recompute": not (has_policy or on_host),
-        "offload": not has_policy and on_host,  # nothing else is known to need as little
-        "attention": attention is not None and attention not in trainer.attention,
-        "experts": experts is not None and not is_default and experts not in trainer.experts,
-        "loss": has_chunked_loss(candidate, request) and not trainer.chunked_loss,
-        "execution": is_compiled(candidate, request) and not trainer.compiled_layers,
-        "graph": is_replayed(candidate, request) and not trainer.graphs,
-        "kernels": candidate.kernels is Kernels.LIGER and not trainer.liger,
-        "sharding": sharding not in trainer.sharding,
-        "adapters": trainer.lacks_sharded_adapters(request.training.lora, sharding),
-        "context_parallel": layout is not None and layout not in trainer.layouts,
-        "precision": _is_other_precision(trainer, request, report, candidate),
-        "rows": has_other_rows(trainer, request, attention, candidate.micro_batch_size),
-        "optimizer": not trainer.has_optimizer(request.training.optimizer.of_library),
+    if report is not None and candidate.expert_backend == report.default_experts:
+        experts = None  # whatever is the default of the device
+    sharding = sharding_of(candidate, request)
+    asked: dict[str, Any] = {
+        "bta_tile": candidate.bta_tile,
+        "recompute": Policy(candidate.recompute, layers_differ(request, report)),
+        "attention": attention,
+        "experts": experts,
+        **{choice.name: getattr(candidate, choice.fields[0]) for choice in CHOICES},
+        LOSS.name: loss_of(candidate, request),
+        EXECUTION.name: request.execution_of(candidate),
+        "sharding": sharding,
+        "sharded_adapters": ShardedAdapters(request.training.lora, sharding),
+        "context_parallel": Sharing(candidate.context_parallel_size, candidate.context_parallel_layout),
+        "optimizer": request.training.optimizer,
     }
-    if not any(missing.values()):
-        return {}
-    words = {
-        "bta_tile": f"attention tiles of {candidate.bta_tile} sequences",
-        "recompute": f"the recomputation policy '{policy}'{' of layers that differ' if differ else ''}",
-        "offload": "activations in the host's memory (recomputation 'offload')",
-        "attention": f"the attention kernel '{attention}'",
-        "experts": f"the expert kernels '{experts}'",
-        "loss": f"the {candidate.loss or 'chunked'} loss",
-        "execution": "compiled layers",
-        "graph": "micro-steps as CUDA graphs",
-        "kernels": "the kernels of liger",
-        "sharding": f"the sharding level '{sharding}'",
-        "adapters": f"LoRA with the sharding level '{sharding}'",
-        "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
-        "optimizer": f"the optimizer '{request.training.optimizer.name}'",
-        "rows": f"packed rows as attention '{attention}' was measured with them, at micro-batch "
-        f"{candidate.micro_batch_size}",
-        "precision": f"precision '{request.training.precision}' with attention '{attention}' and sharding '{sharding}'",
+    missing = {term: words for term, value in asked.items() if (words := trainer.lacks(term, value)) is not None}
+    if candidate.recompute is Recompute.OFFLOAD and "recompute" in missing:
+        missing["offload"] = missing.pop("recompute")
+    if _is_other_precision(trainer, request, report, candidate):
+        precision = request.training.precision
+        missing["precision"] = f"precision '{precision}' with attention '{attention}' and sharding '{sharding}'"
+    if has_other_rows(trainer, request, attention, candidate.micro_batch_size):
+        missing["rows"] = (
+            f"packed rows as attention '{attention}' was measured with them, at micro-batch "
+            f"{candidate.micro_batch_size}"
+        )
+    return missing
+
+
+def answer_refusal(trainer: Trainer, recommendation: Recommendation, request: ExplorationRequest | None) -> str | None:
+    """Return what `trainer` cannot express of an answer and of all that was explored with it, in words.
+
+    Without the request, what the answer alone says.
+    """
+    asked: dict[str, Any] = {
+        "capacity_factor": recommendation.candidate.capacity_factor,
+        "parallelism": recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel,
     }
-    return {name: words[name] for name, is_missing in missing.items() if is_missing}
+    if request is not None:
+        asked |= {"adapters": request.training.lora, "batching": request.batching_of_texts}
+    return next((words for term, value in asked.items() if (words := trainer.lacks(term, value)) is not None), None)
+
+
+def formats_for(recommendation: Recommendation, request: ExplorationRequest | None = None) -> list[str]:
+    """Return the names of the formats that can hold an answer to `request`, if it is known.
+
+    From an evaluation follows no training, and from a batch that nothing divides no step.
+    """
+    if request is not None and (request.mode == "eval" or _leaves_a_rest(recommendation, request)):
+        return []
+    able = (trainer for trainer in TRAINERS.values() if _can_hold(trainer, recommendation, request))
+    return [name for trainer in able for name in trainer.formats]
+
+
+def own_formats(recommendation: Recommendation, request: ExplorationRequest | None) -> list[str]:
+    """Return those of `formats_for` that the trainer reads which the request names; all of them if it names none."""
+    able = formats_for(recommendation, request)
+    if request is None or request.trainer is None:
+        return able
+    return [name for name in request.runner.formats if name in able]
+
+
+def _leaves_a_rest(recommendation: Recommendation, request: ExplorationRequest) -> bool:
+    """Whether a stated batch is divided by no candidate that fits."""
+    if request.batch_size is None or recommendation.plan is not None:
+        return False
+    own = recommendation.for_batch.candidate
+    groups = request.devices.data_parallel_size(own.context_parallel_size)
+    return request.batch_size % (own.micro_batch_size * groups) != 0
+
+
+def _can_hold(trainer: Trainer, recommendation: Recommendation, request: ExplorationRequest | None) -> bool:
+    """Whether a trainer can express what the answer has in common with all that was explored."""
+    if answer_refusal(trainer, recommendation, request) is not None:
+        return False
+    if request is None:
+        return True
+    own, fixed = recommendation.for_batch.candidate, {"optimizer"}
+    if has_other_rows(trainer, request, attention_name(own, None), own.micro_batch_size):
+        return False
+    if min(request.devices.context_parallel_sizes, default=1) > 1:
+        fixed.add("context_parallel")
+    if Sharding.NONE not in request.space.sharding_choices:
+        fixed.add("sharded_adapters")
+    return fixed.isdisjoint(find_missing(trainer, own, request, None))
 
 
 def has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None, size: int) -> bool:

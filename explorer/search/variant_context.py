@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bexp.explorer.model.model import Variant
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.trial_executor import TrialExecutor
-from bexp.explorer.spec.model import Variant
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
+from bexp.explorer.cost.step import StepSeconds, combine_seconds
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import WholeModelCheck, beside_whole
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.spec.candidate import Candidate
 
 
 def compare_whole_run(posterior: Posterior, row: int, trial: Trial | None) -> WholeModelCheck | None:

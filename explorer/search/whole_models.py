@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
-from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.candidate_report import best_stock, best_undivided, best_untiled, largest_untiled
-from bexp.explorer.search.choices import promising_row
+from bexp.explorer.search.alternatives import (
+    best_stock,
+    best_undivided,
+    best_untiled,
+    largest_untiled,
+    promising_row,
+)
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
 from bexp.explorer.search.posterior import BestCandidate, Posterior
@@ -17,8 +22,7 @@ from bexp.explorer.search.preparing import worth
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.search.whole_model_check import check_whole_model, compare_whole_run
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.search.whole_model_check import compare_whole_run
 
 ATTEMPTS = 14
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
@@ -177,7 +181,7 @@ class WholeModels:
         ran = [t for t in self.trials if t.candidate == candidate and t.measurement.outcome is Outcome.OK]
         return min(ran, key=lambda t: abs(math.log((t.tokens_per_second or math.inf) / reached)))
 
-    def runner_up_of(self, recommended: Candidate) -> RunnerUpCheck | None:
+    def runner_up_of(self, recommended: Candidate) -> Candidate | None:
         """The fastest other candidate that ran whole and fits, else the last that failed after `recommended` had run.
 
         One that ran and left too little memory free is no rival, however fast it is.
@@ -189,22 +193,8 @@ class WholeModels:
         fitting = {row: speed for row, speed in ran.items() if self._posterior.fits(row)}
         failed = [t for t in others if table.row[t.candidate] not in ran]
         if fitting:
-            trial = self.of(table.candidates[max(fitting, key=lambda row: fitting[row])])
-        elif own is not None and failed and failed[-1].number > own.number:
-            trial = failed[-1]
-        else:
-            return None
-        assert trial is not None, "it was run whole"
-        row = table.row[trial.candidate]
-        whole, own_speed = ran.get(row), reached(table.row[recommended])
-        return RunnerUpCheck(
-            candidate=trial.candidate,
-            composed_tokens_per_second=self._posterior.seconds(row).tokens_per_second,
-            outcome=trial.measurement.outcome,
-            reason=trial.measurement.reason,
-            gain=None if whole is None or own_speed is None else own_speed / whole,
-            whole_model=check_whole_model(self._posterior, row, trial),
-        )
+            return table.candidates[max(fitting, key=lambda row: fitting[row])]
+        return failed[-1].candidate if own is not None and failed and failed[-1].number > own.number else None
 
 
 COMPARISON_SHARE = 0.1

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bexp.explorer.cost_model.composition import Ints
+from bexp.explorer.cost.composition import Ints
 
 Value = TypeVar("Value", bound=np.generic)
 

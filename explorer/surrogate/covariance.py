@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.back_end import BackEnd
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Floats
+from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Floats
 
 KIND_STD = 0.7
 BACKEND_STD = 0.35
@@ -62,7 +62,7 @@ class Covariance:
     def of(cls, components: Sequence[Component], *, is_whole: bool = False) -> Covariance:
         """The covariance of components of one kind, or of whole steps."""
         backends = [c.backend or BackEnd() for c in components]
-        backend, alike_fused = _equal([b.unfused for b in backends]), _equal([b.fusing for b in backends])
+        backend, alike_fused = _equal([b.unmarked for b in backends]), _equal([b.marks for b in backends])
         fused = np.array([c.is_fused for c in components], dtype=np.float64)
         mode = _equal([(c.recompute, c.bta_tile is not None) for c in components])
         size = np.array([c.context_parallel_size for c in components], dtype=np.float64)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bexp.explorer.cost_model.collectives import FORWARD_SHARES
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, Floats
+from bexp.explorer.cost.collectives import FORWARD_SHARES
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition, Floats
 from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
 HOST_STD_RUN = 0.1

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask
-from bexp.explorer.cost_model.required_memory import predict_component_table
-from bexp.explorer.cost_model.roofline import predict_component_seconds
-from bexp.explorer.cost_model.text_batches import NUM_DRAWN
-from bexp.explorer.cost_model.varied_texts import VariedTexts
+from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN, Overlap
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
+from bexp.explorer.cost.required_memory import predict_component_table
+from bexp.explorer.cost.roofline import predict_component_seconds
+from bexp.explorer.cost.text_batches import NUM_DRAWN
+from bexp.explorer.cost.varied_texts import VariedTexts
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.extrapolation import (
     estimate_bytes,

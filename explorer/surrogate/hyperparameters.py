@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats, Ints, Mask
+from bexp.explorer.cost.composition import Floats, Ints, Mask
 from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.observations import ComponentObservations
 

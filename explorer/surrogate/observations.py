@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.earlier_runs import EarlierRun
 from bexp.explorer.records.measurement import ComponentMeasurement
 

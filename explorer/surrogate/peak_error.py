@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import ndtr
 
-from bexp.explorer.cost_model.composition import Floats, Ints
+from bexp.explorer.cost.composition import Floats, Ints
 from bexp.explorer.surrogate.blocks import sample_in_blocks
 
 SCALE_MEDIAN = 0.0018

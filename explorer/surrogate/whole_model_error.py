@@ -35,8 +35,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats, Ints
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.cost.composition import Floats, Ints
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.surrogate.whole_model_runs import WholeModelNoise, WholeModelRun
 
 OWN_STD = {"cuda": 0.0032, "cpu": 0.008}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats
+from bexp.explorer.cost.composition import Floats
 
 RUN_STD = {"cuda": 0.003, "cpu": 0.01}
 """Standard deviation between runs of one whole model, beyond its stated standard error and the noise of its blocks.

@@ -13,10 +13,9 @@ import pytest
 
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from tests.acceptance.conftest import TINY, Machine, await_gone, command_of, profilers_of

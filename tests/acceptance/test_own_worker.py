@@ -14,11 +14,10 @@ from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-from bexp.storage.workers import list_workers
+from bexp.storage.workers import read_workers
 from bexp.workers.jobs.worker import JobWorker
 from tests.acceptance.conftest import Machine
 from tests.acceptance.test_explore import TABLES
@@ -46,7 +45,7 @@ def idle(queue: Queue) -> Iterator[FakeProfiler]:
     worker = JobWorker(queue, profiler, "cpu", explore=fake_explore, targets={"bexp": "0.1.0"}, max_poll_seconds=0.05)
     thread = threading.Thread(target=worker.run)
     thread.start()
-    wait_until(lambda: len(list_workers(queue.database)) == 1, "the worker's start")
+    wait_until(lambda: len(read_workers(queue.database)) == 1, "the worker's start")
     yield profiler
     worker.stop()
     thread.join(PATIENCE_SECONDS)

@@ -10,7 +10,7 @@ import pytest
 
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
-from bexp.storage.workers import WorkerState, list_known_workers
+from bexp.storage.workers import WorkerState, read_workers
 from tests.acceptance.conftest import Machine, await_gone, profilers_of
 from tests.waits import wait_until
 
@@ -58,7 +58,7 @@ def test_a_worker_names_the_exploration_that_has_its_device_and_has_it_when_that
     job_id = machine.run("submit", machine.configure()).strip()
 
     def is_waiting() -> bool:
-        (found,) = list_known_workers(database)
+        (found,) = read_workers(database)
         named = f"cpu is in use by process {holder.pid} of user " in (found.info.held_by or "")
         return found.state is WorkerState.WAITING and named
 

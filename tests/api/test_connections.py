@@ -15,12 +15,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from bexp.api.connections import BACKLOG, allow_connections
-from bexp.api.listener import Server
-from bexp.api.process_log import OneLineFormatter, RateFilter
+from bexp.api.listener import BACKLOG, OneLineFormatter, RateFilter, Server, allow_connections
 from bexp.api.settings import Limits, ServiceSettings
+from tests.api.forked import forked
 from tests.api.serving import Served
-from tests.api.test_serve import started
 from tests.waits import PATIENCE_SECONDS
 
 HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -51,15 +49,14 @@ def test_connections_wait_while_the_service_does_something_else(
         opened.enter_context(socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS))
 
 
+@pytest.mark.slow(together="services")
 def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:
-    with started("127.0.0.1", sqlite_url) as (process, url), ExitStack() as stack:
-        client = connect(url, stack, HEAD + b"Content-Length: 100\r\n\r\n{")
-        httpx.get(f"{url}/healthz")  # which comes after it, so that the service knows by now whose connection it is
+    with forked("serve", BEXP_DATABASE_URL=sqlite_url) as service, ExitStack() as stack:
+        client = connect(service.url, stack, HEAD + b"Content-Length: 100\r\n\r\n{")
+        httpx.get(f"{service.url}/healthz")  # after it, so that the service knows by now whose connection it is
         client.close()
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        process.terminate()
-        _, more = process.communicate(timeout=PATIENCE_SECONDS)
+        line = service.printed.readline()
+        _, more = service.end()
     assert line == "warning: a client left before it had sent its request: /v1/explorations\n"
     assert more == ""
 

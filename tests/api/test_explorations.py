@@ -195,7 +195,7 @@ def test_cancelling_a_running_exploration_asks_its_worker(client: TestClient, qu
         assert response.json()["cancel_requested"]
         assert response.json()["state"] == "running"
     assert queue.heartbeat(lease).cancel_requested
-    queue.confirm_cancel(lease)
+    queue.finish(lease, JobState.CANCELLED)
     assert client.post(f"{EXPLORATIONS}/{lease.job_id}/cancel").status_code == 200
 
 

@@ -17,9 +17,8 @@ from bexp.explorer.records.event import EventCode
 from bexp.storage.audit import KEEP_AUDIT, read_audit
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState
+from bexp.storage.jobs import JobFilter, JobState, list_jobs
 from bexp.storage.leaders import HOUSEKEEPER, hold_role
-from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError
 from bexp.storage.tables import audit, jobs, leaders

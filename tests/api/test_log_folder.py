@@ -74,7 +74,7 @@ def test_an_exploration_that_is_deleted_meanwhile_is_no_fault(
     job = queue.enqueue(make_request())[0]
     queue.request_cancel(job.id)
     delete_job(queue.database, job.id)
-    monkeypatch.setattr(log_folder, "latest_events", lambda database: {job.id: 2})
+    monkeypatch.setattr(log_folder, "read_last_seqs", lambda database: {job.id: 2})
     LogFolder(queue.database, tmp_path / "logs").write()
     assert not (tmp_path / "logs").exists()
 

@@ -106,7 +106,7 @@ def test_a_request_that_fails_is_counted_once(client: TestClient, monkeypatch: p
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("bexp.api.routes.workers.list_known_workers", fail)
+    monkeypatch.setattr("bexp.api.routes.workers.read_workers", fail)
     assert_problem(client.get("/v1/workers"), 500)
     counted = {name: count for name, count in read_metrics(client).items() if "seconds_count" in name}
     assert counted == {'bexp_http_request_seconds_count{method="GET",route="/v1/workers",status="500"}': 1}

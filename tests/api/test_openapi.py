@@ -14,6 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from bexp.api import administration, examples, resources
 from bexp.api.refusals import Problem
 from bexp.api.settings import ServiceSettings
+from bexp.client.explorations import Exploration, Result
 from tests.api.serving import Served
 from tests.waits import PATIENCE_SECONDS
 
@@ -143,12 +144,12 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "example"),
     [
-        (resources.Exploration, examples.EXPLORATION),
-        (resources.Exploration, examples.QUEUED),
-        (resources.Exploration, examples.ANSWERED),
+        (Exploration, examples.EXPLORATION),
+        (Exploration, examples.QUEUED),
+        (Exploration, examples.ANSWERED),
         (resources.ExplorationPage, examples.PAGE),
         (resources.WorkerList, examples.WORKERS),
-        (resources.RecommendationResource, examples.RECOMMENDATION),
+        (Result, examples.RECOMMENDATION),
         (resources.EventPage, examples.EVENTS),
         (resources.TrialPage, examples.TRIALS),
         (resources.RunReportResource, examples.RUN_REPORT),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from bexp.storage.audit import read_audit
 from bexp.storage.database import Database
 from bexp.storage.owners import ALL_SCOPES
 from bexp.storage.tokens import create_token
+from tests.api.forked import forked
 from tests.api.problems import assert_problem
 from tests.api.serving import Served, in_process
 from tests.waits import PATIENCE_SECONDS
@@ -58,21 +59,6 @@ def ask_as(uid: int, url: str, headers: dict[str, str] | None = None, body: str 
     return status, document
 
 
-@contextmanager
-def running(database: Database, *options: str) -> Iterator[str]:
-    """The URL of `bexp serve`, in a process of its own."""
-    command = [sys.executable, "-m", "bexp.api.cli", "serve", "--port", "0", *options]
-    environment = os.environ | {"BEXP_DATABASE_URL": database.url}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline().strip()
-            assert line.startswith("serving "), line
-            yield line.removeprefix("serving ")
-        finally:
-            process.kill()
-
-
 @pytest.fixture
 def pair() -> Iterator[Callable[..., tuple[socket.socket, socket.socket]]]:
     with ExitStack() as stack:
@@ -96,13 +82,15 @@ def peer_of(accepted: socket.socket) -> Peer:
     return find_peer((client[0], client[1]), (server[0], server[1]))
 
 
+@pytest.mark.slow(together="services")
 @linux
 @needs_root
 def test_a_service_without_tokens_serves_its_user_and_others_with_a_token_or_if_it_is_open(
     sqlite_database: Database,
 ) -> None:
     secret = create_token(sqlite_database, "theirs", owner="team")
-    with running(sqlite_database) as url:
+    with forked("serve", BEXP_DATABASE_URL=sqlite_database.url) as service:
+        url = service.url
         assert httpx.get(f"{url}/v1/explorations").status_code == 200
         status, document = ask_as(OTHER, url)
         assert status == 401
@@ -112,8 +100,8 @@ def test_a_service_without_tokens_serves_its_user_and_others_with_a_token_or_if_
         assert ask_as(OTHER, url, {"Authorization": "Bearer none"})[0] == 401
     (record,) = [record for record in read_audit(sqlite_database) if record.action == "submit"]
     assert (record.owner, record.token, record.origin) == ("team", "theirs", "127.0.0.1")
-    with running(sqlite_database, "--open") as url:
-        assert ask_as(OTHER, url)[0] == 200
+    with forked("serve", "--open", BEXP_DATABASE_URL=sqlite_database.url) as service:
+        assert ask_as(OTHER, service.url)[0] == 200
 
 
 @pytest.mark.parametrize("uid", [4712, None])
@@ -261,12 +249,15 @@ def test_the_audit_has_the_address_that_a_trusted_proxy_adds(
     assert noted[::-1] == ["10.1.2.3", "10.1.2.4", "10.1.2.5", "127.0.0.1", "127.0.0.1"]
 
 
+@pytest.mark.slow(together="services")
 @linux
 @needs_root
 def test_another_user_of_the_proxys_machine_cannot_forge_an_origin(sqlite_database: Database) -> None:
     admin = create_token(sqlite_database, "admin", scopes=ALL_SCOPES)
     headers = {"Authorization": f"Bearer {admin}", "X-Forwarded-For": "10.1.2.3"}
-    with running(sqlite_database, "--trusted-proxy", pwd.getpwuid(OTHER).pw_name) as url:
+    proxy = pwd.getpwuid(OTHER).pw_name
+    with forked("serve", "--trusted-proxy", proxy, BEXP_DATABASE_URL=sqlite_database.url) as service:
+        url = service.url
         assert httpx.get(f"{url}/v1/explorations").status_code == 401, "behind a proxy, everybody needs a token"
         assert httpx.get(f"{url}/v1/explorations", headers=headers).status_code == 403
         assert ask_as(OTHER, url, headers)[0] == 200

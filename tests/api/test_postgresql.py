@@ -18,6 +18,7 @@ from bexp.api.routes import explorations
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
+from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
@@ -69,7 +70,7 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
         wait_until(lambda: feed._watches[job.id].last_seq == 4)
         wait_until(lambda: feed.num_watchers == 1)
         work.request_cancel(job.id)
-        work.confirm_cancel(claim.lease)
+        work.finish(claim.lease, JobState.CANCELLED)
         reader.join(PATIENCE_SECONDS)
     assert texts[0].count("\n") == 5
 

@@ -9,10 +9,11 @@ from sqlalchemy.exc import OperationalError
 from bexp.api import comparison, stored
 from bexp.api import results as api_results
 from bexp.api.comparison import compare_answers
-from bexp.explorer.exports.exploration import ExportError, ExportSource
+from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.trainers.document import ExportError
 from bexp.storage.jobs import Job, JobNotFoundError, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.pruning import delete_job

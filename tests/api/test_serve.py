@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 from bexp.api import serve as api_serve
 from bexp.api.cli import app
 from bexp.api.examples import REQUEST
-from bexp.api.listener import ListenError, Server, bind
-from bexp.api.process_log import OneLineFormatter, RateFilter
+from bexp.api.listener import ListenError, OneLineFormatter, RateFilter, Server, bind
 from bexp.api.serve import HOW_TO_ADMIT
 from bexp.api.settings import Limits, ServiceSettings
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
+from tests.api.forked import forked
 from tests.waits import PATIENCE_SECONDS
 
 SCRIPT = """\
@@ -77,12 +77,13 @@ def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_p
         assert stderr == ""
 
 
+@pytest.mark.slow(together="services")
 def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database_url = f"sqlite:///{tmp_path / 'bexp.db'}"
-    with started("0.0.0.0", database_url) as (process, url):
-        local = url.replace("0.0.0.0", "127.0.0.1")
+    with forked("serve", "--host", "0.0.0.0", BEXP_DATABASE_URL=database_url) as service:
+        local = service.url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{local}/healthz").status_code == 200
         assert httpx.get(f"{local}/v1/explorations").status_code == 401
         monkeypatch.setenv("BEXP_API_URL", local)
@@ -94,10 +95,8 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
         monkeypatch.setenv("BEXP_API_TOKEN", create_token(database, "test"))
         database.dispose()
         assert CliRunner().invoke(app, ["list", "--json"]).stdout == "[]\n"
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 0
-    assert stderr.strip() == HOW_TO_ADMIT
+        assert service.end(signal.SIGINT) == (0, "")
+    assert service.said.strip() == HOW_TO_ADMIT
 
 
 @pytest.mark.parametrize(
@@ -141,27 +140,19 @@ def test_a_second_interrupt_waits_for_no_request(signals: str, is_forced: bool) 
     assert (server.should_exit, server.force_exit) == (True, is_forced)
 
 
+@pytest.mark.slow(together="services")
 def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> None:
     database_url = f"sqlite:///{tmp_path / 'bexp.db'}"
     database = open_database(database_url)
     upgrade(database)
     secret = create_token(database, "test")
     database.dispose()
-    command = [sys.executable, "-m", "bexp.api.cli", "serve", "--port", "0", "--require-token"]
-    environment = os.environ | {"BEXP_DATABASE_URL": database_url}
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root, env=environment) as process:
-        try:
-            assert process.stderr is not None
-            url = process.stderr.readline().strip().removeprefix("serving ")
-            named = {"Host": "bexp.example.org"}
-            assert httpx.get(f"{url}/v1/explorations", headers=named).status_code == 401
-            admitted = named | {"Authorization": f"Bearer {secret}"}
-            assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
-            process.terminate()
-            assert process.communicate(timeout=PATIENCE_SECONDS)[1] == "", "there is a token, and no request is noted"
-        finally:
-            process.kill()
+    with forked("serve", "--require-token", BEXP_DATABASE_URL=database_url) as service:
+        url, named = service.url, {"Host": "bexp.example.org"}
+        assert httpx.get(f"{url}/v1/explorations", headers=named).status_code == 401
+        admitted = named | {"Authorization": f"Bearer {secret}"}
+        assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
+        assert service.end() == (0, ""), "there is a token, and no request is noted"
 
 
 def test_an_address_that_is_taken_is_named() -> None:

@@ -18,7 +18,7 @@ from bexp.api.examples import REQUEST
 from bexp.api.local_worker import WorkerEndedError
 from bexp.api.stored import StoredExplorations
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 
 

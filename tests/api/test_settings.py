@@ -9,7 +9,6 @@ import pytest
 
 from bexp.api import (
     background,
-    connections,
     housekeeping,
     listener,
     local_worker,
@@ -23,16 +22,16 @@ from bexp.api.agents import commands
 from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
-from bexp.storage import components, matching, stored_bytes
+from bexp.storage import components, matching, quotas
 from bexp.storage.audit import KEEP_AUDIT, MOST_RECORDS
 from bexp.storage.database import DatabaseLimits
+from bexp.storage.leases import LONGEST_PAUSE, QueueSettings
 from bexp.storage.queue import WAITING_GRACE
-from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES
 from bexp.storage.run_reports import MAX_EXPLORATIONS, MAX_REPORTS
 from bexp.storage.submission import KEY_LIFETIME
 from bexp.storage.waiting import MAX_WAIT
-from bexp.workers.jobs import heartbeat, worker
+from bexp.workers.jobs import runner, worker
 
 
 def test_nothing_need_be_set() -> None:
@@ -161,7 +160,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("operations", r"A cancelled exploration ends within (\S+) s", local_run.CANCEL_SECONDS),
         ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
         ("agents", r"which gives each (\S+) s to stop", commands.GRACE_SECONDS),
-        ("service", r"open files allow; (\S+) more wait", connections.QUEUED),
+        ("service", r"open files allow; (\S+) more wait", listener.QUEUED),
         ("service", r"one that fails starts again after (\S+) s", background.RESTART_SECONDS),
         ("service", r"gives open requests (\S+) s", listener.SHUTDOWN_SECONDS),
         ("when-something-goes-wrong", r"not started after (\S+) s: REASON", local_run.REMIND_SECONDS),
@@ -185,14 +184,14 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("operations", r"a request waits at most (\S+) s for its turn", DatabaseLimits().turn.total_seconds()),
         ("operations", r"PostgreSQL frees such locks after (\S+) s", DatabaseLimits().idle_transaction.total_seconds()),
         ("operations", r"why explorations have waited for (\S+) s", WAITING_GRACE.total_seconds()),
-        ("operations", r"Its worker looks (\S+) a second", 1 / heartbeat.POLL.total_seconds()),
+        ("operations", r"Its worker looks (\S+) a second", 1 / runner.POLL.total_seconds()),
         ("configuration", r"of which the first may have stored trials \| (\S+) \|", QueueSettings().max_attempts),
         ("configuration", r"without a stored trial between them \| (\S+) \|", QueueSettings().max_faults),
         ("configuration", r"up to \S+ s \| (\S+) \|", QueueSettings().retry_pause.total_seconds()),
         ("configuration", r"it doubles each time, up to (\S+) s", LONGEST_PAUSE.total_seconds()),
         ("configuration", r"idle worker asks again \(at least (\S+)\)", worker.MIN_POLL_SECONDS),
-        ("owners", r"sums what an owner stores once in (\S+) s", stored_bytes.SUM_SECONDS),
-        ("owners", r"by 1/(\S+) for each further API process", 1 / stored_bytes.SHARE_OF_ROOM),
+        ("owners", r"sums what an owner stores once in (\S+) s", quotas.SUM_SECONDS),
+        ("owners", r"by 1/(\S+) for each further API process", 1 / quotas.SHARE_OF_ROOM),
         ("service", r"memory \(within a (\S+)\)", matching.MEMORY_TOLERANCE),
         ("service", r"up to (\S+) reports of what real runs", MAX_REPORTS),
         ("service", r"the owner's later explorations of that model use those of the last (\S+) \|", MAX_EXPLORATIONS),

@@ -10,11 +10,17 @@ from fastapi.testclient import TestClient
 
 from bexp.api import stored
 from bexp.client.errors import ProblemError
-from bexp.explorer.records.event import EventCode
+from bexp.client.explorations import Exploration
+from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState
+from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from tests.contracts.samples import make_request
+from tests.contracts.samples import make_recommendation, make_request
+
+BEST = make_recommendation(8)
 
 
 def test_who_follows_hears_of_each_look_that_finds_nothing_new(
@@ -55,3 +61,25 @@ def test_a_refusal_is_the_problem_that_a_service_answers_with(sqlite_database: D
     answered = client.get("/v1/explorations/none").json()
     del answered["instance"]  # the path that was asked for
     assert refused.value.problem == answered
+
+
+def test_an_exploration_is_one_whoever_reads_it(sqlite_database: Database, client: TestClient, lease: Lease) -> None:
+    """Here and from a service; its answer is a part of it, also as `bexp.apply` reads it."""
+    queue, here = Queue(sqlite_database), stored.StoredExplorations(sqlite_database)
+    path = f"/v1/explorations/{lease.job_id}"
+    for answer in (None, Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=BEST),))):
+        if answer is None:
+            queue.record(lease, Progress(recommendation=BEST))
+        else:
+            queue.finish(lease, JobState.SUCCEEDED, answer=answer)
+        known = here.get(lease.job_id)
+        there = client.get(path).json()
+        assert known.model_dump(mode="json") == there
+        assert Exploration.model_validate(there) == known
+        assert [each.model_dump(mode="json") for each in here.list()] == client.get("/v1/explorations").json()["items"]
+        of_answer = client.get(f"{path}/recommendation").json()
+        assert there["text"]["rows"]
+        assert {name: of_answer[name] for name in of_answer if name in there} == {
+            name: there[name] for name in of_answer if name in there
+        }
+    assert [each.model_dump(mode="json") for each in here.workers()] == client.get("/v1/workers").json()["items"]

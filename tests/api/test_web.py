@@ -75,7 +75,7 @@ def test_what_agents_are_told_is_there(client: TestClient) -> None:
     for method, path in re.findall(r"`(GET|POST) (/v1/[^`?]+)", text):
         assert method.lower() in paths[path.replace("ID", "{exploration_id}")], path
     fields = json.dumps(Recommendation.model_json_schema())
-    assert all(f'"{name}"' in fields for name in ("confidence", "run_noise", "expected_regret", "dividing"))
+    assert all(f'"{name}"' in fields for name in ("confidence", "run_noise", "expected_regret", "alternatives"))
 
 
 def test_data_of_a_report_cannot_end_its_element() -> None:

@@ -8,7 +8,7 @@ import torch
 from benchmarks import moe_turns
 from benchmarks.moe_turns import CELLS, GRAPH, Cell, compare_with_dense, describe, missing
 from benchmarks.turns import TurnsBudget
-from bexp.explorer.spec.model import ModelSpec, MoESpec
+from bexp.explorer.model.model import ModelSpec, MoESpec
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.noisy_cpu import busy_cores, describe_run, summarize
 from benchmarks.replay.ground_truth import GroundTruth
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
-from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.search.small import candidate, recommendation
 
 

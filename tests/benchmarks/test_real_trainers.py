@@ -41,6 +41,12 @@ def run(size: int, speed: float | None, **more: Any) -> Run:
     return {"micro_batch_size": size, **reached, **more}
 
 
+def answer_with(candidate: Run, **others: Run) -> Run:
+    """An answer with alternatives by their roles."""
+    alternatives = [{"role": role, "candidate": of} for role, of in others.items()]
+    return {"candidate": candidate, "alternatives": alternatives}
+
+
 def row_of(recommendation: Run | None, **more: Any) -> Run:
     answer = {"recommendation": recommendation, "job": {"created_at": "2026-11-30T"}}
     document = None if recommendation is None else answer
@@ -89,11 +95,11 @@ def test_a_size_that_should_not_fit_is_not_tried() -> None:
 
 
 def test_contenders_differ_from_the_recommended_one_by_one_thing_each() -> None:
-    row = row_of({"candidate": OURS, "dividing": None, "stock": {"candidate": {**STOCK, "micro_batch_size": 8}}})
+    row = row_of(answer_with(OURS, stock={**STOCK, "micro_batch_size": 8}))
     variants = variants_of(row)
     assert variants["stock"] == [{"candidate": STOCK}]
     other = {**STOCK, "loss": "library", "execution": "compile"}
-    answer = {"candidate": OURS, "dividing": None, "stock": {"candidate": {**other, "micro_batch_size": 8}}}
+    answer = answer_with(OURS, stock={**other, "micro_batch_size": 8})
     assert variants_of(row_of(answer))["stock"] == [{"candidate": STOCK}, {"candidate": other}], "both at 16 at first"
     assert variants["library_loss"] == [{"candidate": {**STOCK, "loss": "library"}}]
     assert variants["compiled"] == [{"torch_compile": True}]
@@ -105,11 +111,11 @@ def test_contenders_differ_from_the_recommended_one_by_one_thing_each() -> None:
 
 def test_the_answer_is_that_which_divides_the_batch() -> None:
     divided = {**OURS, "micro_batch_size": 8}
-    row = row_of({"candidate": {**OURS, "micro_batch_size": 12}, "dividing": {"candidate": divided}})
+    row = row_of(answer_with({**OURS, "micro_batch_size": 12}, dividing=divided))
     assert answered(row) == {"micro_batch_size": 8, "candidate": divided}
     assert document_of(row, divided) is row["exploration"]["document"]
-    assert document_of(row, STOCK)["recommendation"]["dividing"] is None
-    assert answered(row_of({"candidate": {**OURS, "micro_batch_size": 12}, "dividing": None})) is None
+    assert document_of(row, STOCK)["recommendation"]["alternatives"] == []
+    assert answered(row_of(answer_with({**OURS, "micro_batch_size": 12}))) is None
     assert answered(row_of(None)) is None
 
 
@@ -122,8 +128,8 @@ def test_contenders_start_where_their_best_size_is_likely() -> None:
     assert start_of("liger", row, [run(8, None), run(4, 11.0)]) == 4
     assert start_of("liger", row, [run(8, None)]) is None
     assert start_of("stock", row, []) == start_of("library_loss", row, []) == 16
-    stock = {"candidate": {**STOCK, "micro_batch_size": 8}}
-    assert start_of("stock", row_of({"candidate": OURS, "stock": stock}), []) == 8
+    stock = {**STOCK, "micro_batch_size": 8}
+    assert start_of("stock", row_of(answer_with(OURS, stock=stock)), []) == 8
     row["sizes"]["stock"] = [run(8, 10.0)]
     assert start_of("library_loss", row, []) == 8
     assert start_of("unchanged", row_of(None), []) == 8
@@ -169,7 +175,7 @@ def test_contenders_run_in_turns_at_their_best_sizes_and_a_second_start_goes_on(
 ) -> None:
     config, out, trainer = tmp_path / "tiny.json", tmp_path / "out.json", Trainer()
     config.write_text(json.dumps(TINY))
-    exploration = row_of({"candidate": OURS, "dividing": {"candidate": {**OURS, "micro_batch_size": 8}}})["exploration"]
+    exploration = row_of(answer_with(OURS, dividing={**OURS, "micro_batch_size": 8}))["exploration"]
     monkeypatch.setattr(real_trainers, "subprocess", SimpleNamespace(Popen=Process, PIPE=None))
     monkeypatch.setattr(ModelRun, "_explore", lambda _: exploration)
     monkeypatch.setattr(ModelRun, "_train", trainer.run)

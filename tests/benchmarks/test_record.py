@@ -9,15 +9,15 @@ from benchmarks.record import main, open_table, take_over
 from benchmarks.recorder import Recorder
 from benchmarks.recording_file import covered_request
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler
-from bexp.workers.replay.device import RecordedDevice
+from bexp.workers.replay.profiler import RecordedDevice
 from bexp.workers.replay.recording import Recording, RecordingError
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers

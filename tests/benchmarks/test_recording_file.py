@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recording_file import RecordingFile, component_row, covered_request, encode_row
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
     BatchFigures,
     ComponentFigures,

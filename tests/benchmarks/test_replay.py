@@ -15,9 +15,9 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, run_search, run_strategy
 from benchmarks.replay.strategies import coordinate_descent
 from benchmarks.replay.summary import summarize
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.candidate import Candidate
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 from bexp.workers.replay.rows import WholeModelRow
 from tests.simulated_tables import write
 from tests.workers.replay.samples import recording, table_of

@@ -63,7 +63,7 @@ def test_the_pages_of_tables_are_current() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{name}.md" for name in ("benchmarks", "kernels", "operations", WHY_NOT))]
+    "page", ["README.md", *(f"docs/{name}.md" for name in ("benchmarks", "targets", "operations", WHY_NOT))]
 )
 def test_the_figures_of_a_page_are_in_the_tables_that_it_links(page: str) -> None:
     assert not unknown((ROOT / page).read_text())

@@ -20,10 +20,10 @@ from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.library import draw_library_truth
 from benchmarks.unseen.searches import UnseenRun, run_search, run_searches
 from benchmarks.unseen.truth import UnseenTruth, draw_truth
+from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.execution import Execution
-from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.profiler import VirtualClock
 
 SEEDS = range(1000, 1016)
 """The first of those on which `python -m benchmarks.unseen --gate reached` judges calibration too."""

@@ -153,7 +153,7 @@ def test_what_is_random_beside_dropout_is_refused() -> None:
         drawn = [torch.where(torch.rand(len(text)) < 0.3, 0, text) for text in part]
         return total(model, drawn) / tokens(batch)
 
-    with pytest.raises(ValueError, match="something is random beside dropout"):
+    with pytest.raises(ValueError, match="something is random apart from dropout"):
         bexp.check_accumulation(model, masked, texts(), 2)
 
 

@@ -81,7 +81,7 @@ def test_samples_of_one_length_do_not_check_those_of_others(checked: Any) -> Non
 def test_masks_that_are_drawn_anew_are_refused(checked: Any) -> None:
     found, _ = checked("--loss", "masked")
     assert list(found) == ["refused"]
-    assert "something is random beside dropout" in found["refused"]
+    assert "something is random apart from dropout" in found["refused"]
 
 
 def test_a_loader_of_its_own_is_refused(checked: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from bexp.tune import trainer_evaluation
-from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
+from bexp.tune import hf_trainer
+from bexp.tune.hf_trainer import describe_evaluation, evaluate_longest
 
 VOCABULARY, LENGTH, TEXTS = 96, 16, 40
 
@@ -32,8 +32,8 @@ def no_metrics(_: Any, compute_result: bool = True) -> dict[str, float]:
 def test_outputs_of_all_batches_count_where_metrics_are_computed_of_them(
     fields: dict[str, Any], copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_evaluation, "peak_bytes", lambda _: (1000, None))
-    monkeypatch.setattr(trainer_evaluation, "reset_peak", lambda _: None)
+    monkeypatch.setattr(hf_trainer, "peak_bytes", lambda _: (1000, None))
+    monkeypatch.setattr(hf_trainer, "reset_peak", lambda _: None)
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY, use_cache=False))
     texts = [{"input_ids": torch.arange(LENGTH), "labels": torch.arange(LENGTH)} for _ in range(TEXTS)]
     arguments = TrainingArguments(
@@ -48,7 +48,7 @@ def test_of_several_datasets_the_one_with_the_longest_texts_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
-    monkeypatch.setattr(trainer_evaluation, "peak_bytes", lambda _: (ran[-1], None))
+    monkeypatch.setattr(hf_trainer, "peak_bytes", lambda _: (ran[-1], None))
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY, use_cache=False))
     model.register_forward_pre_hook(lambda _, __, given: ran.append(given["input_ids"].shape[1]), with_kwargs=True)
     texts = {

@@ -19,7 +19,7 @@ from bexp.client.client import Client
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
 from bexp.storage.database import Database, open_database
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
 from bexp.workers.jobs.worker import JobWorker

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from bexp.api.cli import app
+from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.records.plan import MeshPlan, PipelinePicture
-from bexp.explorer.spec.amounts import bytes_text
-from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service
@@ -33,8 +34,7 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     browser.evaluate(f"document.querySelector('.list a[href$=\"{service.finished}\"]').click()")
     browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
 
-    best = service.client.result(service.finished)
-    assert best is not None
+    best = service.client.get(service.finished)
     assert best.recommendation is not None
     shown = browser.evaluate("[...document.querySelectorAll('.headline strong')].map((node) => node.textContent)")
     assert shown[0] == str(best.recommendation.candidate.micro_batch_size)
@@ -73,8 +73,7 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
 
 def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) -> None:
     open_exploration(browser, service, service.finished)
-    best = service.client.result(service.finished)
-    assert best is not None
+    best = service.client.get(service.finished)
     assert best.recommendation is not None
     plan = MeshPlan(
         mesh=Mesh(tensor=2, pipeline=2, schedule=Schedule.ONE_F_ONE_B, data=8),
@@ -88,7 +87,10 @@ def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) 
         fullest_rank=1,
         picture=PipelinePicture(seconds=0.25, ranks=(0, 1), lines=("FFff..BB", "..FFBBff")),
     )
-    answer = {"recommendation": {**best.recommendation.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}}
+    meshed = best.recommendation.model_copy(update={"plan": plan})
+    text = answer_text(Explored("job", None), meshed, None)
+    assert text is not None
+    answer = {"recommendation": meshed.model_dump(mode="json"), "text": text.model_dump(mode="json")}
     shown = browser.evaluate(
         "import(new URL('web/answer.js', document.baseURI)).then(({ renderAnswer }) => "
         f"renderAnswer({json.dumps({**answer, 'answer': None})}).map((node) => node.textContent).join(' '))"
@@ -119,7 +121,7 @@ def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) 
     for part in (
         "meshtensor=2 pipeline=2 (1f1b) data=8 sharding=none",
         "75.0% computation, 5.0% exchange, 20.0% bubble",
-        "3 1; rank 1 is the fullest",
+        "3 1 per stage; rank 1 is the fullest",
         "   0  FFff..BB\n   1  ..FFBBff",
     ):
         assert part in shown

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.options import Budget
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.request.budget import Budget
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
 from tests.browser.views import CONTRAST, ENTER, count, log_in
@@ -66,8 +66,7 @@ def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Se
         seed=21,
         fresh=True,
     )
-    best = service.client.result(provisional)
-    assert best is not None
+    best = service.client.get(provisional)
     assert best.recommendation is not None
     assert best.recommendation.confidence < 99
     log_in(browser, service)
@@ -127,9 +126,9 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     a, b = (float(text.replace(",", "")) for text in cells["its tokens/s"])
     assert shown_ratio == pytest.approx(b / a, abs=1e-3), "it is that of the figures above it"
     peaks = browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('peak')).innerText").split("\t")[1:]
-    found = [service.client.result(job_id) for job_id in (service.finished, other)]
-    bests = [one.recommendation for one in found if one and one.recommendation]
-    assert bests[1].dividing is not None and bests[1].dividing.candidate != bests[1].candidate
+    found = [service.client.get(job_id) for job_id in (service.finished, other)]
+    bests = [one.recommendation for one in found if one.recommendation]
+    assert bests[1].for_batch.candidate != bests[1].candidate
     assert peaks == [f"{best.expected_peak_bytes / 2**30:.1f}\xa0GiB" for best in bests]
     browser.evaluate("document.querySelector('main label input').click()")
     assert browser.evaluate(f"{shown}.length") > before

@@ -30,10 +30,10 @@ from typing import Any
 import httpx
 import psutil
 
+from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer as SearchAnswer
 from bexp.explorer.records.recommendation import VariantAnswer
-from bexp.explorer.spec.hardware import BackendSupport
 from bexp.storage.database import DATABASE_TROUBLE, Database, open_database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import LeaseLostError

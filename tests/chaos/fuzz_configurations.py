@@ -29,7 +29,7 @@ import psutil
 
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from tests.chaos.result import read_commit, write_document
 
 TYPES = (

@@ -32,15 +32,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.options import BTASpec, Budget
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import Job, JobState, get_job, get_summary
+from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import upgrade
 from bexp.storage.trials import read_all_trials
 from bexp.workers.devices.discovery import open_gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.model.model import DType, ModelSpec
 from tests.chaos.clients import document_of
 from tests.chaos.processes import TABLES
 

@@ -27,9 +27,8 @@ from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import JobState
-from bexp.storage.leases import Lease, LeaseLostError
+from bexp.storage.leases import Lease, LeaseLostError, QueueSettings
 from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.quotas import Quota, set_quota
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
@@ -243,7 +242,7 @@ class Explorations(RuleBasedStateMachine):
         if job.lease is None:
             return
         if job.is_cancelled:
-            self.work.confirm_cancel(job.lease)
+            self.work.finish(job.lease, JobState.CANCELLED)
             job.end(JobState.CANCELLED)
         else:
             self.work.finish(job.lease, state, answer=ANSWER if state is JobState.SUCCEEDED else None, error="a fault")

@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 
 @pytest.mark.slow(together="forked")
 def test_odd_values_are_refused_at_submission_or_by_the_worker_or_work(tmp_path: Path) -> None:
-    types = ("llama", "qwen3_moe", "mamba2")
-    arguments = ("--types", *types, "--cases", "16", "--seed", "3", "--minutes", "5")
+    arguments = ("--types", "llama", "--cases", "4", "--seed", "2", "--minutes", "5")
     with (tmp_path / "printed").open("w+") as printed:
         process = fork_server().start("tests.chaos.fuzz_configurations", *arguments, output=printed.fileno())
         code = process.wait(550.0)

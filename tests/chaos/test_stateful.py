@@ -9,7 +9,7 @@ from tests.chaos.stateful import search
 
 
 def test_explorations_do_what_their_model_says() -> None:
-    search(15, 30, derandomize=True)
+    search(8, 25, derandomize=True)
 
 
 def test_a_forgotten_key_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

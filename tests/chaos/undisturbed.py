@@ -11,8 +11,8 @@ from pathlib import Path
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.profiler import ReplayProfiler
 from tests.chaos.invariants import is_of_storage
 from tests.chaos.searches import TABLE_OF

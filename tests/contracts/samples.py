@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType, ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.workers import WorkerInfo
 
 MODEL = ModelSpec(

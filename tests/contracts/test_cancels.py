@@ -7,9 +7,9 @@ import pytest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
+from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
-from bexp.storage.resuming import JobFinishedError
+from bexp.storage.submission import JobFinishedError
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire
 from tests.contracts.samples import make_progress, make_request
 
@@ -35,7 +35,7 @@ def test_a_running_job_is_cancelled_by_its_worker(database: Database) -> None:
     assert queue.watch(claim.lease).cancel_requested
     assert queue.heartbeat(claim.lease).cancel_requested
     assert queue.request_cancel(job.id).version == asked.version
-    queue.confirm_cancel(claim.lease)
+    queue.finish(claim.lease, JobState.CANCELLED)
     assert get_job(database, job.id).state is JobState.CANCELLED
     assert codes(database, job.id) == [101, 102, 404]
 

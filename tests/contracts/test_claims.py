@@ -8,16 +8,14 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
+from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode
-from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import Claim, HardwareMismatchError
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, get_job, list_jobs
+from bexp.storage.leases import Claim, HardwareMismatchError, QueueSettings
 from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import trials
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
 from tests.contracts.processes import drain, run_two
@@ -110,6 +108,7 @@ def test_threads_claim_each_job_once(database: Database) -> None:
         assert codes(database, job_id) == [101, 102]
 
 
+@pytest.mark.slow(together="databases")
 def test_processes_claim_each_job_once(database: Database) -> None:
     queue = Queue(database)
     ids = sorted(queue.enqueue(make_request())[0].id for _ in range(10))

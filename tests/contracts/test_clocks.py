@@ -13,12 +13,12 @@ import pytest
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.leaders import HOUSEKEEPER, hold_role
+from bexp.storage.leases import QueueSettings
 from bexp.storage.owners import LOCAL
 from bexp.storage.pruning import find_prunable
 from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tokens import create_token, verify_token
-from bexp.storage.workers import list_workers, register_worker
+from bexp.storage.workers import read_workers, register_worker
 from tests.contracts.jobs import claim_next, claim_one, expire
 from tests.contracts.samples import make_progress, make_request, make_worker
 
@@ -93,7 +93,7 @@ def test_workers_and_roles(postgresql: Database, set_clock: Callable[[], None]) 
     set_clock()
     register_worker(postgresql, make_worker("skewed"))
     register_worker(postgresql, make_worker("skewed"))
-    live = list_workers(postgresql)
+    live = read_workers(postgresql)
     assert [worker.info.id for worker in live] == ["skewed", "straight"]
     assert all(abs(worker.last_seen_at - datetime.now(UTC)) < timedelta(minutes=1) for worker in live)
     assert not hold_role(postgresql, HOUSEKEEPER, "skewed", timedelta(seconds=10))

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage import components as storage_components
 from bexp.storage.components import find_earlier_runs, keep_components, prune_components
 from bexp.storage.database import Database

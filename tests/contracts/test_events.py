@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.explorer.records.event import EventCode, EventDraft, Progress, recommendation_event
+from bexp.explorer.records.recommendation import Note, NoteCode
 from bexp.explorer.search.event_messages import end_event
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
@@ -66,7 +67,7 @@ def test_a_row_is_written_whenever_a_value_changes_and_only_then(database: Datab
     trial = EventDraft(code=EventCode.TRIAL, message="trial")
     changes: list[dict[str, Any]] = [
         *({}, {}, {"performance": 1.2001}, {"confidence": 46}, {"measured_peak_bytes": 1 << 21}),
-        *({}, {"tokens_per_second": 1000.25}, {"notes": ("a note",)}),
+        *({}, {"tokens_per_second": 1000.25}, {"notes": (Note(code=NoteCode.BUDGET, text="a note"),)}),
         *({"candidate": best.candidate.model_copy(update={"loss": "chunked"})}, {"step_seconds": 2.0}),
     ]
     for change in changes:

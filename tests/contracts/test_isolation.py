@@ -12,22 +12,19 @@ import sqlalchemy as sa
 from bexp.storage.audit import read_audit
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobNotFoundError, JobState, get_job, get_summary
+from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, get_summary, list_jobs
 from bexp.storage.leaders import give_up_role, hold_role
-from bexp.storage.leases import Claim
-from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.leases import Claim, QueueSettings
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.pruning import delete_job, prune
 from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
-from bexp.storage.quotas import Quota, list_quotas, set_quota
+from bexp.storage.quotas import Quota, list_quotas, set_quota, sum_stored_bytes
 from bexp.storage.run_reports import insert_run_report, read_run_reports
-from bexp.storage.stored_bytes import sum_stored_bytes
 from bexp.storage.tables import metadata
 from bexp.storage.tokens import create_token, list_tokens, revoke_token, verify_token
 from bexp.storage.trials import read_all_trials, read_trials
 from bexp.storage.waiting import note_reason
-from bexp.storage.workers import forget_worker, list_workers, register_worker
+from bexp.storage.workers import forget_worker, read_workers, register_worker
 from tests.contracts.jobs import ANSWER, claim_one
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 from tests.contracts.test_run_reports import make as make_run_report
@@ -129,9 +126,9 @@ def test_a_worker_a_role_and_a_token_end_alone(three: Three) -> None:
     assert [name for name, secret in secrets.items() if verify_token(database, secret)] == ["a", "z"]
     assert {token.name for token in list_tokens(database)} == {"a", "a2", "m", "z", "z2"}
     forget_worker(database, "m")
-    assert [known.info.id for known in list_workers(database)] == ["a", "z"]
+    assert [known.info.id for known in read_workers(database)] == ["a", "z"]
     register_worker(database, make_worker("a", devices="cuda:1"))
-    assert [(known.info.id, known.info.devices) for known in list_workers(database)] == [("a", "cuda:1"), ("z", "")]
+    assert [(known.info.id, known.info.devices) for known in read_workers(database)] == [("a", "cuda:1"), ("z", "")]
     give_up_role(database, "m", "m")
     give_up_role(database, "a", "m")
     taken = [hold_role(database, name, "another", timedelta(hours=1)) for name in NAMES]

@@ -9,22 +9,18 @@ from datetime import UTC, datetime, timedelta
 import psutil
 import pytest
 import sqlalchemy as sa
-from alembic.migration import MigrationContext
-from alembic.operations import Operations
 
 from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
-from bexp.explorer.spec.options import Budget
+from bexp.explorer.request.budget import Budget
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState, JobSummary, get_summary
-from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
-from bexp.storage.migrations.versions import v0104_list
+from bexp.storage.jobs import InvalidCursorError, JobFilter, JobState, JobSummary, get_summary, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs, labels
 from tests.api.serving import in_process
-from tests.contracts.jobs import ANSWER, claim_one, store
+from tests.contracts.jobs import claim_one, store
 from tests.contracts.samples import MODEL, make_recommendation, make_report, make_request
 
 MOST_SECONDS = 0.3
@@ -47,26 +43,6 @@ def test_a_list_shows_the_device_and_the_best_so_far(database: Database) -> None
     nothing = Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None),))
     queue.finish(lease, JobState.SUCCEEDED, last=Progress(answer=nothing))
     assert shown(get_summary(database, job.id)) == ("NVIDIA H200", None, None, None, None)
-
-
-def test_the_migration_fills_the_columns_of_what_is_stored(database: Database) -> None:
-    queue = Queue(database)
-    for seed in range(3):
-        queue.enqueue(make_request(seed=seed, budget=Budget(confidence_target=80)))
-    answered, running = claim_one(queue).lease, claim_one(queue).lease
-    for lease in (answered, running):
-        queue.pin(lease, make_report("NVIDIA H200"))
-    queue.finish(answered, JobState.SUCCEEDED, last=Progress(answer=ANSWER))
-    queue.record(running, Progress(recommendation=make_recommendation(4)))
-    before = [(shown(job), job.confidence_target) for job in list_jobs(database)[0]]
-    assert [each[0][2] for each in before] == [None, 1.2, 1.2]
-    with database.begin() as connection:
-        connection.exec_driver_sql("DROP INDEX ix_bexp_jobs_searched")
-        for name in v0104_list.FOUND:
-            connection.exec_driver_sql(f"ALTER TABLE bexp_jobs DROP COLUMN {name}")
-        with Operations.context(MigrationContext.configure(connection)):
-            v0104_list.upgrade()
-    assert [(shown(job), job.confidence_target) for job in list_jobs(database)[0]] == before
 
 
 @pytest.fixture

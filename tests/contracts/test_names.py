@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
-from alembic.migration import MigrationContext
-from alembic.operations import Operations
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.storage.audit import read_audit
 from bexp.storage.components import find_earlier_runs, keep_components
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import JobFilter, list_jobs
-from bexp.storage.migrations.versions import v0104_list
+from bexp.storage.jobs import JobFilter, JobState, get_job, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.tables import metadata
 from bexp.storage.tokens import create_token
-from bexp.storage.workers import list_workers, register_worker
+from bexp.storage.workers import read_workers, register_worker
 from tests.contracts.samples import (
     make_recommendation,
     make_report,
@@ -74,7 +70,7 @@ def test_a_worker_of_long_names_is_known_and_measures(database: Database) -> Non
         versions={"package": LONG},
     )
     register_worker(database, worker)
-    assert [each.info for each in list_workers(database)] == [worker]
+    assert [each.info for each in read_workers(database)] == [worker]
     queue = Queue(database)
     job = queue.enqueue(make_request(target="own"))[0]
     claim = queue.claim(worker)
@@ -112,20 +108,3 @@ def test_an_action_from_a_long_host_is_recorded(database: Database) -> None:
     create_token(database, "t", by=Caller("team", frozenset(USUAL_SCOPES), origin=f"user@{LONG}"))
     (record,) = read_audit(database, limit=10)
     assert record.origin == f"user@{LONG}"[:SHOWN]
-
-
-def test_the_migration_takes_a_long_device(database: Database) -> None:
-    queue = Queue(database)
-    queue.enqueue(make_request())
-    report = make_long_report()
-    claim = queue.claim(make_worker("w", fingerprint=report.hardware.fingerprint))
-    assert claim is not None
-    queue.pin(claim.lease, report)
-    with database.begin() as connection:
-        connection.exec_driver_sql("DROP INDEX ix_bexp_jobs_searched")
-        for name in v0104_list.FOUND:
-            connection.exec_driver_sql(f"ALTER TABLE bexp_jobs DROP COLUMN {name}")
-        with Operations.context(MigrationContext.configure(connection)):
-            v0104_list.upgrade()
-    (listed,), _ = list_jobs(database)
-    assert listed.device_name == report.hardware.device_name[:SHOWN]

@@ -11,8 +11,7 @@ from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
-from bexp.storage.matching import OWN_WORKER_TERM
-from bexp.storage.own_workers import keep_job
+from bexp.storage.matching import OWN_WORKER_TERM, keep_job
 from bexp.storage.queue import Queue
 from bexp.storage.statistics import read_statistics
 from bexp.storage.tables import events, jobs

@@ -9,8 +9,7 @@ import sqlalchemy as sa
 
 from bexp.storage.audit import Action, prune_audit, read_audit
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobNotFoundError, JobState, get_job, get_summary
-from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, get_summary, list_jobs
 from bexp.storage.owners import ALL_SCOPES, LOCAL, USUAL_SCOPES, Caller, Scope
 from bexp.storage.queue import Queue
 from bexp.storage.submission import IdempotencyConflictError

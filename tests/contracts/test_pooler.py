@@ -24,7 +24,7 @@ from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.schema import exclusive, is_current, upgrade
 from bexp.storage.studies import write_studies
 from bexp.storage.tokens import create_token, list_tokens, verify_token
-from bexp.storage.workers import list_workers, register_worker
+from bexp.storage.workers import read_workers, register_worker
 from tests.contracts.jobs import ANSWER, claim_one, stored_trials
 from tests.contracts.samples import make_progress, make_report, make_request, make_trial, make_worker
 from tests.contracts.transaction_pooler import pooled
@@ -76,7 +76,7 @@ def test_jobs_run_to_their_end(behind: Database) -> None:
         assert get_job(behind, job.id).state is JobState.SUCCEEDED
         assert stored_trials(behind, job.id) == [make_trial(0), make_trial(1)]
         assert len(read_events(behind, job.id)) == 5
-    assert [worker.info.id for worker in list_workers(behind)] == ["a"]
+    assert [worker.info.id for worker in read_workers(behind)] == ["a"]
 
 
 def test_tokens_studies_and_retention(behind: Database) -> None:

@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from bexp.storage import pruning
 from bexp.storage.audit import Action, read_audit
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.jobs import JobFilter, JobState, get_job, list_jobs
 from bexp.storage.pruning import JobNotFinishedError, delete_job, drop_finished_studies, find_prunable, prune
 from bexp.storage.queue import Queue
 from bexp.storage.studies import write_studies

@@ -14,12 +14,11 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobNotFoundError, JobState, get_job
+from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, list_jobs
 from bexp.storage.leases import Lease
-from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, stored_trials

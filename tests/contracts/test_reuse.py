@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bexp.explorer.records.event import EventCode, Progress
-from bexp.explorer.records.recommendation import Answer, DividingCandidate, VariantAnswer
+from bexp.explorer.records.recommendation import Alternative, Answer, Role, VariantAnswer
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.request_key import request_key
+from bexp.explorer.request.request_key import request_key
 from bexp.storage.audit import Action, read_audit
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
@@ -24,7 +24,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import QueuedQuotaError, Quota, set_quota
 from bexp.storage.reuse import find_answer
 from bexp.storage.run_reports import insert_run_report
-from bexp.storage.workers import WorkerState, forget_worker, list_known_workers, register_worker
+from bexp.storage.workers import WorkerState, forget_worker, read_workers, register_worker
 from tests.contracts.jobs import expire, recommendation_rows
 from tests.contracts.samples import (
     make_candidate,
@@ -34,6 +34,7 @@ from tests.contracts.samples import (
     make_trial,
     make_worker,
 )
+from tests.explorer.alternatives import alternative
 
 HARDWARE = make_report().hardware.model_copy(update={"memory_limit_bytes": 500_000_000})
 REPORT = make_report().model_copy(update={"hardware": HARDWARE})
@@ -66,7 +67,7 @@ def measure(
     confidence: int = 96,
     completed_target: int | None = None,
     required_bytes: int = 1 << 21,
-    dividing: DividingCandidate | None = None,
+    alternatives: tuple[Alternative, ...] = (),
     by: Caller = LOCAL,
     **changes: Any,
 ) -> Job:
@@ -76,7 +77,7 @@ def measure(
     assert claim is not None
     assert claim.job.id == job.id
     queue.pin(claim.lease, REPORT)
-    changed = {"confidence": confidence, "required_bytes": required_bytes, "dividing": dividing}
+    changed = {"confidence": confidence, "required_bytes": required_bytes, "alternatives": alternatives}
     found = make_recommendation().model_copy(update=changed)
     variant = VariantAnswer(
         num_query_groups=4, num_parameters=1, recommendation=found, completed_target=completed_target
@@ -190,14 +191,8 @@ def test_an_answer_serves_where_about_as_much_memory_may_be_used(
 def test_an_answer_whose_recommendation_does_not_fit_does_not_serve(database: Database, divides: bool) -> None:
     """Nor where the candidate that divides the batch, which a trainer would use, does not fit."""
     queue, required_bytes = Queue(database), HARDWARE.memory_limit_bytes - 1
-    dividing: dict[str, Any] = {
-        name: 1 for name, field in DividingCandidate.model_fields.items() if field.is_required()
-    }
-    dividing |= {"candidate": make_candidate(), "required_bytes": required_bytes}
-    if divides:
-        first = measure(queue, required_bytes=required_bytes)
-    else:
-        first = measure(queue, dividing=DividingCandidate.model_validate(dividing))
+    dividing = alternative(Role.DIVIDING, make_candidate(), required_bytes=required_bytes)
+    first = measure(queue, required_bytes=required_bytes) if divides else measure(queue, alternatives=(dividing,))
     add_worker(database, memory_limit_bytes=required_bytes - 1)
     assert source(queue) is None
     add_worker(database, memory_limit_bytes=required_bytes)
@@ -343,7 +338,7 @@ def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) 
     claim = queue.claim(make_worker("live", fingerprint=FINGERPRINT, targets=TARGETS))
     assert claim is not None
     assert claim.job.id == theirs.id
-    shown = {owner: list_known_workers(database, owner=owner)[0] for owner in (None, "other", "local")}
+    shown = {owner: read_workers(database, owner=owner)[0] for owner in (None, "other", "local")}
     assert {worker.state for worker in shown.values()} == {WorkerState.MEASURING}
     assert [worker.job_id for worker in shown.values()] == [theirs.id, theirs.id, None]
     with pytest.raises(JobNotFoundError):

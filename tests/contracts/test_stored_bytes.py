@@ -7,16 +7,24 @@ from unittest.mock import patch
 import pytest
 import sqlalchemy as sa
 
-from bexp.storage import quotas, stored_bytes
+from bexp.storage import quotas
 from bexp.storage.audit import prune_most_recorded, read_audit
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller
 from bexp.storage.pruning import prune
 from bexp.storage.queue import Queue
-from bexp.storage.quotas import EVERYBODY, Quota, StoredQuotaError, set_quota
+from bexp.storage.quotas import (
+    EVERYBODY,
+    JOB_BYTES,
+    ROW_BYTES,
+    Quota,
+    StoredQuotaError,
+    StoredSums,
+    set_quota,
+    sum_stored_bytes,
+)
 from bexp.storage.run_reports import insert_run_report
-from bexp.storage.stored_bytes import JOB_BYTES, ROW_BYTES, StoredSums, sum_stored_bytes
 from bexp.storage.tables import jobs
 from tests.contracts.jobs import ANSWER, claim_one
 from tests.contracts.samples import make_progress, make_request
@@ -34,8 +42,8 @@ def texts(database: Database) -> int:
     """The bytes of all that is stored of jobs and may be long, as the database's own text of a row has them."""
     total = 0
     with database.read() as connection:
-        for table in stored_bytes._TEXTS:
-            columns = [sa.cast(table.c[name], sa.Text) for name in stored_bytes._TEXTS[table]]
+        for table in quotas._TEXTS:
+            columns = [sa.cast(table.c[name], sa.Text) for name in quotas._TEXTS[table]]
             for row in connection.execute(sa.select(*columns)):
                 total += sum(len(value.encode()) for value in row if value is not None)
                 total += JOB_BYTES if table is jobs else ROW_BYTES
@@ -120,12 +128,12 @@ def test_a_sum_is_too_old_after_a_while_and_void_with_another_quota(
         queue.enqueue(make_request(fresh=True))
     set_quota(database, EVERYBODY, Quota(max_stored_bytes=100 * count(database)))
     queue.enqueue(make_request(fresh=True))
-    monkeypatch.setattr(stored_bytes, "SHARE_OF_ROOM", 1.0)
+    monkeypatch.setattr(quotas, "SHARE_OF_ROOM", 1.0)
     for _ in range(10):
         other.enqueue(make_request(fresh=True))
     set_quota(database, EVERYBODY, Quota(max_stored_bytes=count(database) - 1))
     queue.enqueue(make_request(fresh=True))  # by its own sum there is room
-    monkeypatch.setattr(stored_bytes, "SUM_SECONDS", 0.0)
+    monkeypatch.setattr(quotas, "SUM_SECONDS", 0.0)
     with pytest.raises(StoredQuotaError):
         queue.enqueue(make_request(fresh=True))
 
@@ -152,10 +160,10 @@ def test_reports_of_real_runs_and_reused_answers_count_as_well(
         queue.enqueue(make_request())
 
 
-def test_one_submission_counts_some_jobs_of_an_earlier_version_and_the_next_goes_on(
+def test_one_submission_counts_some_jobs_that_are_not_counted_and_the_next_goes_on(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_bytes, "MOST_COUNTED", 2)
+    monkeypatch.setattr(quotas, "MOST_COUNTED", 2)
     queue = Queue(database)
     for _ in range(5):
         queue.enqueue(make_request(fresh=True))

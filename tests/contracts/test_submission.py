@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from bexp.storage import submission
 from bexp.storage.database import Database
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.submission import IdempotencyConflictError
 from bexp.storage.tables import jobs

@@ -10,14 +10,14 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.storage import waiting
+from bexp.storage.claims import ClaimQuota
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
+from bexp.storage.leases import QueueSettings
 from bexp.storage.matching import needs_of
 from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs, workers
-from bexp.storage.turns import ClaimQuota
 from bexp.storage.waiting import describe_duration, find_waiting, list_waiting_ids
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
 from tests.contracts.jobs import claim_one, expire
@@ -113,6 +113,16 @@ def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database:
 )
 def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
     assert describe_duration(timedelta(seconds=seconds)) == text
+
+
+def test_a_job_that_comes_after_the_clock_was_read_is_given_time(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    for seconds, noted in ((1, []), (90, ["none is running"])):  # the clock was set back since
+        with database.begin() as connection:
+            connection.execute(sa.update(jobs).values(queued_at=database.clock(timedelta(seconds=seconds))))
+        queue.note_waiting(grace=timedelta(seconds=30))
+        assert [event.data["reason"] for event in read_events(database, job.id)[1:]] == noted
 
 
 def test_a_fresh_job_is_given_time(database: Database) -> None:

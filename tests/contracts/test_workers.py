@@ -7,10 +7,15 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.tables import workers
-from bexp.storage.workers import WorkerState, forget_worker, list_known_workers, list_workers, register_worker
+from bexp.storage.workers import WorkerInfo, WorkerState, forget_worker, read_workers, register_worker, select_live
 from tests.contracts.samples import make_worker
 
 WORKER = make_worker("host-1-cpu", targets={"bexp": "0.1.0", "transformers": "5.23.0"})
+
+
+def live_workers(database: Database) -> list[WorkerInfo]:
+    with database.read() as connection:
+        return select_live(database, connection)
 
 
 def age(database: Database, by: timedelta) -> None:
@@ -20,28 +25,28 @@ def age(database: Database, by: timedelta) -> None:
 
 def test_a_worker_lives_as_long_as_it_says_so(database: Database) -> None:
     register_worker(database, WORKER)
-    assert [worker.info for worker in list_workers(database)] == [WORKER]
+    assert live_workers(database) == [WORKER]
     age(database, timedelta(minutes=1))
-    assert list_workers(database) == []
+    assert live_workers(database) == []
     register_worker(database, WORKER)
-    assert [worker.info for worker in list_workers(database)] == [WORKER]
+    assert live_workers(database) == [WORKER]
     forget_worker(database, WORKER.id)
-    assert list_workers(database, live_within=timedelta(hours=1)) == []
+    assert read_workers(database) == []
 
 
 def test_a_worker_waits_until_it_has_its_device(database: Database) -> None:
     def states() -> list[tuple[WorkerState, str | None]]:
-        return [(known.state, known.info.held_by) for known in list_known_workers(database)]
+        return [(known.state, known.info.held_by) for known in read_workers(database)]
 
     waiting = replace(WORKER, held_by="another", device_name="", fingerprint="", memory_limit_bytes=0)
     register_worker(database, waiting)
-    started_at = list_workers(database)[0].started_at
+    started_at = read_workers(database)[0].started_at
     assert states() == [(WorkerState.WAITING, "another")]
     age(database, timedelta(minutes=1))
     assert states() == [(WorkerState.LOST, "another")]
     register_worker(database, WORKER)
     assert states() == [(WorkerState.IDLE, None)]
-    (known,) = list_workers(database)
+    (known,) = read_workers(database)
     assert (known.info, known.started_at) == (WORKER, started_at)
 
 
@@ -51,4 +56,4 @@ def test_registering_again_replaces_and_drops_the_long_dead(database: Database) 
     age(database, timedelta(days=2))
     other = make_worker("host-2-cpu", pid=2, targets={})
     register_worker(database, other)
-    assert [worker.info for worker in list_workers(database, live_within=timedelta(days=9))] == [other]
+    assert [worker.info for worker in read_workers(database)] == [other]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 MODEL: dict[str, Any] = {
     "name": "long",

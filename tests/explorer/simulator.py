@@ -8,15 +8,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.collectives import FORWARD_SHARES, Overlap
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate
-from bexp.explorer.cost_model.roofline import roofline_seconds
-from bexp.explorer.cost_model.shard_costs import predict_shard_bytes
-from bexp.explorer.cost_model.shards import SPREAD_EXPERTS, expert_chunk, shard_of
-from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.cost.activation_memory import predict_component_bytes
+from bexp.explorer.cost.collectives import FORWARD_SHARES, Overlap
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.roofline import roofline_seconds
+from bexp.explorer.cost.step import combine_seconds
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import MeshRun
+from bexp.explorer.meshes.knowledge import MeshKnowledge
+from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.shard_costs import predict_shard_bytes
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS, expert_chunk, shard_of
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType, ModelSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
@@ -27,13 +33,7 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.mesh import MeshRun
-from bexp.explorer.spec.model import DType, ModelSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 GIB = 2**30
 ATTENTION_SPEED = {"cudnn": 0.8, "flash": 0.55, "efficient": 0.3, "math": 0.5}

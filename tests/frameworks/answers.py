@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.mesh import Schedule
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.training import Sharding
 from tests.explorer.exports.samples import SHARDED, candidate, exploration
 from tests.explorer.exports.simulated import simulated
 from tests.explorer.exports.test_meshes import planned

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.part_costs import predict_part_bytes
-from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.cost_model.text_batches import TextBatch
-from bexp.explorer.exports.registry import export
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.measure.cpu_storages import LiveStorages
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.part_costs import predict_part_bytes
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.exports.export import export
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.measure.memory_meters import LiveStorages
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import resolve_config

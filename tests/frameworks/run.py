@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bexp.api.cli.exported_into import exported_into
-from bexp.explorer.exports.exploration import ExportError
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.export import export
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.trainers.document import ExportError
 from tests.explorer.exports.samples import candidate, exploration
-from tests.explorer.formats.trainers.samples import FILES, beside_its_model
+from tests.explorer.formats.trainer_files import FILES, beside_its_model
 from tests.frameworks.answers import ANSWERS
 from tests.frameworks.promise import TRAINED, write_promise
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, training_args
 
-from bexp.measure.cpu_storages import LiveStorages
+from bexp.measure.memory_meters import LiveStorages
 
 TOLERANCE = 0.03
 STEPS = 3

@@ -325,5 +325,5 @@ def test_a_job_may_choose_ligers_kernels() -> None:
         request_for(LLAMA, kernels=["library", "liger"], losses=["library", "liger"]), Instruments(DEVICE)
     )
     report = target.report(HARDWARE)
-    for found in (report.kernels, report.losses):
+    for found in (report.choices["kernels"], report.choices["loss"]):
         assert {each.name: each.reason for each in found} == {"library": None, "liger": None}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import bexp
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.graphs.graphed_loss import GraphedLoss
 from bexp.transformers.graph import graphed
 from bexp.transformers.set_up import set_up
@@ -25,7 +25,7 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.hardware import measure_hardware
 from bexp.workers.profiler.trials.whole_model import run_whole_model
-from bexp.workers.targets.reference.training_run import ReferenceTrainingRun
+from bexp.workers.targets.reference.target import ReferenceTrainingRun
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.trainer.recommendations import document
 
@@ -316,7 +316,7 @@ def test_a_target_of_transformers_reports_and_runs_graphs() -> None:
     target = TransformersTarget(request, Instruments(DEVICE))
     report = target.report(measure_hardware(DEVICE, 0))
     assert report.parts is not None
-    assert {support.name: support.reason for support in report.executions} == dict.fromkeys(Execution)
+    assert {support.name: support.reason for support in report.choices["execution"]} == dict.fromkeys(Execution)
     peaks = {}
     for execution in (Execution.EAGER, Execution.GRAPH):
         candidate = Candidate(

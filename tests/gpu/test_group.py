@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from bexp.explorer.cost_model.collectives import CommunicationUnits
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.cost.collectives import CommunicationUnits
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.decomposition import Decomposer
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import OptimizerSpec, Sharding, TrainingSpec
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
 from tests.gpu.test_profiler import MODEL, REQUEST

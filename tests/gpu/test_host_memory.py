@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.parts import ModelParts
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory import measure_memory
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.target import TransformersTarget

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import DType, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import OptimizerSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.model import DType, ModelSpec
+from bexp.explorer.model.training import OptimizerSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.attention import attention_backend
 from bexp.workers.instruments.kernel_shapes import attention_shape
 from bexp.workers.targets.reference.attention_block import AttentionBlock

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.decomposition import Decomposer
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.decomposition import Decomposer
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.model import DType, ModelSpec, MoESpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
 

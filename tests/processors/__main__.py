@@ -30,7 +30,7 @@ TESTS = (
     *("tests/bexp/kernels", "tests/bexp/graphs", "tests/bexp/transformers", "tests/bexp/test_tune_*.py"),
     *("tests/workers/targets/reference", "tests/workers/targets/transformers", "tests/workers/replay"),
     *("tests/explorer/search/test_recorded_*.py", "tests/explorer/search/test_logs.py"),
-    "tests/explorer/cost_model/test_recorded_costs.py",
+    "tests/explorer/cost/test_recorded_costs.py",
 )
 THREADS = (1, 2)
 

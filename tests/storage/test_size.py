@@ -10,10 +10,9 @@ import sqlalchemy as sa
 
 from bexp.explorer.search.explore import explore
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, list_jobs
 from bexp.storage.queue import Queue
-from bexp.storage.stored_bytes import sum_stored_bytes
+from bexp.storage.quotas import sum_stored_bytes
 from bexp.storage.trials import read_all_trials
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.replay.profiler import ReplayProfiler

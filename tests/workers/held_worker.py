@@ -12,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
 from bexp.workers.__main__ import main
 from bexp.workers.process.child import ProfilerProcess
 from bexp.workers.process.protocol import RunTrial

@@ -14,8 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.storage.database import Database, open_database
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import VERSION_TABLE
 from bexp.workers.__main__ import main

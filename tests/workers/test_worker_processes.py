@@ -16,18 +16,19 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
+from bexp.explorer.dimensions.bta_tile import BTASpec
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.options import BTASpec, Budget
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
-from bexp.storage.workers import list_workers
+from bexp.storage.workers import read_workers
 from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers import held_worker
 
@@ -178,7 +179,7 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     put_back = get_job(sqlite_database, job.id)
     assert (put_back.state, put_back.worker) == (JobState.QUEUED, None)
     assert read_trials(sqlite_database, job.id) != []
-    assert list_workers(sqlite_database) == []
+    assert read_workers(sqlite_database) == []
 
 
 def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_blocks_and_is_resumed(

@@ -1,4 +1,4 @@
-"""Finds the devices of this host without torch, and opens their NVML handles."""
+"""The devices of this host, listed without torch, and their NVML handles."""
 
 from __future__ import annotations
 

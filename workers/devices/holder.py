@@ -1,4 +1,4 @@
-"""Names the process that holds the lock of a file. All of it is the kernel's word: no user can forge another's name."""
+"""The process that holds the lock of a file, as the kernel names it, so that no user can forge another's name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.spelling import shortened
 
 MOST_SHOWN = 120
-"""Characters of a command line."""
+"""Characters that are shown of a command line."""
 
 _PASSWORD = re.compile(r"(?<=://)[^/\s]*@")
-"""Of the URL of a database, which may stand in a command line."""
+"""The password in the URL of a database, which may stand in a command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Holder:
 def find_holder(descriptor: int) -> Holder | None:
     """Return who holds an flock on an open file.
 
-    The kernel names the process that took the lock. If that has it no longer, one that it gave the lock to is looked
-    for. Returns None if nobody holds it, or if a container hides who does.
+    The kernel names the process that took the lock. That process may have passed the lock on, so its present owner is
+    looked for. Returns None if nobody holds it, or if a container hides who does.
     """
     try:
         file = _kernel_name(descriptor)
@@ -54,11 +54,11 @@ def find_holder(descriptor: int) -> Holder | None:
 
 def _kernel_name(descriptor: int) -> str:
     """Return a file as /proc/locks names it. Btrfs and overlays show stat(2) another device than the kernel's own."""
-    told = dict(line.split(maxsplit=1) for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines())
+    info = dict(line.split(maxsplit=1) for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines())
     mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
     devices = {fields[0]: fields[2] for fields in mounts}
-    major, minor = map(int, devices[told["mnt_id:"].strip()].split(":"))
-    return f"{major:02x}:{minor:02x}:{told.get('ino:', os.fstat(descriptor).st_ino)}"
+    major, minor = map(int, devices[info["mnt_id:"].strip()].split(":"))
+    return f"{major:02x}:{minor:02x}:{info.get('ino:', os.fstat(descriptor).st_ino)}"
 
 
 def _lives(pid: int) -> bool:

@@ -20,12 +20,12 @@ FOLDER_VARIABLE = "BEXP_LOCK_DIRECTORY"
 
 
 def lock_folder(environment: Mapping[str, str]) -> Path:
-    """Return the directory of the locks: BEXP_LOCK_DIRECTORY, else /tmp. All users share that, but not each TMPDIR."""
+    """Return the directory of the locks: BEXP_LOCK_DIRECTORY, else /tmp, because not all users share a TMPDIR."""
     return Path(environment.get(FOLDER_VARIABLE) or "/tmp")  # noqa: S108 - FileLock passes over what others left there
 
 
 class DeviceBusyError(Exception):
-    """Another process has a device, or is the next to have it; `holder` is None if the kernel does not tell which."""
+    """Another process has a device, or is the next to have it; `holder` is None if the kernel does not say which."""
 
     def __init__(self, reason: str, holder: Holder | None = None) -> None:
         super().__init__(reason)
@@ -33,13 +33,13 @@ class DeviceBusyError(Exception):
 
 
 class FileLock:
-    """An flock on a file, which the kernel releases when all processes have ended that have its descriptor.
+    """An flock on a file, which the kernel releases when all processes with its descriptor have ended.
 
     The file is never removed: another process may just have opened it, and a third would then lock a new file of the
-    same name. Nothing is written into it, since every user may lock it, and so write what another would believe.
+    same name. Nothing is written into the file, because every user may lock it and could so deceive another.
 
-    What another user has left under its name, and is no such file, keeps nobody out: everybody passes it over, and
-    takes the next name.
+    Another user may have left something else under the name of the file. That keeps nobody out: everybody takes the
+    next name.
     """
 
     def __init__(self, stem: Path) -> None:
@@ -85,8 +85,8 @@ class FileLock:
 class DeviceLock:
     """The lock of a device, and the turn of the one that has it next.
 
-    Who does not get the device keeps the turn, if nobody else has that. Who gives the device back and wants it again
-    needs the turn first. So two that want the device all the time have it in turns.
+    A process that does not get the device keeps the turn, if nobody else has it. A process that gives the device back
+    and wants it again needs the turn first. So two processes that always want the device have it in turns.
     """
 
     def __init__(self, key: str, *, directory: Path) -> None:
@@ -97,7 +97,7 @@ class DeviceLock:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for the device that this holds."""
+        """Whether somebody waits for this lock's device."""
         if not self._turn.try_acquire():
             return True
         self._turn.release()
@@ -126,7 +126,7 @@ class DeviceLock:
 
 
 class DeviceLocks:
-    """The locks of several devices. Everyone takes them in the same order, so that two sets cannot block each other."""
+    """The locks of several devices, always taken in the same order, so that two sets cannot block each other."""
 
     def __init__(self, keys: Iterable[str], *, directory: Path) -> None:
         self._locks = [DeviceLock(key, directory=directory) for key in sorted(set(keys))]
@@ -138,12 +138,12 @@ class DeviceLocks:
 
     @property
     def are_held(self) -> bool:
-        """Whether this holds every lock."""
+        """Whether every lock is held."""
         return len(self.descriptors) == len(self._locks)
 
     @property
     def are_awaited(self) -> bool:
-        """Whether this holds every lock, and somebody waits for one of them."""
+        """Whether every lock is held, and somebody waits for one of them."""
         return self.are_held and any(lock.is_awaited for lock in self._locks)
 
     def try_acquire(self) -> None:
@@ -209,6 +209,6 @@ def _create(path: Path) -> None:
 
 
 def _is_for_everybody(path: Path) -> bool:
-    """Whether `path` is a file that every user may lock. All users find the same, so that they agree on a name."""
+    """Return whether every user may lock `path`. The answer is the same for all users, so that they agree on a name."""
     mode = path.lstat().st_mode
     return stat.S_ISREG(mode) and mode & 0o666 == 0o666

@@ -1,4 +1,4 @@
-"""Chooses the devices that a worker owns."""
+"""The choice of the devices that a worker owns."""
 
 from __future__ import annotations
 

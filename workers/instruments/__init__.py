@@ -1,1 +1,1 @@
-"""What a trial measures with: the instruments of a device, phases, ranks, failures, and usable back ends."""
+"""The tools of a trial: the instruments of a device, phases, ranks, failures, and usable back ends."""

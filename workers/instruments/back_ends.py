@@ -1,13 +1,13 @@
-"""Which back ends can serve a job's model on this device."""
+"""The back ends that can serve a job's model on this device."""
 
 from __future__ import annotations
 
 import torch
 
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.model import ModelSpec
 from bexp.kernels.attention import attention_support, default_attention_backend
 from bexp.kernels.context_parallel.attention import context_parallel_reason
 from bexp.kernels.experts.registry import default_expert_backend, expert_support
@@ -26,20 +26,21 @@ def report_device(
     """
     attention, experts = attention_shape(model), experts_shape(model)
     expert_backends = expert_support(experts, device) if experts is not None else ()
+    executions = execution_support(None if device.type == "cuda" else NO_GRAPHS)
     return DeviceReport(
         hardware=hardware,
         attention_backends=tuple(
             _attention(support, attention, device) for support in attention_support(attention, device)
         ),
         expert_backends=tuple(_record(support) for support in expert_backends),
-        executions=execution_support(None if device.type == "cuda" else NO_GRAPHS) if chooses_execution else (),
+        choices={EXECUTION.name: executions} if chooses_execution else {},
         default_attention=default_attention_backend(attention, device),
         default_experts=default_expert_backend(experts, device) if experts is not None else None,
     )
 
 
 def execution_support(reason: str | None) -> tuple[BackendSupport, ...]:
-    """Return which executions can be had; `reason` says why none that replays CUDA graphs can."""
+    """Return which executions can be used; `reason` says why those that replay CUDA graphs cannot."""
     return tuple(
         BackendSupport(name=one, usable=not one.replays or reason is None, reason=reason if one.replays else None)
         for one in Execution
@@ -51,7 +52,7 @@ def _record(support: Support) -> BackendSupport:
 
 
 def _attention(support: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:
-    """`support`, and whether it serves sequences that devices share; what their length admits is for the request."""
+    """`support`, and whether it serves sequences that devices share. Their length is judged with the request."""
     reason = support.reason
     if support.usable:
         try:

@@ -1,4 +1,4 @@
-"""Finds out whether torch.compile can work here, and starts it."""
+"""Checks whether torch.compile can work here, and its start."""
 
 from __future__ import annotations
 

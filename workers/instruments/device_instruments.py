@@ -60,7 +60,7 @@ class Instruments:
             host.limit_data(limit_bytes)
 
     def use_allocator(self, allocator: Allocator) -> None:
-        """Allocate from now on as the job's training will; call it while nothing is cached."""
+        """Allocate from now on as the job's training will; call this while nothing is cached."""
         if self.device.type == "cuda":
             expandable = allocator == "expandable_segments"
             # Newer torch warns of the name in torch.cuda.memory, and the warning would stand in each crash's reason.
@@ -68,7 +68,7 @@ class Instruments:
             (change or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{expandable}")
 
     def settle(self, *, release: bool, kept_bytes: int = 0) -> int:
-        """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.
+        """Free what a trial left; return the bytes that cannot be freed, 0 if they are tolerated.
 
         `kept_bytes` stay on purpose: the target's weights. `release` also returns cached memory to the device. This is
         needed after a trial that ran out of memory, and before a trial whose reserved memory is measured.
@@ -102,7 +102,7 @@ class Instruments:
 def freeze_imports() -> None:
     """Exempt the hundreds of thousands of objects of an import from the collections before timings.
 
-    Call it while no job's objects are alive: garbage among what is exempt is never found.
+    Call this while no job's objects are alive, because garbage among exempt objects stays for ever.
     """
     gc.collect()
     gc.freeze()

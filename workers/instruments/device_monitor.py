@@ -1,4 +1,4 @@
-"""Watches the device while something is timed on it: clocks, power, temperature, other processes."""
+"""The device's conditions while something is timed on it: clocks, power, temperature, other processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CALM_POLL_SECONDS = 0.25
 
 
 class DeviceMonitor:
-    """Watches the device during the trials of a process. If there is no `gpu`, it watches only the host.
+    """A monitor of the device during the trials of a process; without a `gpu`, of the host alone.
 
-    `cores` says whether it watches the cores of a process that is alone on the CPU.
+    `cores` says whether to watch the cores of a process that is alone on the CPU.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class DeviceMonitor:
         self._cores = cores
 
     def begin(self, others_bytes: int | None) -> int | None:
-        """A job begins; see `GpuProcessMonitor.begin`."""
+        """Begin a job; see `GpuProcessMonitor.begin`."""
         return self._foreign.begin(others_bytes) if self._foreign is not None else None
 
     def watch(self) -> Watch:
-        """A watch for one measurement."""
+        """Return a watch for one measurement."""
         return Watch(self._gpu, self._foreign, cores=self._cores)
 
     def wait_until_calm(self, seconds: float) -> bool:
@@ -71,9 +71,9 @@ class _Samples:
 class Watch:
     """A context around the timed repeats, entered once or several times. The timer calls `poll` within it.
 
-    There is no thread beside the timing: it would take the interpreter's lock from the host that is being timed, and
-    NVML locks in the driver that launches wait for. The timer calls `poll` itself when it has issued its repeats
-    and would only wait for the device, which still works on them.
+    There is no second thread, which would take the interpreter's lock from the host that is being timed. NVML also
+    takes locks in the driver for which launches wait. The timer calls `poll` itself when it has issued its repeats and
+    would only wait for the device.
     """
 
     def __init__(self, gpu: Gpu | None, foreign_processes: GpuProcessMonitor | None, *, cores: bool = False) -> None:
@@ -121,7 +121,7 @@ class Watch:
             (samples.celsius, gpu.temperature_celsius()),
         ):
             if value is not None:
-                values.append(value)  # type: ignore[arg-type]  # of one kind each
+                values.append(value)  # type: ignore[arg-type]  # each list has one type
         samples.reasons.update(dict.fromkeys(gpu.clock_reasons()))
         if self._foreign is not None:
             self._foreign.look()
@@ -129,7 +129,7 @@ class Watch:
         self._next_poll = now + max(POLL_SECONDS, (now - started) / POLL_SHARE)
 
     def conditions(self) -> Conditions:
-        """The conditions of everything that was watched."""
+        """Return the conditions of everything that was watched."""
         samples, foreign = self._samples, self._foreign_processes
         elapsed, others = self._host
         return Conditions(

@@ -1,4 +1,4 @@
-"""Maps an exception inside a trial to an outcome."""
+"""The outcome of an exception inside a trial."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bexp.explorer.records.measurement import Outcome
 from bexp.out_of_memory import is_out_of_memory
 
 UNSERVED = ("no available kernel", "invalid backend")
-"""What torch says when the attention back end that is pinned cannot serve the arguments."""
+"""torch's messages if the pinned attention back end cannot serve the arguments."""
 
 
 class UnsupportedTrialError(Exception):
@@ -42,7 +42,7 @@ def classify(error: Exception) -> tuple[Outcome, str]:
 
 
 def is_poisoned(device: torch.device) -> bool:
-    """Whether the device is lost to this process, as it is after any CUDA error but a lack of memory."""
+    """Return whether the device is lost to this process, as after any CUDA error but a lack of memory."""
     if device.type != "cuda":
         return False
     try:

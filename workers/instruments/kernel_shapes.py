@@ -1,10 +1,10 @@
-"""A `ModelSpec` as the kernels ask for it."""
+"""The shapes of a `ModelSpec`, as the kernels take them."""
 
 from __future__ import annotations
 
 import torch
 
-from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.model.model import DType, ModelSpec
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 
 _TORCH_DTYPES = {

@@ -11,7 +11,7 @@ from bexp.explorer.records.measurement import PhaseSeconds
 
 
 class PhaseClock:
-    """Adds up the seconds of each phase of a trial."""
+    """A clock that adds up the seconds of each phase of a trial."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -28,11 +28,11 @@ class PhaseClock:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Return the seconds since this object was made."""
+        """Seconds since this object was made."""
         return time.perf_counter() - self._started
 
     def seconds(self) -> PhaseSeconds:
-        """The phases so far. Time outside of any phase counts as `build`, so that they add up to the elapsed time."""
+        """Return the phases so far. Time outside of them counts as `build`, so that their sum is the elapsed time."""
         known = sum(self._seconds.values())
         build = self._seconds["build"] + max(0.0, self.elapsed_seconds - known)
         return PhaseSeconds(build=build, warm_up=self._seconds["warm_up"], timed=self._seconds["timed"])

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.trial import TrialTask
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.measure.timing import Reducer
@@ -14,7 +14,7 @@ from bexp.workers.instruments.failures import UnsupportedTrialError
 
 
 class Barrier(Protocol):
-    """Makes the device wait until all ranks of a component have reached this point."""
+    """A point at which the device waits until all ranks of a component have reached it."""
 
     def __call__(self) -> None: ...  # noqa: D102 - its protocol says it
 
@@ -22,7 +22,7 @@ class Barrier(Protocol):
 class RankGroup(Reducer, Protocol):
     """The ranks of a trial. Each of them must call the same methods in the same order.
 
-    A rank that fails cannot join the others again. They wait for it until all are ended from outside.
+    A rank that fails cannot join the others again. The others wait for it until all are ended from outside.
     """
 
     size: int
@@ -48,20 +48,20 @@ class SingleRank:
     members: dist.ProcessGroup | None = None
 
     def all_reduce_max(self, *values: float) -> tuple[float, ...]:
-        """Returns the values."""
+        """Return the values."""
         return values
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
-        """A single rank has no ring."""
+        """Raise AssertionError, because a single rank has no ring."""
         raise AssertionError("a single rank shares no sequences")
 
     def strided(self, size: int, stride: int) -> dist.ProcessGroup | None:
-        """A single rank has no other."""
+        """Return None, because a single rank has no other."""
         assert size == 1, "a single rank"
         return None
 
     def barrier(self, component: Component) -> Barrier | None:
-        """A single rank waits for no other."""
+        """Return None, because a single rank waits for no other."""
         assert not component.is_joint, "a single rank runs nothing that communicates"
         return None
 
@@ -70,7 +70,7 @@ SINGLE_RANK = SingleRank()
 
 
 def single_rank(task: TrialTask) -> RankGroup:
-    """The group of a profiler with one device; UnsupportedTrialError if the trial needs more."""
+    """Return the group of a profiler with one device. Raises UnsupportedTrialError if the trial needs more."""
     check_size(task, 1)
     return SINGLE_RANK
 

@@ -1,8 +1,8 @@
-"""Finds the ranks that share the sequences of a block or of a model."""
+"""The ranks that share the sequences of a block or of a model."""
 
 from __future__ import annotations
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError

@@ -1,4 +1,4 @@
-"""A worker that is there for one job: it ends with the job, or when nobody waits for it any more."""
+"""A worker for one job: it ends with the job, or when nobody waits for it any more."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import threading
 import time
 from contextlib import suppress
 
-from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.storage.database import DATABASE_TROUBLE
 from bexp.storage.jobs import JobNotFoundError, JobState, get_summary
-from bexp.storage.matching import OWN_WORKER, OWN_WORKER_TERM
-from bexp.storage.own_workers import keep_job
+from bexp.storage.matching import OWN_WORKER, OWN_WORKER_TERM, keep_job
 from bexp.storage.queue import Queue
 from bexp.storage.waiting import DEVICE_HELD, find_reason, note_reason
 from bexp.workers.jobs.worker import JobWorker
@@ -22,19 +21,19 @@ from bexp.workers.jobs.worker import JobWorker
 CHECK_SECONDS = 0.3
 KEEP_SECONDS = OWN_WORKER_TERM.total_seconds() / 6
 PATIENCE_SECONDS = 2.0
-"""So long another idle worker may take to claim the job or to give the device back, before the job is told."""
+"""So long another idle worker may take to claim the job or to give the device back, before the job's log says so."""
 CLAIM_SECONDS = 10.0
-"""So long a worker that is ready may leave the only job that it is there for."""
+"""So long a ready worker may leave its only job unclaimed."""
 CANCEL_SECONDS = 6.0
 
 _log = logging.getLogger(__name__)
 
 
 class OwnJob:
-    """Watches the job that `worker` is there for, which may be submitted later, and says that the worker lives.
+    """The watch over the only job of `worker`, which may be submitted later. The job is kept while the worker lives.
 
-    `is_refused` says that the worker was ready and did not take the job: it never will. A job that was resumed while
-    another worker had it is this one's as soon as it waits for one.
+    `is_refused` says that the worker was ready and did not take the job, so that it never will. A job that was resumed
+    while another worker had it belongs to this worker as soon as the job waits for one.
     """
 
     def __init__(self, worker: JobWorker, job_id: str) -> None:
@@ -68,7 +67,7 @@ class OwnJob:
                     ending.set()
 
     def end_with_stdin(self, ending: threading.Event) -> None:
-        """Wait until stdin is closed: who waited is gone. Then cancel the job, unless it is another worker's."""
+        """Wait until stdin is closed: nobody waits any more. Then cancel the job, unless another worker has it."""
         with suppress(OSError, ValueError):
             while os.read(sys.stdin.fileno(), 4096):  # sys.stdin would still hold its lock when the process ends
                 pass
@@ -92,7 +91,7 @@ class OwnJob:
             self._is_told = True
 
     def _refuse(self, hardware: HardwareSpec) -> None:
-        """Say why the job is not claimed, in the last line of the log."""
+        """Log why the job is not claimed."""
         reason = find_reason(self._queue.database, self._job_id)
         why = "" if reason is None else f": it {reason.removeprefix(OWN_WORKER)}"
         _log.error("the worker cannot run this exploration%s; the worker has %s", why, hardware.describe())

@@ -1,4 +1,4 @@
-"""Runs one claimed job. Each step of its exploration is stored before the next begins.
+"""The run of one claimed job. Each step of its exploration is stored before the next begins.
 
 While the database does not answer, the job holds its step and goes on when it does.
 """
@@ -8,28 +8,108 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from enum import StrEnum
 from functools import partial
-from types import MappingProxyType
-from typing import Protocol, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Protocol, Self, TypeVar
+
+import sqlalchemy as sa
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
-from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.measurement import Measurement, PhaseSeconds
 from bexp.explorer.records.trial import Measure, Trial, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.trial_executor import TrialExecutor
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.components import keep_components
 from bexp.storage.database import DATABASE_TROUBLE
 from bexp.storage.jobs import JobState
-from bexp.storage.leases import Claim, HardwareMismatchError, LeaseLostError
+from bexp.storage.leases import Claim, HardwareMismatchError, Lease, LeaseLostError
 from bexp.storage.queue import Queue
-from bexp.workers.jobs.heartbeat import LeaseHeartbeat
-from bexp.workers.jobs.timings import JobTimings
 from bexp.workers.process.interface import DevicePool, DeviceProfiler, ProfilerError, ProfilerInterruptedError
+
+POLL = timedelta(seconds=0.5)
+
+
+class Interruption(StrEnum):
+    """The reason why a job must not go on."""
+
+    CANCELLED = "cancelled"
+    LEASE_LOST = "lease lost"
+
+
+class LeaseHeartbeat:
+    """A thread that extends the lease three times in its duration, and checks for a cancellation every `poll`.
+
+    The thread calls `interrupt` once if the job is cancelled or the lease is lost; `reason` then says which. While the
+    database does not answer, the thread goes on trying. Nobody can claim the job meanwhile, and if somebody claims it
+    before this worker writes again, the writes are refused.
+    """
+
+    def __init__(self, queue: Queue, lease: Lease, interrupt: Callable[[], None], *, poll: timedelta = POLL) -> None:
+        self.reason: Interruption | None = None
+        self._queue = queue
+        self._lease = lease
+        self._interrupt = interrupt
+        self._poll_seconds = poll.total_seconds()
+        self._lease_seconds = queue.settings.lease.total_seconds()
+        self._ended = threading.Event()
+        self._asking = threading.Lock()
+        self._extended_at = time.monotonic()
+        self._thread = threading.Thread(target=self._keep, name=f"lease-{lease.job_id}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def end(self, write: Callable[[], T]) -> T:
+        """Return the result of `write`, after which the lease is given up, and is not reported as lost."""
+        with self._asking:
+            written = write()
+            self._ended.set()
+        return written
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._poll_seconds):
+            with self._asking:
+                reason = None if self._ended.is_set() else self._ask()
+            if reason is not None:
+                self._stop(reason)
+                return
+
+    def _ask(self) -> Interruption | None:
+        """Extend the lease if it is time, and return why the job must not go on."""
+        now = time.monotonic()
+        try:
+            if now - self._extended_at >= self._lease_seconds / 3:
+                status = self._queue.heartbeat(self._lease)
+                self._extended_at = now
+            else:
+                status = self._queue.watch(self._lease)
+        except LeaseLostError:
+            return Interruption.LEASE_LOST
+        except sa.exc.SQLAlchemyError as error:
+            reason = str(error).splitlines()[0]
+            _log.warning("the lease of %s could not be extended: %s", self._lease.job_id, reason)
+            return None
+        return Interruption.CANCELLED if status.cancel_requested else None
+
+    def _stop(self, reason: Interruption) -> None:
+        self.reason = reason
+        self._interrupt()
+
 
 HOST_TROUBLE = (OSError, MemoryError)
 """The worker's host lacks something; the job itself is well."""
@@ -56,7 +136,7 @@ class Explore(Protocol):
 
 
 class JobEnd(StrEnum):
-    """How a worker's attempt at a job ended."""
+    """The end of a worker's attempt at a job."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -80,7 +160,7 @@ def run_job(
 ) -> JobEnd:
     """Run a job until it ends or is cancelled, its lease is lost, or `stopping` is set.
 
-    What it measures is kept for later jobs on such hardware with the same versions, those of `software` included.
+    Measurements are kept for later jobs on such hardware with the same versions, those of `software` included.
 
     The caller that sets `stopping` must then interrupt the profiler, so that a trial ends at once. If the device or the
     host cannot go on, the job is put back with the reason.
@@ -118,7 +198,7 @@ class _JobRun:
         self._stopping = stopping
         self._software = software
         self._report: DeviceReport | None = None
-        self._trials = [] if job.software is None else list(claim.history)  # of the versions that are installed here
+        self._trials = [] if job.software is None else list(claim.history)  # of the installed versions alone
         self._account = JobTimings((job.started_at - job.created_at).total_seconds())
         self._replacements: list[EventDraft] = []
         self._last_seq = job.last_seq
@@ -150,7 +230,7 @@ class _JobRun:
         def give_up() -> JobEnd:
             if self._queue.watch(self._claim.lease).cancel_requested:
                 self._keep_components()
-                self._queue.confirm_cancel(self._claim.lease)
+                self._queue.finish(self._claim.lease, JobState.CANCELLED)
                 return JobEnd.CANCELLED
             self._queue.release(self._claim.lease)
             return JobEnd.RELEASED
@@ -176,7 +256,7 @@ class _JobRun:
         return self._end(report)
 
     def _hold(self, write: Callable[[], T], check: Callable[[], None]) -> T:
-        """Return what `write` returns, and repeat it while the database is in trouble and `check` does not raise."""
+        """Return the result of `write`, repeated while the database is in trouble and `check` does not raise."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -189,7 +269,7 @@ class _JobRun:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _end(self, end: Callable[[], JobEnd]) -> JobEnd:
-        """Return how the attempt ends: it is lost if the lease is, or if the worker ends while the database is away."""
+        """Return the end of the attempt, which is lost with the lease, or if the worker ends without the database."""
         try:
             return self._hold(partial(self._heartbeat.end, end), self._check_worker)
         except (LeaseLostError, _JobStoppedError):
@@ -246,7 +326,7 @@ class _JobRun:
             raise _JobStoppedError
 
     def _keep_components(self) -> None:
-        """Keep what was measured for later jobs; the job ends after that, because its worker may end with it."""
+        """Keep the measurements for later jobs, before the job ends, because its worker may end with it."""
         if self._report is not None:
             claim = self._claim
             keep_components(
@@ -283,3 +363,72 @@ class _Trials(TrialExecutor):
 
     def wait(self) -> tuple[TrialTask, Measurement]:
         return self._run.take(self._pool.wait)
+
+
+PHASES = ("process_start", "build", "warm_up", "timed", "messaging", "suggest", "storage")
+
+
+class JobTimings:
+    """A count of seconds from the claim of a job on. The job was queued for `queued_seconds` before.
+
+    Work of a profiler process before the claim, such as importing torch, is not counted. A trial inside `suggest`
+    counts only as a trial, so that the phases do not overlap.
+    """
+
+    def __init__(self, queued_seconds: float) -> None:
+        self._queued_seconds = queued_seconds
+        self._claimed_at = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._busy_seconds = 0.0
+
+    @contextmanager
+    def spend(self, phase: str) -> Iterator[None]:
+        """Count the seconds of a `with` block for `phase`, without the trials inside it."""
+        assert phase in PHASES
+        busy = self._busy_seconds
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            wall = time.perf_counter() - started
+            self._seconds[phase] += wall - (self._busy_seconds - busy)
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Count the seconds in which the profiler prepares for the job."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            wall = time.perf_counter() - started
+            self._busy_seconds += wall
+            self._seconds["process_start"] += wall
+
+    def add_trial(self, wall_seconds: float, phases: PhaseSeconds, *, beside_others: bool = False) -> None:
+        """Count a trial that took `wall_seconds` here and reports `phases`.
+
+        The process start that a trial reports may have happened before it, so only the part that fits into the wall
+        time is counted. A trial that ran at the same time as others took longer than the wait for it; its phases are
+        scaled to the waiting time.
+        """
+        measured = phases.model_dump()
+        start = measured.pop("process_start")
+        if beside_others and (took := sum(measured.values())) > wall_seconds:
+            measured = {phase: seconds * wall_seconds / took for phase, seconds in measured.items()}
+        for phase, seconds in measured.items():
+            self._seconds[phase] += seconds
+        self._seconds["process_start"] += min(start, max(0.0, wall_seconds - sum(measured.values())))
+        self._busy_seconds += wall_seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Return seconds by phase.
+
+        `queue` is the time before the first claim. `total` is the time since the claim of this lease; the phases and
+        `other` add up to it. `profiler_idle` is the part of `total` in which the profiler had nothing to do.
+        """
+        total = time.perf_counter() - self._claimed_at
+        seconds = {"queue": self._queued_seconds, **{phase: self._seconds[phase] for phase in PHASES}}
+        seconds["other"] = max(0.0, total - sum(self._seconds.values()))
+        seconds["total"] = total
+        seconds["profiler_idle"] = max(0.0, total - self._busy_seconds)
+        return {name: round(value, 6) for name, value in seconds.items()}

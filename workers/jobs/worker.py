@@ -12,21 +12,75 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
+import sqlalchemy as sa
+
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.storage.database import DATABASE_TROUBLE, Database, describe_trouble
 from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim
 from bexp.storage.notifications import Listener
 from bexp.storage.queue import Queue
-from bexp.storage.workers import WorkerInfo
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.lock import POLL_SECONDS, DeviceBusyError
-from bexp.workers.jobs.registration import Registration
 from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
+
+
+class Registration:
+    """A worker's entry in the list, made by `tell`, renewed in a thread, and ended with the context.
+
+    While the database is away, the worker goes on, and the thread makes the entry later.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._worker: WorkerInfo | None = None
+        self._every_seconds = (LIVE_WITHIN / 3).total_seconds()
+        self._ended = threading.Event()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name="registration", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._worker is None:
+            return
+        try:
+            forget_worker(self._database, self._worker.id)
+        except sa.exc.SQLAlchemyError as trouble:  # the entry expires
+            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, describe_trouble(trouble))
+
+    def tell(self, worker: WorkerInfo) -> None:
+        """Enter the worker as it is now."""
+        if worker != self._worker:
+            self._worker = worker
+            self._report()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._every_seconds):
+            self._report()
+
+    def _report(self) -> None:
+        with self._writing:
+            if self._worker is None:
+                return
+            try:
+                register_worker(self._database, self._worker)
+            except sa.exc.SQLAlchemyError as error:
+                reason = describe_trouble(error)
+                _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)
+
 
 _log = logging.getLogger(__name__)
 
@@ -37,26 +91,34 @@ MAX_POLL_SECONDS = 1.0
 """How long an idle worker waits before it asks for a job again, unless its settings say otherwise."""
 
 LISTENING_FACTOR = 4
-"""So much longer waits an idle worker that is told of queued jobs. A lease that runs out is not told."""
+"""An idle worker that is notified of queued jobs waits so many times as long. No notice says that a lease runs out."""
 
 REST_SECONDS = 5.0
-"""So long an idle worker keeps its device. It gives it back at once if somebody waits for it."""
+"""So long an idle worker keeps its device, unless somebody waits for the device."""
 
 START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
 """The pauses before a device that was usable is tried again."""
 
 
 class JobWorker:
-    """Has one device, or several for trials that run on all of them, and takes jobs that need no more devices.
+    """The worker of one device, or of several for trials that run on all of them. It takes jobs that need no more.
 
     A job is claimed once the worker has the device. After a job the profiler process stays if the job left it clean,
     else one that was started in advance takes its place. An idle worker gives the device back, so that others may use
-    it. `stop` may be called from any thread. With `job_ids`, the worker runs only those jobs; they are iterated over
-    before each claim, so there may be others each time. With a `name`, it runs only those whose own worker it is.
-    `targets` has the version of each target by name, and `software` that of each package that the speed of a component
-    depends on; the default is what is installed here. An idle worker polls at intervals that grow to
-    `max_poll_seconds`. `hardware` is None until the device was measured, for which the worker waits for
-    `device_wait_seconds` at most.
+    it. `stop` may be called from any thread. `hardware` is None until the device was measured.
+
+    Args:
+        queue: where jobs are claimed.
+        profiler: of the device or devices.
+        device: the name of the device in the worker's id.
+        explore: runs an exploration.
+        job_ids: run only these jobs. They are iterated over before each claim, so they may differ each time.
+        name: run only jobs whose own worker has this name.
+        targets: the version of each target by name; default: the installed ones.
+        software: the version of each package that the speed of a component depends on; default: as installed.
+        max_poll_seconds: an idle worker polls at intervals that grow to this.
+        device_wait_seconds: how long to wait for the device at most.
+        start_pauses_seconds: the pauses before a device that was usable is tried again.
     """
 
     def __init__(
@@ -89,7 +151,7 @@ class JobWorker:
         self._device_wait_seconds = device_wait_seconds
         self._start_pauses_seconds = tuple(start_pauses_seconds)
         self._listener: Listener | None = None
-        self._has_work = False  # for which it needs the device
+        self._has_work = False  # a job waits that needs the device
         self.hardware: HardwareSpec | None = None
         self._stopping = threading.Event()
         self._noticed = threading.Event()
@@ -130,16 +192,16 @@ class JobWorker:
 
     @property
     def device_held(self) -> str | None:
-        """Who else holds the device, while this worker waits for it."""
+        """The other holder of the device, while this worker waits for it."""
         return self._profiler.held_by
 
     @property
     def database(self) -> Database:
-        """Where it looks for jobs."""
+        """The database with the jobs."""
         return self._queue.database
 
     def _await_device(self, registration: Registration) -> None:
-        """Wait for the first time that the device is free, in the list of workers."""
+        """Wait until the device is free for the first time, while the worker is in the list."""
         deadline = time.monotonic() + self._device_wait_seconds
         while not self._profiler.take():
             registration.tell(self._describe())
@@ -179,7 +241,7 @@ class JobWorker:
         )
 
     def _find_hardware(self) -> HardwareSpec:
-        """Return the device. A process that is killed as it starts is no fault of the device: another one is started.
+        """Return the device's hardware. If a process is killed as it starts, another one is started.
 
         Raises:
             ProfilerError: there is no such device, or each process was killed.
@@ -195,7 +257,7 @@ class JobWorker:
         return self._profiler.hardware()
 
     def _make_ready(self) -> None:
-        """Start the profiler for the next job. Who waits for the device has it before that."""
+        """Start the profiler for the next job, after anybody who waits for the device has had it."""
         if self._profiler.is_awaited:
             self._profiler.rest()
         elif self._profiler.take():
@@ -203,7 +265,7 @@ class JobWorker:
             self.hardware = self._profiler.hardware()
 
     def _patiently(self, use: Callable[[], T]) -> T:
-        """Return what `use` returns. A device that was usable before is tried again for some minutes.
+        """Return the result of `use`. A device that was usable before is tried again for some minutes.
 
         Raises:
             ProfilerError: it is still unusable.
@@ -249,7 +311,7 @@ class JobWorker:
         self._has_work = False
         assert self.hardware is not None, "it was measured before"
         try:
-            among = None if self._job_ids is None else tuple(self._job_ids)  # which may ask the database
+            among = None if self._job_ids is None else tuple(self._job_ids)  # iterating may ask the database
             description = self.hardware.describe()
             return self._queue.claim(self._describe(), description=description, among=among, is_able=self._take_device)
         except DATABASE_TROUBLE as error:
@@ -261,7 +323,7 @@ class JobWorker:
         return self._patiently(self._profiler.take)
 
     def _rest(self, idle_since: float) -> None:
-        """Give the device back if somebody waits for it, or after a while; wait for it no longer than there is work."""
+        """Give the device back if somebody waits for it, or after a while. Without work, stop waiting for it."""
         if self._profiler.held_by is not None:
             is_over = not self._has_work
         else:
@@ -271,7 +333,7 @@ class JobWorker:
 
     @property
     def _longest_pause(self) -> float:
-        """Seconds until the next claim. Nobody tells that a device is free, and others leave it to this worker."""
+        """Most seconds until the next claim; few while another holds the device, because no notice says it is free."""
         if self._profiler.held_by is not None:
             return min(self._max_poll_seconds, MAX_POLL_SECONDS)
         is_told = self._listener is not None and self._listener.is_listening

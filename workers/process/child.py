@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 
 from bexp.child_process import module_command, safe_environment
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import REPLIES, Hello, Open, Reply, encode
 
 TAIL_LINES = 200
 TAIL_LINE_LENGTH = 400
 REASON_LINES = 5
-"""How many lines of its output tell why a process has ended."""
+"""How many lines of its output say why a process has ended."""
 SEND_TIMEOUT_SECONDS = 30.0
 REAP_TIMEOUT_SECONDS = 30.0
 REAP_TICK_SECONDS = 0.01
@@ -77,7 +77,7 @@ class ProfilerProcess:
         return self._popen.poll() is None
 
     def greet(self, hello: Hello) -> None:
-        """Note what the process says. The ranks that run trials for it end with it, each with its own group."""
+        """Note the process's greeting. The ranks that run trials for it end with it, each with its own group."""
         ranks = []
         for pid in hello.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -85,10 +85,10 @@ class ProfilerProcess:
         self.hello, self._ranks = hello, tuple(ranks)
 
     def open(self, locks: Sequence[int]) -> None:
-        """Have the process open its devices. It keeps the descriptors of their locks until it ends.
+        """Let the process open its devices. It keeps the descriptors of their locks until it ends.
 
         Raises:
-            ProcessEndedError: nobody reads it.
+            ProcessEndedError: the process has ended.
         """
         try:
             socket.send_fds(self._socket, [encode(Open())], locks)
@@ -99,7 +99,7 @@ class ProfilerProcess:
         """Write one command.
 
         Raises:
-            ProcessEndedError: nobody reads it.
+            ProcessEndedError: the process has ended.
         """
         try:
             self._socket.sendall(encode(command))
@@ -136,11 +136,11 @@ class ProfilerProcess:
         if self._popen.returncode is None:  # not reaped, so that no other process can have its id
             _kill_group(self.pid)
         for rank in self._ranks:
-            if rank.is_running():  # this process itself, not another that has its id now
+            if rank.is_running():  # false if another process has the rank's id now
                 _kill_group(rank.pid)
 
     def end(self, grace_seconds: float = 0.0) -> int:
-        """Kill, reap and close; returns the exit status (negative: the signal that ended the process).
+        """Kill, reap and close; return the exit status (negative: the signal that ended the process).
 
         The process first has `grace_seconds` to end by itself, so that its own exit status is seen.
 
@@ -196,7 +196,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether nothing is left of a process, except perhaps its exit status.
+    """Return whether nothing is left of a process, except perhaps its exit status.
 
     A process counts as a zombie when its first thread has ended. Its other threads may still hold memory.
     """

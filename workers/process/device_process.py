@@ -1,7 +1,7 @@
 """The one profiler process of a device or a group: the lock that it needs, its start, its replies, and its end.
 
-A process imports torch and more before it takes the device, which takes seconds. A spare is a process that has done so
-and waits: it holds neither memory of the device nor its lock. It becomes the process when the one before it has ended.
+A process imports torch and more before it takes the device, which takes seconds. A spare is a process that has imported
+them and waits, without the device's memory and its lock. The spare takes over when the process before it has ended.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ R = TypeVar("R", Hello, HardwareReply)
 
 
 class DeviceProcess:
-    """Holds the devices' locks, starts a process on these devices, and holds at most one and a spare.
+    """The locks of devices, and at most one process on these devices with a spare.
 
     Args:
         devices: the devices as a profiler process names them.
-        locks: of these devices; the process is given them when it opens the devices.
+        locks: of these devices; the process gets them when it opens the devices.
         environment: of the process.
         on_wait: called once, with the reason, if another profiler holds a device.
         lock_timeout_seconds: how long to wait for the devices; None: as long as it takes.
@@ -76,7 +76,7 @@ class DeviceProcess:
         self._starter: ThreadPoolExecutor | None = None
 
     def ensure(self) -> ProfilerProcess:
-        """The process, started if there is none.
+        """Return the process, started if there is none.
 
         Raises:
             ProfilerStartError: it was killed before it was ready.
@@ -117,7 +117,7 @@ class DeviceProcess:
                 self._spare = self._spawn()
 
     def ask(self, process: ProfilerProcess, command: Command, kind: type[R]) -> R:
-        """The reply to a command that prepares a trial. Raises as `ensure` does."""
+        """Return the reply to a command that prepares a trial. Raises as `ensure` does."""
         started = time.perf_counter()
         try:
             process.send(command)
@@ -137,7 +137,7 @@ class DeviceProcess:
         """
         started = time.perf_counter()
         on_cpu = self._devices[0] == "cpu"
-        limit = command.hardware.memory_limit_bytes  # the job's own holds from its first trial on
+        limit = command.hardware.memory_limit_bytes  # the job's own limit holds from its first trial on
         run = CommandRun(
             process,
             allowed_seconds=self._start_timeout_seconds,
@@ -153,12 +153,12 @@ class DeviceProcess:
             self._start_seconds += time.perf_counter() - started
 
     def take_start_seconds(self) -> float:
-        """The seconds that starting and preparing processes took since the last call."""
+        """Return the seconds that starting and preparing processes took since the last call."""
         seconds, self._start_seconds = self._start_seconds, 0.0
         return seconds
 
     def interrupt(self) -> None:
-        """End the process at once, from any thread; what runs or comes later raises until `resume`."""
+        """End the process at once, from any thread; running and later calls raise until `resume`."""
         self.interrupted.set()
         process = self.current
         if process is not None:
@@ -177,12 +177,12 @@ class DeviceProcess:
             raise ProfilerInterruptedError(f"the profiler of {self.name} was interrupted")
 
     def replace(self, grace_seconds: float = 0.0) -> int:
-        """End the process because of what a candidate did to it. `ensure` starts another."""
+        """End a process that a candidate has spoilt. `ensure` starts another."""
         self.restarts += 1
         return self.end(grace_seconds)
 
     def end(self, grace_seconds: float = 0.0) -> int:
-        """End the process if there is one; returns its exit status, see `ProfilerProcess.end`."""
+        """End the process if there is one; return its exit status, see `ProfilerProcess.end`."""
         process, self.current = self.current, None
         return 0 if process is None else _end(process, grace_seconds)
 
@@ -200,7 +200,7 @@ class DeviceProcess:
             self.locks.release()
 
     def close(self) -> None:
-        """End the spare and the process, and give the devices back, all of it even if one of them does not end.
+        """End the spare and the process, and give the devices back, even if one of the processes does not end.
 
         Raises:
             ProfilerError: a process does not end.

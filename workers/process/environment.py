@@ -8,8 +8,8 @@ from bexp.workers.settings import LOCAL_TARGET
 
 CHILD_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbering that the device locks use
-    # A thread that spins at a barrier keeps the core from the thread that it waits for, and its time counts. Some
-    # microseconds are enough where nothing else wants the cores; one that sleeps at once is late for a short operation.
+    # A thread that spins at a barrier keeps the core from the thread that it waits for, and its time counts. A thread
+    # that sleeps at once is late for a short operation. Some microseconds are enough where the cores are free.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "1000",
     "PYTHONFAULTHANDLER": "1",
@@ -31,14 +31,18 @@ GROUP_DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without a message is normal here
 }
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""Libraries fetch neither weights nor kernels nor code, whatever a request has them build."""
+"""Libraries fetch neither weights nor kernels nor code, whatever a request builds."""
 SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN")
-"""What only the worker needs. A profiler runs code of a model's author."""
+"""Variables for the worker alone, because a profiler runs code of a model's author."""
+DATABASE_SECRETS = ("PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE")
+"""What libpq reads where the URL has no password. A person's own code may read its texts from such a database."""
 
 
 def profiler_environment(given: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
-    """`given` without secrets, with the defaults of a process that measures `devices`; several have one rank each."""
+    """Return `given` without secrets, with the defaults of a process that measures `devices`."""
     more = (CPU_DEFAULTS if "cpu" in devices else {}) | (GROUP_DEFAULTS if len(devices) > 1 else {})
-    more |= {} if given.get(LOCAL_TARGET) else OFFLINE
-    kept = {name: value for name, value in given.items() if name not in SECRETS}
+    is_own = bool(given.get(LOCAL_TARGET))
+    more |= {} if is_own else OFFLINE
+    secrets = SECRETS if is_own else (*SECRETS, *DATABASE_SECRETS)
+    kept = {name: value for name, value in given.items() if name not in secrets}
     return CHILD_DEFAULTS | more | kept

@@ -1,4 +1,4 @@
-"""Finds out why a process ended by itself, from its exit status, its last output and the kernel."""
+"""The reason why a process ended by itself, from its exit status, its last output and the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OTHERS_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGH
 """Exit statuses of a process that somebody else has ended. A fault of its own ends it by other signals."""
 
 KILLED_HINT = "if nobody ended it on purpose, the worker's host may have run out of memory: dmesg there says so"
-"""What to do about a process that was killed for no known reason."""
+"""Advice about a process that was killed for no known reason."""
 
 OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate memory", "out of memory")
 
@@ -28,7 +28,7 @@ def classify_exit(name: str, status: int, output: str, kernel_killed: bool) -> t
 
 
 def is_unexplained(status: int, outcome: Outcome, output: str) -> bool:
-    """Whether a process was ended by a signal and nothing says why, so that it may have been somebody else's doing.
+    """Return whether a process was ended by a signal for no known reason, perhaps by somebody else.
 
     `outcome` is that of `classify_exit`. The kernel's out-of-memory killer sends SIGKILL, too, and is not always seen
     from a container.
@@ -47,7 +47,7 @@ def describe_status(status: int) -> str:
 
 
 def name_ended(status: int, lost: RankLost | None) -> tuple[str, int]:
-    """The process that ended first, and its exit status: a lost rank, else the profiler process with `status`."""
+    """Return the process that ended first, and its exit status: a lost rank, else the profiler process."""
     return ("the profiler process", status) if lost is None else (f"rank {lost.rank} ({lost.device})", lost.status)
 
 

@@ -1,17 +1,17 @@
-"""What runs trials: a device or a group of devices of this host, a cluster, or a recorded table."""
+"""The interface of profilers: of one or several devices of this host, of a cluster, or of a recorded table."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from typing import Protocol
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trial_executor import TrialExecutor
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 class ProfilerError(Exception):
@@ -27,20 +27,20 @@ class ProfilerInterruptedError(Exception):
 
 
 class DeviceProfiler(Protocol):
-    """Measures candidates on a device.
+    """A profiler, which measures candidates on a device.
 
     `interrupt` may be called from any thread. All other methods belong to one thread at a time. `Profiler` documents
     the errors that each method raises.
     """
 
     devices: tuple[str, ...] = ()
-    """As a process of their host names them; of a cluster, those that a trial needs."""
+    """The devices as a process of their host names them; in a cluster, those that a trial needs."""
     held_by: str | None = None
-    """Who else holds the device, while this waits for it."""
+    """The other holder of the device, while this profiler waits for it."""
 
     @property
     def restarts(self) -> int:
-        """How often a profiler process was replaced during trials that have been waited for."""
+        """Number of replaced profiler processes in trials that have been waited for."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class DeviceProfiler(Protocol):
         return False
 
     def take(self) -> bool:
-        """Take the devices if they are free; return whether this has them, so that `start` need not wait."""
+        """Take the devices if they are free; return whether they are held, so that `start` need not wait."""
         return True
 
     def rest(self) -> None:

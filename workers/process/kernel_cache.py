@@ -18,7 +18,7 @@ LIBRARY_FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
-"""The variable that tells a library its folder, and the name of that folder."""
+"""The variable with a library's folder, and the name of that folder."""
 MOST_BYTES = 8 << 30
 """A cache that is larger is made smaller, the oldest entries first."""
 KEPT_SECONDS = 24 * 3600.0
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 def kernel_cache(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that tell each library its folder; empty if no folder can be used.
+    """Return the variables with each library's folder; empty if no folder can be used.
 
     The folder is BEXP_KERNEL_CACHE, else `bexp/kernels` in XDG_CACHE_HOME or in ~/.cache, else one in the temporary
-    directory. It is made if it is missing. A folder that nobody has named is used only if no other user can write to
-    it, because what it holds is run.
+    directory. A missing folder is made. A folder that nobody has named is used only if no other user can write to it,
+    because its contents are run.
     """
     named = environment.get(FOLDER_VARIABLE)
     if named and not _is_writable(Path(named)):
@@ -52,7 +52,7 @@ def _usual_folders(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether this process can write to a folder, which is made if it is missing."""
+    """Return whether this process can write to a folder, which is made if it is missing."""
     try:
         make_private_folder(folder)
     except OSError:
@@ -61,7 +61,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether this user alone can write to a folder, which is made if it is missing."""
+    """Return whether this user alone can write to a folder, which is made if it is missing."""
     if not _is_writable(folder):
         return False
     status = folder.lstat()
@@ -72,8 +72,8 @@ def _is_private(folder: Path) -> bool:
 def shrink_cache(given: Mapping[str, str], most_bytes: int = MOST_BYTES) -> int:
     """Delete the oldest compiled kernels until all together have at most `most_bytes`; return how many.
 
-    A library compiles again what it does not find. A folder that `given`, the user's environment, names to a library
-    stays as it is. An entry is the files of one folder, so that no kernel loses a part of itself.
+    A library compiles missing kernels again. A folder that the user's environment, `given`, names for a library stays
+    as it is. An entry is the files of one folder, so that no kernel loses a part of itself.
     """
     folders = [Path(path) for name, path in kernel_cache(given).items() if name not in given]
     entries = sorted(entry for folder in folders for entry in _entries(folder))

@@ -1,4 +1,4 @@
-"""Owns the profiler process of a device or a group of devices: starts it, sends it trials, replaces it."""
+"""The parent's side of the profiler process of one or several devices: its start, its trials, its replacement."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks, lock_folder
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
@@ -40,7 +40,7 @@ START_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """The pauses before a process that was killed as it started is started again."""
 
 BEGIN_TRIES = 2
-"""How many processes a job may fail on before its first trial."""
+"""Processes that a job may fail on before its first trial."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,16 +56,16 @@ class _Job:
 
 
 class Profiler:
-    """Runs trials on a device, or on several devices of this host together, from the parent process.
+    """The profiler of one device, or of several devices of this host together, in the parent process.
 
     `start` waits for the device's lock and starts the process. `begin` announces a job, `measure` runs its trials, and
     `finish_job` ends it. A process that crashes, hangs or exceeds its memory is replaced before the next trial. A
     process that is killed while it starts is started again, after pauses that grow. `interrupt` may be called from any
     thread; everything else belongs to one thread at a time.
 
-    A process serves the next job if each trial left it as it was, none compiled or captured, and the jobs allocate
-    alike. Once it is known that it cannot, a spare is started, so that the next job need not wait for a process. `rest`
-    leaves a spare, too.
+    A process serves the next job if each trial left it as it was, none compiled or captured, and the jobs have the same
+    allocator. Once a process cannot, a spare is started, so that the next job need not wait. `rest` leaves a spare,
+    too.
 
     Args:
         device: `cpu` or `cuda:i`; several for a process on each of them. The CPU may be named more than once.
@@ -115,7 +115,7 @@ class Profiler:
         self._start_pauses_seconds = tuple(start_pauses_seconds)
         self._hardware: HardwareSpec | None = None
         self._job: _Job | None = None
-        self._prepared: ProfilerProcess | None = None  # the process that knows of the job
+        self._prepared: ProfilerProcess | None = None  # the process to which the job was announced
         self._is_clean = True
         self._allocator: str | None = None  # of the jobs that the process has served
         self._uses_spares = len(self.devices) == 1 and self.devices[0] != "cpu" if spare is None else spare
@@ -137,7 +137,7 @@ class Profiler:
 
     @property
     def restarts(self) -> int:
-        """How often the process was replaced because of what a candidate did to it."""
+        """Number of processes that were replaced because a candidate had spoilt them."""
         return self._process.restarts
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class Profiler:
             self._process.start_spare()
 
     def take(self) -> bool:
-        """Take the device if it is free; return whether this has it. `held_by` then says who else does."""
+        """Take the device if it is free; return whether it is held. If not, `held_by` says who holds it."""
         try:
             self._process.locks.try_acquire()
         except DeviceBusyError as error:
@@ -168,13 +168,13 @@ class Profiler:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another process waits for the device that this has."""
+        """Whether another process waits for this profiler's device."""
         return self._process.locks.are_awaited
 
     def rest(self) -> None:
-        """End the process and give the device back, or stop waiting for it. A spare is left for the next start.
+        """End the process and give the device back, or stop waiting for it. A spare stays for the next start.
 
-        On the CPU there is none if another process takes the device now, which it would disturb.
+        On the CPU there is no spare if another process takes the device now, because a spare would disturb it.
 
         Raises:
             ProfilerError: the process does not end, and keeps the device.
@@ -185,17 +185,17 @@ class Profiler:
         self.held_by = None
 
     def hardware(self) -> HardwareSpec:
-        """The device, measured once in the life of this object."""
+        """Return the device's hardware, measured once in the life of this object."""
         if self._hardware is None:
             reply = self._with_process(lambda process: self._process.ask(process, MeasureHardware(), HardwareReply))
             self._hardware = reply.hardware
         return self._hardware
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
-        """Announce a job: sets its memory limit, and returns which back ends can serve its model.
+        """Announce a job with its memory limit, and return which back ends can serve its model.
 
         A process that was ready may crash, hang or run out of memory as it prepares the job. Then another one is asked.
-        If it fails as well, that is the job's outcome: the report refuses it.
+        If that one fails as well, the report refuses the job.
         """
         self._job = None
         if self._allocator not in {None, request.allocator}:
@@ -221,9 +221,9 @@ class Profiler:
     def measure(self, task: TrialTask) -> Measurement:
         """Run a trial. A candidate's crash, hang or lack of memory is the outcome.
 
-        A process that is killed for no known reason, or a custom target's, may have been killed by somebody else. Its
-        trial runs once more on the next process with a deadline of its own. That run's end is the outcome, however it
-        comes, and the reason names the kill.
+        If a process, or a custom target's, is killed for no known reason, somebody else may have killed it. The trial
+        then runs once more on the next process, with a deadline of its own. The second run decides the outcome, and the
+        reason names the kill.
 
         Raises:
             ProfilerError: no process can be started on the device any more.
@@ -323,7 +323,7 @@ class Profiler:
             self._process.start_spare()
 
     def _with_process(self, use: Callable[[ProfilerProcess], T]) -> T:
-        """What `use` returns for the process. It is started if there is none, and again if it is killed meanwhile."""
+        """Return the result of `use` for the process, which is started again if it is killed meanwhile."""
         for pause in self._start_pauses_seconds:
             try:
                 return use(self._ensure_process())
@@ -333,7 +333,7 @@ class Profiler:
         return use(self._ensure_process())
 
     def _ensure_process(self) -> ProfilerProcess:
-        """The process, started if there is none, and told of the job."""
+        """Return the process, started if there is none, with the job announced to it."""
         process = self._process.ensure()
         self.held_by = None
         if self._prepared is not process:
@@ -355,7 +355,7 @@ class Profiler:
         return process
 
     def _check_hardware(self, process: ProfilerProcess) -> None:
-        """Forget the hardware if a process has found another: a driver or a library was replaced, or a GPU divided."""
+        """Forget the hardware if a process sees another: a driver or a library was replaced, or a GPU divided."""
         known, found = self._hardware, process.hello
         if known is None or found is None or (known.device_name, known.versions) == (found.device_name, found.versions):
             return
@@ -364,7 +364,7 @@ class Profiler:
 
 
 def _leaves_code(task: TrialTask, request: ExplorationRequest) -> bool:
-    """Whether a trial leaves compiled code, or the memory of CUDA graphs, in its process."""
+    """Return whether a trial leaves compiled code, or the memory of CUDA graphs, in its process."""
     optimizer = request.training.optimizer.of_library
     if optimizer is not None and optimizer.compiles:
         return True

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 
 class Open(Frozen):
@@ -31,15 +31,13 @@ class MeasureHardware(Frozen):
 
 
 class Begin(Frozen):
-    """Command: a job begins. The answer is a `ReportReply`. A process that replaces a dead one gets it again.
-
-    `others_bytes` is the device memory that other processes held when the job began, as the dead process said.
-    """
+    """Command: a job begins. The answer is a `ReportReply`. A process that replaces a dead one gets it again."""
 
     type: Literal["begin"] = "begin"
     request: ExplorationRequest
     hardware: HardwareSpec
     others_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Device memory that other processes held when the job began, as the dead process said."""
     known_report: DeviceReport | None = Field(None, description="What the dead process had reported.")
 
 
@@ -51,7 +49,7 @@ class RunTrial(Frozen):
 
 
 class EndJob(Frozen):
-    """Command: the job is over, and what was built for it can go. There is no answer."""
+    """Command: the job is over, and everything that was built for it can go. There is no answer."""
 
     type: Literal["end_job"] = "end_job"
 
@@ -59,8 +57,8 @@ class EndJob(Frozen):
 class Hello(Frozen):
     """The first message of a profiler process: torch is imported and the device exists.
 
-    `device_name` and `versions` are those of its `HardwareSpec`, which is not measured yet. `ranks` are the ids of the
-    processes that own the devices of a group. Each leads a process group.
+    `device_name` and `versions` are those of its later `HardwareSpec`. `ranks` are the ids of the processes that own
+    the devices of a group; each leads a process group.
     """
 
     type: Literal["hello"] = "hello"
@@ -78,7 +76,7 @@ class HardwareReply(Frozen):
 
 
 class ReportReply(Frozen):
-    """The back ends that can serve the job's model, and the device's memory in bytes that other processes hold."""
+    """The back ends that can serve the job's model, and the bytes of device memory that other processes hold."""
 
     type: Literal["report"] = "report"
     report: DeviceReport
@@ -86,14 +84,14 @@ class ReportReply(Frozen):
 
 
 class ComponentStarted(Frozen):
-    """The process begins a component. A crash or a hang after this message is that component's."""
+    """The process begins a component, which is to blame for a crash or a hang after this message."""
 
     type: Literal["component_started"] = "component_started"
     component: Component
 
 
 class ComponentMeasured(Frozen):
-    """A component was measured. It is sent at once, so that a later crash does not lose it."""
+    """A component was measured. The message is sent at once, so that a later crash does not lose it."""
 
     type: Literal["component_measured"] = "component_measured"
     measurement: ComponentMeasurement
@@ -102,7 +100,7 @@ class ComponentMeasured(Frozen):
 class TrialFinished(Frozen):
     """The trial's result. `seconds` is the process's own time. A `poisoned` process must be replaced.
 
-    `target_killed` says that a custom target's own process was killed, and that nothing says why.
+    `target_killed` says that a custom target's own process was killed for no known reason.
     """
 
     type: Literal["trial_finished"] = "trial_finished"
@@ -139,5 +137,5 @@ REPLIES: TypeAdapter[Reply] = TypeAdapter(Reply)
 
 
 def encode(message: Frozen) -> bytes:
-    """The message as one line."""
+    """Return the message as one line."""
     return message.model_dump_json().encode() + b"\n"

@@ -1,4 +1,4 @@
-"""What a ready profiler process does for a job: its replies, its deadline, its memory, and how it ended."""
+"""The work of a ready profiler process for a job: its replies, its deadline, its memory, and its end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained, name_ended
 from bexp.workers.process.protocol import ComponentMeasured, ComponentStarted, RankLost, Reply, RunTrial, TrialFinished
@@ -25,13 +25,13 @@ RESIDENT_SLACK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryCeiling:
-    """The resident memory in bytes above which a process is ended: what it had as the job began, and its limit."""
+    """The resident memory in bytes above which a process is ended: its memory as the job began, and its limit."""
 
     baseline_bytes: int
     limit_bytes: int
 
     def is_exceeded(self, process: ProfilerProcess) -> bool:
-        """Whether the process holds more."""
+        """Return whether the process holds more."""
         return process.private_bytes() > self.baseline_bytes + self.limit_bytes + RESIDENT_SLACK_BYTES
 
 
@@ -46,7 +46,7 @@ class UnexpectedReplyError(Exception):
 class CommandFailedError(Exception):
     """A ready process did not carry out a command; the message says why.
 
-    `was_killed` says that the process was killed, and that nothing says why.
+    `was_killed` says that the process was killed for no known reason.
     """
 
     def __init__(self, outcome: Outcome, reason: str, *, was_killed: bool = False) -> None:
@@ -57,10 +57,10 @@ class CommandFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CommandRun:
-    """Follows a command of a job to its end.
+    """A command of a job, followed to its end.
 
     Attributes:
-        process: what carries it out.
+        process: carries the command out.
         allowed_seconds: after this time the command has timed out.
         ceiling: None where the device's allocator keeps the limit.
         replace: ends the process, which gets this many seconds to end by itself; returns its exit status.
@@ -74,7 +74,7 @@ class CommandRun:
     check_interrupted: Callable[[], None]
 
     def follow(self, command: Frozen, take: Callable[[Reply], T | None]) -> T:
-        """Send a command; return what `take` makes of the first reply that it does not return None for.
+        """Send a command; return the first result of `take` for a reply that is not None.
 
         Raises:
             CommandFailedError: the process crashed, hung or took too much memory. It has been ended.
@@ -116,9 +116,9 @@ class CommandRun:
 
 
 class TrialRun:
-    """Follows a trial to its end. A crash, a hang or too much memory is the trial's outcome.
+    """A trial, followed to its end. A crash, a hang or too much memory is the trial's outcome.
 
-    `was_killed` says, after the end, that the process or that of a custom target was killed, and that nothing says why.
+    `was_killed` says, after the end, that the process or that of a custom target was killed for no known reason.
     """
 
     def __init__(self, run: CommandRun, task: TrialTask) -> None:
@@ -129,7 +129,7 @@ class TrialRun:
         self.was_killed = False
 
     def follow(self) -> tuple[Measurement, float | None]:
-        """Run the trial; returns its measurement and the process's own seconds, None if these were lost with it.
+        """Run the trial; return its measurement and the process's own seconds, None if these were lost with it.
 
         Raises:
             UnexpectedReplyError: the process did not keep to the protocol.

@@ -1,1 +1,1 @@
-"""The process that owns one device: it builds blocks of a model, and measures their time and memory."""
+"""The process that owns one device, builds blocks of a model, and measures their time and memory."""

@@ -10,7 +10,7 @@ from bexp.workers.profiler.parent import connect_to_parent
 def main() -> int:
     """Answer the parent's commands until the parent ends, or until this process is no longer fit to measure."""
     parent = connect_to_parent("bexp.workers.profiler")
-    gc.disable()  # collections amid an import go through all that is there already, and find next to nothing
+    gc.disable()  # collections amid an import visit all objects, and free next to nothing
     from bexp.workers.profiler.device import serve_device  # noqa: PLC0415 - it imports torch, which takes seconds
 
     gc.enable()

@@ -1,4 +1,4 @@
-"""Opens the device of this process, and answers commands with it."""
+"""The device of this process, and the commands that it answers with it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ATTENTION = tuple(
     for size in (64, 128)
 )
 EXPERTS = ExpertsShape(hidden_size=1024, ffn_hidden_size=1024, num_experts=8, top_k=2, dtype=torch.bfloat16)
-"""What most models are like. Other shapes need few other kernels for their checks."""
+"""The shape of most models' experts. Other shapes need few other kernels for their checks."""
 
 
 def prepare(commands: CommandQueue, instruments: Instruments | None) -> None:
-    """Import what a job may need; then run the checks of back ends on the device, if it is a GPU. A command ends this.
+    """Import modules that a job may need, then check back ends on the device if it is a GPU, until a command comes.
 
-    The memory that the checks took is given back. If one of them left the device unusable, this process is killed, so
-    that the parent starts another one for the job; with an exit status of its own, the job would end.
+    The memory that the checks took is given back. If one of them left the device unusable, this process kills itself,
+    so that the parent starts another one for the job. An ordinary exit status would end the job.
     """
     do_until_asked(commands, (*target_imports(), freeze_imports))
     if instruments is None or instruments.device.type != "cuda" or not commands.empty():
@@ -64,7 +64,7 @@ def do_until_asked(commands: CommandQueue, steps: Iterable[Callable[[], object]]
 
 
 def kernel_checks(device: torch.device) -> Iterator[Callable[[], object]]:
-    """The checks of all back ends, each of which builds the kernels that it runs; then the start of the compiler."""
+    """Yield the checks of all back ends, each of which builds its kernels, then the start of the compiler."""
     for shape in ATTENTION:
         yield partial(attention_support, shape, device)
     for backend in expert_backends():
@@ -83,7 +83,7 @@ class DeviceRefusedError(Exception):
 
 
 def open_instruments(name: str, num_ranks: int = 1) -> Instruments:
-    """The instruments of a device. On the CPU `num_ranks` processes share its cores.
+    """Return the instruments of a device. On the CPU `num_ranks` processes share its cores.
 
     Raises:
         DeviceRefusedError: torch has no such device.
@@ -110,7 +110,7 @@ def wait_for_open(commands: CommandQueue) -> None:
 
 
 def serve_device(parent: Parent) -> int:
-    """Answer commands until one leaves the device unusable; returns the exit status."""
+    """Answer commands until one leaves the device unusable; return the exit status."""
     (name,) = parent.devices
     device = torch.device(name)
     freeze_imports()
@@ -136,7 +136,7 @@ def serve_device(parent: Parent) -> int:
 
 
 def _settled_bytes(device: torch.device) -> int | None:
-    """The bytes in use on a device, once they no longer change: a process that has just ended may still free some."""
+    """The bytes in use on a device, once they no longer change: an earlier process may still free some."""
     deadline = time.monotonic() + SETTLE_SECONDS
     used = used_bytes(device)
     while time.monotonic() < deadline:

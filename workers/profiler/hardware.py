@@ -1,4 +1,4 @@
-"""Measures the device's peak rates; data sheets are not used."""
+"""The device's peak rates, measured and not taken from data sheets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 import pynvml
 import torch
 
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType
 from bexp.measure import host_limits as host
 from bexp.measure.host_time import HostMark
 from bexp.workers.instruments.device_instruments import clear_workspaces
@@ -84,11 +84,11 @@ def _measure_cuda(device: torch.device, used_before: int | None) -> HardwareSpec
 
 
 def cuda_memory(device: torch.device, used_before: int | None) -> tuple[int, int, int]:
-    """Return the device's memory, what other processes leave of it, and this process's context, in bytes.
+    """Return the bytes of the device's memory, of its part that other processes leave, and of this process's context.
 
-    NVML counts what the driver keeps for itself as used (480 MiB of an H100), and CUDA leaves it out of the device's
-    memory. NVML's figures therefore serve as a difference only, for what this process has taken since `used_before`.
-    Without them all that is in use counts as this process's own.
+    NVML counts memory that the driver reserves as used (480 MiB of an H100), and CUDA leaves it out of the device's
+    memory. NVML's figures therefore serve as a difference only: the memory that this process took since `used_before`.
+    Without them all memory in use counts as this process's own.
     """
     free, total = torch.cuda.mem_get_info(device)
     in_use = total - free
@@ -187,7 +187,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def used_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a CUDA device that all processes use; None if NVML cannot tell. It makes no context."""
+    """Return the bytes of a CUDA device that all processes use; None if NVML cannot say. No context is made."""
     try:
         return int(torch.cuda.device_memory_used(device))
     except (RuntimeError, ModuleNotFoundError, pynvml.NVMLError):

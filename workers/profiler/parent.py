@@ -1,4 +1,4 @@
-"""The worker that started this process: its commands, and the replies to it. If it ends, this process ends as well."""
+"""The worker that started this process, its commands, and the replies to it. This process ends with the worker."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import COMMANDS, Command, encode
 
 PR_SET_PDEATHSIG = 1
 MOST_LOCKS = 253
-"""So many descriptors the kernel sends with a message."""
+"""The most descriptors that the kernel sends with a message."""
 
 CommandQueue = queue.SimpleQueue[Command]
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """What the parent gave to this process: `devices` to own, `commands` to answer, and `send` for the answers."""
+    """The parent's orders to this process: `devices` to own, `commands` to answer, and `send` for the answers."""
 
     devices: tuple[str, ...]
     commands: CommandQueue
@@ -35,7 +35,7 @@ class Parent:
 def connect_to_parent(program: str) -> Parent:
     """Read the command line of a profiler process, and tie the life of this process to its parent's.
 
-    This comes before torch is imported: the import takes seconds, in which the parent may end.
+    Call this before torch is imported, because the import takes seconds, in which the parent may end.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {program}")
     parser.add_argument("--devices", required=True)
@@ -53,7 +53,7 @@ def connect_to_parent(program: str) -> Parent:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; see prctl(2), PR_SET_PDEATHSIG."""
+    """Let the kernel kill this process when the thread that started it ends; see prctl(2), PR_SET_PDEATHSIG."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before this request reached the kernel

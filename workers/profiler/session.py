@@ -1,19 +1,19 @@
-"""Answers the commands of the parent, one after another."""
+"""Answers to the commands of the parent, one after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import shard_of
-from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.meshes.shards import shard_of
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.compilation import missing_compiler
 from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
 from bexp.workers.instruments.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned
@@ -68,7 +68,7 @@ class Session:
         return self._request is not None
 
     def answer(self, command: Command) -> bool:
-        """Execute a command; returns False if this process cannot execute another one."""
+        """Execute a command; return False if this process cannot execute another one."""
         if isinstance(command, MeasureHardware):
             self._send(HardwareReply(hardware=measure_hardware(self._instruments.device, self._used_before)))
         elif isinstance(command, Begin):
@@ -80,7 +80,7 @@ class Session:
         return True
 
     def _end_job(self) -> None:
-        """Release what the last job's target holds on the device and on the host."""
+        """Release the memory of the last job's target on the device and on the host."""
         if isinstance(self._target, WholeTarget):
             self._target.close()
         self._request, self._target = None, None
@@ -90,7 +90,7 @@ class Session:
         request, hardware = command.request, command.hardware
         self._end_job()
         import_target(request.target_name)
-        freeze_imports()  # those of earlier jobs, too
+        freeze_imports()  # earlier jobs may have imported more
         self._request = request
         self._instruments.use_allocator(request.allocator)
         try:
@@ -127,7 +127,7 @@ class Session:
         return not poisoned
 
     def _attempt(self, task: TrialTask, request: ExplorationRequest, clock: PhaseClock) -> tuple[Measurement, bool]:
-        """Measure what the task asks for. An exception becomes the outcome, and keeps what came before it.
+        """Measure a task. An exception becomes the outcome, next to the measurements before it.
 
         Also returns whether the target's own process was killed for no known reason.
         """
@@ -173,7 +173,7 @@ class Session:
         return run_whole_model(self._instruments, target, task.model, task.candidate, sharded, clock)
 
     def _is_lost(self, measurement: Measurement) -> bool:
-        """Whether the trial's failure leaves the device, or the group of ranks, unusable."""
+        """Return whether the trial's failure leaves the device, or the group of ranks, unusable."""
         if measurement.outcome is Outcome.OK:
             return False
         failed = measurement.failed_component

@@ -1,4 +1,4 @@
-"""Runs on a node of the cluster: a profiler of the devices that Ray gave to its actor."""
+"""An actor on a node of the cluster: a profiler of the devices that Ray gave to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
 
@@ -25,10 +25,10 @@ def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks:
 
 
 class Actor:
-    """Runs one trial at a time, with a profiler process that stays between trials.
+    """An actor that runs one trial at a time, with a profiler process that stays between trials.
 
-    Messages are JSON, as in the database. A GPU is locked on its host as usual. Ray gives each actor one CPU, so a CPU
-    profiler runs one thread and has a lock of its own, which no other actor waits for.
+    Messages are JSON, as in the database. A GPU is locked on its host as usual. Ray gives each actor one CPU. So a CPU
+    profiler runs one thread, and has a lock of its own, for which no other actor waits.
     """
 
     def __init__(self, devices: tuple[str, ...], open_profiler: OpenProfiler) -> None:
@@ -40,18 +40,18 @@ class Actor:
         self._profiler = open_profiler(devices, environment, Path(self._locks.name) if self._locks else None)
 
     def introduce(self) -> tuple[str, str]:
-        """Start the profiler and measure its device; returns the node's name with its id, and a `HardwareSpec`."""
+        """Start the profiler and measure its device; return the node's name with its id, and a `HardwareSpec`."""
         ray: Any = importlib.import_module("ray")
         self._profiler.start()
         node = f"{socket.gethostname()} ({ray.get_runtime_context().get_node_id()[:8]})"
         return node, self._profiler.hardware().model_dump_json()
 
     def begin(self, request: str) -> str:
-        """Announce a job; returns a `DeviceReport`."""
+        """Announce a job; return a `DeviceReport`."""
         return self._profiler.begin(ExplorationRequest.model_validate_json(request)).model_dump_json()
 
     def measure(self, task: str) -> tuple[str, int]:
-        """Run a trial; returns a `Measurement`, and how often the profiler process has been replaced so far."""
+        """Run a trial; return a `Measurement`, and how often the profiler process has been replaced so far."""
         measurement = self._profiler.measure(TrialTask.model_validate_json(task))
         return measurement.model_dump_json(), self._profiler.restarts
 

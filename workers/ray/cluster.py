@@ -14,7 +14,7 @@ from bexp.workers.ray.actor import Actor, OpenProfiler
 
 @dataclass(eq=False)
 class RunningTrial:
-    """A trial, the actors that it has lost, and Ray's reference to its result with the time by which it is due."""
+    """A trial, the number of actors that it has lost, and Ray's reference to its result with its deadline."""
 
     task: TrialTask
     losses: int = 0
@@ -92,7 +92,7 @@ class Cluster:
         self._ray, self._owns_connection = None, False
 
     def count_places(self) -> int:
-        """How many actors the cluster has devices for."""
+        """Return the number of actors for which the cluster has devices."""
         return int(self._ray.cluster_resources().get(self.kind, 0.0)) // len(self._devices)
 
     def start_actor(self) -> ActorHandle:
@@ -115,16 +115,16 @@ class Cluster:
             self._ray.util.remove_placement_group(handle.placement_group)
 
     def wait(self, references: Sequence[Any], seconds: float, *, number: int = 1) -> list[Any]:
-        """Those references whose values are there, when there are `number` of them or `seconds` have passed."""
+        """Wait for the values of `number` references, for `seconds` at most; return those that are ready."""
         done, _ = self._ray.wait(list(references), num_returns=number, timeout=seconds)
         return list(done)
 
     def get(self, reference: Any) -> Any:
-        """The value of a reference. If its actor failed, this raises one of `errors`."""
+        """Return the value of a reference. Raises one of `errors` if its actor failed."""
         return self._ray.get(reference)
 
 
 def describe_error(error: BaseException) -> str:
-    """The last line of Ray's message."""
+    """Return the last line of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,1 +1,1 @@
-"""Recorded tables: what a device once measured of a request, and a device that answers from it."""
+"""Recorded tables of a request's measurements on a device, and a device that answers from such a table."""

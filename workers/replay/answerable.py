@@ -1,12 +1,12 @@
-"""The jobs that a recorded table can answer, so that a worker that replays it leaves the others to other workers."""
+"""The jobs that a recorded table can answer. A worker that replays the table leaves other jobs to other workers."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
+from bexp.explorer.model.target import BEXP
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.waiting import list_waiting_ids, read_requests
 from bexp.workers.replay.profiler import mismatch

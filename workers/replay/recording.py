@@ -1,4 +1,4 @@
-"""A recorded table as it is read, and the requests that it covers."""
+"""A recorded table in memory, and the requests that it covers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import rule_of
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from bexp.explorer.spec.base import rule_of
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow
 
 
@@ -66,11 +66,11 @@ class Recording:
             self.whole_models.setdefault(row.candidate, []).append(row)
 
     def prune(self, request: ExplorationRequest, model: ModelSpec) -> PrunedSpace:
-        """The space of a request on the recorded device."""
+        """Return the space of a request on the recorded device."""
         return prune_space(model, request, self.header.report)
 
     def missing_sizes(self, request: ExplorationRequest, model: ModelSpec) -> tuple[int, ...]:
-        """The micro-batch sizes in a request's space with a candidate that cannot be composed.
+        """Return the micro-batch sizes in a request's space with a candidate that cannot be composed.
 
         Only the first base is required, because the others are needed only if the first does not fit.
         """
@@ -85,7 +85,7 @@ class Recording:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """The complete lines of a file."""
+    """Return the complete lines of a file."""
     *lines, _ = path.read_bytes().split(b"\n")
     return lines
 

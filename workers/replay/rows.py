@@ -19,7 +19,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentFigures,
@@ -30,64 +32,65 @@ from bexp.explorer.records.measurement import (
     Seconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 FORMAT = "bexp-recording"
 VERSION: Literal[1] = 1
 
 
 class RecordingHeader(Frozen):
-    """The first line of a table.
-
-    `request` was recorded on the device of `report`. `process_start_seconds` is the cost of replacing a profiler
-    process. `noise` says in words what differs between two runs.
-    """
+    """The first line of a table."""
 
     type: Literal["header"] = "header"
     format: Literal["bexp-recording"] = "bexp-recording"
     version: Literal[1] = VERSION
     name: Annotated[str, Field(min_length=1, max_length=128)]
     request: ExplorationRequest
+    """The request whose space was recorded."""
     report: DeviceReport
+    """Of the recorded device."""
     recorded_at: datetime
     process_start_seconds: Seconds = 0.0
+    """The cost of replacing a profiler process."""
     noise: str
+    """The differences between two runs, in words."""
 
 
 class ComponentRow(Frozen):
-    """One run of one component, or how it failed.
-
-    `phases` are its seconds; `messaging` includes all time outside of other phases. A row is `inferred` if nothing was
-    run, because a smaller component of the same sort had failed. `replaced` says that the profiler process did not
-    survive the run. A row with the outcome `contaminated` was timed on a shared or throttled device; it has no figures,
-    and no answer uses it. `conditions` leave out values that are equal in all rows or say little.
-    """
+    """One run of one component, or how it failed."""
 
     type: Literal["component"] = "component"
     component: Component
     run: Annotated[int, Field(ge=0)]
+    """The number of the run among those of the component."""
     outcome: Outcome = Outcome.OK
+    """A run that is `contaminated` was timed on a shared or throttled device: it has no figures, no answer uses it."""
     reason: str | None = None
+    """Why the run failed."""
     figures: ComponentFigures | None = None
+    """None if the run failed."""
     phases: PhaseSeconds = PhaseSeconds()
+    """Seconds of the run; `messaging` includes all time outside of other phases."""
     conditions: Conditions | None = None
+    """Without values that are equal in all rows or say little."""
     inferred: bool = False
+    """Nothing was run, because a smaller component of the same sort had failed."""
     replaced: bool = False
+    """The profiler process did not survive the run."""
 
     def measurement(self) -> ComponentMeasurement:
-        """The measurement of a successful run."""
+        """Return the measurement of a successful run."""
         assert self.figures is not None, "this run failed"
         return ComponentMeasurement(component=self.component, conditions=self.conditions, **self.figures.model_dump())
 
 
 class WholeModelRow(Frozen):
-    """One run of a candidate's whole model, or how it failed; fields as in `ComponentRow`."""
+    """One run of a candidate's whole model, or how it failed. The fields are as in `ComponentRow`."""
 
     type: Literal["whole_model"] = "whole_model"
     candidate: Candidate
     run: Annotated[int, Field(ge=0)]
+    """The number of the run among those of the candidate."""
     outcome: Outcome = Outcome.OK
     reason: str | None = None
     figures: WholeModelMeasurement | None = None

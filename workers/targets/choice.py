@@ -1,4 +1,4 @@
-"""Which target a request asks for."""
+"""The target that a request asks for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
+from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.timing import collector_off
 from bexp.targets.registry import installed_targets, registered_targets
 from bexp.workers.instruments.device_instruments import Instruments
@@ -30,13 +30,13 @@ _NEEDED_BY = {
         "bexp.workers.targets.transformers.target",
     ),
 }
-"""The modules that a target is made of. The process of a target of somebody else imports its own.
+"""The modules of our targets. The process of somebody else's target imports its own.
 
-`torch._dynamo` is imported by the first embedding if nothing has done so: amid a
-trial, and each collection before a timing would then go through it for 0.1 s.
+Otherwise the first embedding would import `torch._dynamo` amid a trial, and each collection before a timing would then
+visit its objects for 0.1 s.
 """
 _NEEDED_ON_GPUS = (("torch._inductor.compile_fx",), ("liger_kernel.transformers.monkey_patch",))
-"""What compiled candidates and those with liger's kernels need. Both are explored on GPUs by default."""
+"""The modules of compiled candidates and of those with liger's kernels. Both are explored on GPUs by default."""
 
 
 def open_target(request: ExplorationRequest, instruments: Instruments) -> ProfiledTarget | WholeTarget:
@@ -62,7 +62,7 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Profil
 
 
 def target_imports() -> Iterator[Callable[[], None]]:
-    """Yield the imports of what a job may need. Each takes up to seconds the first time."""
+    """Yield the imports that a job may need. Each takes up to seconds the first time."""
     for name in _NEEDED_BY:
         yield partial(import_target, name)
     for modules in _NEEDED_ON_GPUS if torch.version.cuda is not None else ():
@@ -70,21 +70,21 @@ def target_imports() -> Iterator[Callable[[], None]]:
 
 
 def import_target(name: str) -> None:
-    """Import what a job of the target called `name` needs.
+    """Import the modules that a job of the target called `name` needs.
 
-    Nothing happens where a library is missing or broken, in whatever way, because the job itself says so.
+    Nothing happens where a library is missing or broken in any way, because the job itself says so.
     """
     _import_all(_NEEDED_BY.get(name, ()))
 
 
 def _import_all(modules: Iterable[str]) -> None:
-    with suppress(Exception), collector_off():  # collections would go through all that is there already
+    with suppress(Exception), collector_off():  # collections would visit all objects
         for module in modules:
             import_module(module)
 
 
 def find_source(name: str) -> TargetSource:
-    """Return where a target that is not ours comes from: the file that a person named, or an installed package.
+    """Return the source of a target that is not ours: the file that a person named, or an installed package.
 
     Raises:
         UnsupportedTrialError: this worker has no such target.

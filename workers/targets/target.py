@@ -9,14 +9,14 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.passes import MeteredPasses, Passes
 from bexp.measure.timestamps import Mark
 from bexp.workers.instruments.phases import PhaseClock
@@ -27,7 +27,7 @@ class ComponentPasses(Passes, MeteredPasses, Protocol):
 
 
 class Optimizer(Protocol):
-    """Steps parameters whose gradients exist."""
+    """An optimizer of parameters whose gradients exist."""
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -42,21 +42,21 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """Parameters that are stepped together, and how often the model has as many. `build` makes them on the device.
-
-    `adds_up` says that the model's step allocates what its parts do all at once. Without it, one part follows another.
-    """
+    """Parameters that are stepped together."""
 
     count: int
+    """How often the model has as many."""
     build: Callable[[], Optimizer]
+    """Makes the parameters on the device, with their optimizer."""
     adds_up: bool = False
+    """The model's step allocates the memory of all parts at once; otherwise one part follows another."""
 
 
 class TrainingRun(Protocol):
     """A whole model with its optimizer and micro-batches."""
 
     is_data_parallel: bool
-    """Whether several devices communicate gradients or parameters."""
+    """Several devices communicate gradients or parameters."""
 
     num_micro_steps: int
 
@@ -65,10 +65,10 @@ class TrainingRun(Protocol):
         """Bytes that CUDA graphs hold for their activations, which the allocator's peak leaves out in a replay."""
 
     def begin(self) -> float:
-        """Do what precedes the first step, and a step of one micro-step; returns seconds of a whole step."""
+        """Prepare the first step, and run a step of one micro-step; return seconds of a whole step."""
 
     def step(self) -> list[Mark]:
-        """Run one step; returns the moments before each micro-step, before the optimizer, and after it."""
+        """Run one step; return the moments before each micro-step, before the optimizer, and after it."""
 
     def micro_step(self, number: int) -> None:
         """Run forward and backward of one micro-batch of a step."""
@@ -96,7 +96,7 @@ class WholeTarget(Protocol):
     """
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
-        """As of `ProfiledTarget`."""
+        """Return a report, as `ProfiledTarget.report` does."""
 
     def measure_component(self, component: Component, candidate: Candidate, clock: PhaseClock) -> ComponentMeasurement:
         """Measure the whole of a micro-step, or the optimizer's step."""
@@ -109,20 +109,20 @@ class WholeTarget(Protocol):
 
 
 class ProfiledTarget(Protocol):
-    """What the profiler asks of the code that it measures.
+    """The interface of the code that the profiler measures.
 
-    What a method builds is alone on its device: the caller drops it before it asks for the next.
+    Each part that a method builds is alone on its device: the caller drops it before asking for the next.
     """
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
-        """Return what can be varied here, and the model's parts where the target measures its own code.
+        """Return the choices that can be varied here, and the model's parts where the target measures its own code.
 
         Raises:
             UnsupportedTrialError: the target cannot measure this model at all; the message has the cause.
         """
 
     def rest(self) -> int:
-        """Called after each trial; returns the bytes that stay on the device for the next one, weights alone."""
+        """Called after each trial; return the bytes of weights that stay on the device for the next one."""
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
         """Raise UnsupportedTrialError if the candidate cannot be run here."""
@@ -134,7 +134,7 @@ class ProfiledTarget(Protocol):
         request: ExplorationRequest,
         batch: TextBatch | None = None,
     ) -> AbstractContextManager[ComponentPasses]:
-        """Build the passes of a component; the context's end releases what they hold.
+        """Build the passes of a component, whose memory is released with the context.
 
         `batch` is the micro-batch of a request whose texts have unequal lengths, which not every target takes.
         """
@@ -142,12 +142,12 @@ class ProfiledTarget(Protocol):
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[OptimizerPart]:
-        """The parameters of the model, part by part."""
+        """Yield the parameters of the model, part by part."""
 
     def training_run(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> AbstractContextManager[TrainingRun]:
-        """Build the whole model; the context's end releases it."""
+        """Build the whole model, whose memory is released with the context."""
 
     def miniature(
         self, model: ExploredModel, request: ExplorationRequest, *, together: bool

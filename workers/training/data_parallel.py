@@ -16,15 +16,15 @@ DATA_PARALLEL_MICRO_STEPS = 3
 
 
 class Stepped(Protocol):
-    """An optimizer, as far as the all-reduce of gradients has to know it."""
+    """An optimizer, as the all-reduce of gradients sees it."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """What it steps."""
+        """The parameters that the optimizer steps."""
 
     @property
     def gradients(self) -> Sequence[Tensor | None]:
-        """What it reads, one for each parameter."""
+        """The gradients that the optimizer reads, one for each parameter."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class SpreadBlock(Protocol):
 
     @property
     def spread_parameters(self) -> Sequence[nn.Parameter]:
-        """Those parameters; none if every rank has the same."""
+        """The parameters that other ranks do not have; none if every rank has the same."""
 
 
 def spread_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -43,7 +43,7 @@ def spread_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 class DataParallel(Protocol):
-    """What is done to a model as it is built, and to its gradients as it is trained.
+    """A way to train together: changes to a model as it is built, and to its gradients as it is trained.
 
     All processes have the same parameters and different data. After the last micro-step of a step, the optimizer has
     the mean of their gradients, or this process's share of that mean.
@@ -62,28 +62,28 @@ class DataParallel(Protocol):
         """
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """A context for the forward and the backward of one micro-step of a step."""
+        """Return a context for the forward and the backward of one micro-step of a step."""
 
     def finish(self) -> None:
-        """Free what outlives the model. All work of the device has ended."""
+        """Free memory that outlives the model, after all work of the device has ended."""
 
 
 class SingleProcess:
     """One process that communicates nothing, or a model in eval mode."""
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """Leaves the unit as it is."""
+        """Leave the unit as it is."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Returns the model."""
+        """Return the model."""
         return model
 
     def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Does nothing around the micro-step."""
+        """Return a context without effect."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Does nothing."""
+        """Do nothing."""

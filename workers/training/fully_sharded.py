@@ -1,4 +1,4 @@
-"""Shards training state over devices with torch's fully_shard. The import takes half a second."""
+"""Training state sharded over devices with torch's fully_shard. The import takes half a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
 from bexp.workers.training.data_parallel import Step, Stepped, spread_parameters
 
 
@@ -34,7 +34,7 @@ class FullySharded:
         self._model: FSDPModule | None = None
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
-        """Shard the unit, but for the experts that other ranks do not have."""
+        """Shard the unit, except experts that other ranks do not have."""
         reshard = self._sharding is Sharding.ZERO3 and not is_last
         apart = spread_parameters(unit)
         fully_shard(
@@ -46,14 +46,14 @@ class FullySharded:
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard what belongs to no unit. A tied embedding also runs last, as the head, so it stays whole."""
+        """Shard modules that belong to no unit. A tied embedding also runs last, as the head, so it stays whole."""
         self.take(model, is_last=True)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model
 
     def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     @contextmanager
     def micro_step(self, *, is_last: bool) -> Iterator[None]:
@@ -64,4 +64,4 @@ class FullySharded:
         yield
 
     def finish(self) -> None:
-        """Does nothing, because fully_shard waits for its own communication."""
+        """Do nothing, because fully_shard waits for its own communication."""

@@ -1,4 +1,4 @@
-"""What a whole model in training needs to know of its CUDA graphs."""
+"""The check that a training micro-step was captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def require_captured(loss: GraphedLoss) -> None:
     """Check that a micro-step that has run was captured.
 
     Raises:
-        UnsupportedTrialError: it was not; the message says why.
+        UnsupportedTrialError: it was not captured; the message says why.
         torch.OutOfMemoryError: memory ran out in the attempt.
     """
     if isinstance(loss.error, torch.OutOfMemoryError):

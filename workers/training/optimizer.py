@@ -1,4 +1,4 @@
-"""The optimizer as training runs it: torch's fused kernels, and the formats of weights, gradients and moments."""
+"""The optimizer of a training run: torch's fused kernels, and the formats of weights, gradients and moments."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.training import OptimizerSpec
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import OptimizerSpec
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 BUCKET_BYTES = 256 << 20
-"""What a step may allocate at most to convert one tensor list between formats."""
+"""The most that a step allocates to convert one tensor list between formats."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) and of SGD with momentum; torch's defaults."""
+    """Hyperparameters of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) and of SGD; torch's defaults."""
 
     learning_rate: float = 1e-3
     beta1: float = 0.9
@@ -30,18 +30,22 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A run of a parameter's elements that is stepped at once; every tensor is one-dimensional.
-
-    `weight` is what the kernel updates: the parameter itself, or its master copy.
-    """
+    """A range of a parameter's elements that is stepped at once; every tensor is one-dimensional."""
 
     owner: int
+    """The index of the parameter."""
     start: int
+    """The first element."""
     stop: int
+    """The element after the last."""
     parameter: Tensor
+    """The elements of the parameter."""
     weight: Tensor
+    """The tensor that the kernel updates: the parameter itself, or its master copy."""
     moments: tuple[Tensor, ...]
+    """The optimizer's state for these elements."""
     step: Tensor
+    """The number of steps so far."""
 
     @property
     def size(self) -> int:
@@ -49,13 +53,14 @@ class _Slice:
 
 
 class TrainingOptimizer:
-    """Steps parameters with fused AdamW or fused SGD with momentum.
+    """Fused AdamW, or fused SGD with momentum.
 
-    The arithmetic happens in the format of the master weights, or of the parameters where there are none. Gradients
-    and moments in another format are converted for at most `bucket_bytes` of working memory at a time, with a cut
-    through large tensors; None converts all of them at once. A gradient format other than the parameters' is kept in a
-    gradient of its own, which takes each new gradient as soon as backward has accumulated it and frees it. Of a
-    parameter that is sharded over devices, all of it is about this device's share.
+    The arithmetic happens in the format of the master weights, or of the parameters where there are none. Gradients and
+    moments in another format are converted with at most `bucket_bytes` of working memory at a time; large tensors are
+    cut for that. None converts all of them at once.
+
+    Gradients in another format than the parameters are kept in main gradients. These take each new gradient as soon as
+    backward has accumulated it, and free it. Of sharded parameters, each device has and steps its own share.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class TrainingOptimizer:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What `step` reads, one for each parameter; None before the first backward."""
+        """The gradients that `step` reads, one for each parameter; None before the first backward."""
         if self._main_gradients is not None:
             return list(self._main_gradients)
         return [None if parameter.grad is None else own(parameter.grad) for parameter in self.parameters]
@@ -101,7 +106,7 @@ class TrainingOptimizer:
 
     @torch.no_grad()
     def zero_grad(self) -> None:
-        """Set the gradients to zero where they lie: their memory stays as it is from step to step."""
+        """Set the gradients to zero in place, so that their memory stays the same from step to step."""
         present = [gradient for gradient in self.gradients if gradient is not None]
         if present:
             torch._foreach_zero_(present)
@@ -194,10 +199,10 @@ class TrainingOptimizer:
 
 
 class _Accumulate:
-    """Adds a parameter's new gradient to its main gradient and frees it."""
+    """A hook that adds a parameter's new gradient to its main gradient, and frees the new one."""
 
     is_replayable = True
-    """A graph that has captured it does all of it again."""
+    """A graph that has captured the hook repeats all of its effects."""
 
     def __init__(self, main: Tensor) -> None:
         self.main = main
@@ -209,11 +214,11 @@ class _Accumulate:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """This device's share of a tensor that may be sharded over several, in the memory where it lies."""
+    """Return this device's share of a tensor that may be sharded over several, without a copy."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, whose import takes long
     return local
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec, dtype: DType) -> TrainingOptimizer:
-    """The optimizer of `spec` for parameters in `dtype`, its states and master weights allocated."""
+    """Return the optimizer of `spec` for parameters in `dtype`, with its states and master weights allocated."""
     return TrainingOptimizer(parameters, spec, dtype)

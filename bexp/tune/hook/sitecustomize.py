@@ -1,6 +1,6 @@
-"""Loaded by every Python process of a command that is tuned, because its folder leads PYTHONPATH.
+"""The hook that every Python process of a tuned command loads, because this folder leads PYTHONPATH.
 
-It makes `bexp.tune` importable after everything else, and runs the `sitecustomize` that it hides, if there is one.
+The hook makes `bexp.tune` importable after everything else, and runs the `sitecustomize` that it hides, if any.
 """
 
 from __future__ import annotations

@@ -5,21 +5,27 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.client.explorations import FINAL_STATES, Links
+from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.answers.lines import render
+from bexp.explorer.answers.text import WIDTH
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import (
     Alternative,
     Answer,
-    DividingCandidate,
-    MemoryChoice,
+    Note,
+    NoteCode,
     Recommendation,
-    RunnerUpCheck,
+    Role,
     VariantAnswer,
     WholeModelCheck,
 )
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.alternatives import with_alternatives
 
 GIB = 1 << 30
 
@@ -60,12 +66,16 @@ CHECK = WholeModelCheck(
 )
 
 
-def alternative(of: Candidate, gain: float, *, predicted: bool = False) -> Alternative:
-    """A candidate over which the recommended one below has this gain."""
-    rate, composed = 11_500.0 / gain, 12_000.0 / gain
-    return Alternative(
-        candidate=of, tokens_per_second=rate, gain=gain, composed_tokens_per_second=composed, predicted=predicted
-    )
+def alternative(role: Role, of: Candidate, ratio: float, **changes: Any) -> Alternative:
+    """A candidate that the recommended one below is so many times as fast as."""
+    figures = {
+        "tokens_per_second": 11_500.0 / ratio,
+        "composed_tokens_per_second": 12_000.0 / ratio,
+        "grad_accum_steps": 24 // of.micro_batch_size,
+        "measured_peak_bytes": MEMORY.total,
+        "required_bytes": 6 * GIB,
+    }
+    return Alternative.model_validate({"role": role, "candidate": of, "ratio": ratio, **figures, **changes})
 
 
 RECOMMENDATION = Recommendation(
@@ -84,57 +94,37 @@ RECOMMENDATION = Recommendation(
     required_bytes=6 * GIB,
     memory_limit_bytes=8 * GIB,
     memory=MEMORY,
-    largest_micro_batch=alternative(BEST, 1.23),
-    largest_without_recompute=alternative(BASE, 1.12),
-    stock=alternative(BASE, 1.37, predicted=True),
     whole_model=CHECK,
-    runner_up=RunnerUpCheck(
-        candidate=BASE,
-        composed_tokens_per_second=12_000.0,
-        outcome=Outcome.OK,
-        gain=1.045,
-        whole_model=CHECK.model_copy(update={"tokens_per_second": 11_004.8}),
+    alternatives=(
+        alternative(Role.DIVIDING, BEST, 1.0, confidence=90, whole_model=CHECK),
+        alternative(Role.FASTEST, BEST, 1.0, whole_model=CHECK),
+        alternative(Role.WITHIN_1_PERCENT, BEST, 1.0, whole_model=CHECK),
+        alternative(Role.WITHIN_3_PERCENT, BASE, 11_500 / 11_250, measured_peak_bytes=2 * GIB),
+        alternative(Role.LARGEST_WITHOUT_RECOMPUTE, BASE, 1.12),
+        alternative(Role.LARGEST_MICRO_BATCH, BEST, 1.23),
+        alternative(Role.STOCK, BASE, 1.37, predicted=True),
+        alternative(
+            Role.RUNNER_UP,
+            BASE,
+            1.045,
+            outcome=Outcome.OK,
+            whole_model=CHECK.model_copy(update={"tokens_per_second": 11_004.8}),
+        ),
     ),
-    notes=("communication is not in the time",),
-    dividing=DividingCandidate(
-        candidate=BEST,
-        grad_accum_steps=6,
-        tokens_per_second=11_500.0,
-        loss=0.0,
-        confidence=90,
-        composed_tokens_per_second=12_000.0,
-        step_seconds=0.084,
-        peak_bytes=MEMORY.total,
-        required_bytes=6 * GIB,
-        whole_model=CHECK,
-    ),
-    memory_choices=tuple(
-        MemoryChoice(
-            within=within, candidate=of, tokens_per_second=rate, loss=loss, peak_bytes=peak, required_bytes=peak
-        )
-        for within, of, rate, loss, peak in (
-            (0.0, BEST, 11_500.0, 0.0, 5 * GIB),
-            (0.01, BEST, 11_500.0, 0.0, 5 * GIB),
-            (0.03, BASE, 11_250.0, 0.0217, 2 * GIB),
-        )
-    ),
+    notes=(Note(code=NoteCode.COMMUNICATION, text="communication is not in the time"),),
 )
-SMALLER = DividingCandidate(
-    candidate=BASE,
+SMALLER = alternative(
+    Role.DIVIDING,
+    BASE,
+    11_500 / 10_900,
     grad_accum_steps=25,
-    tokens_per_second=10_900.0,
-    loss=0.0522,
-    composed_tokens_per_second=11_400.0,
     confidence=71,
     predicted=True,
-    step_seconds=0.09,
-    peak_bytes=3 * GIB,
+    measured_peak_bytes=3 * GIB,
     required_bytes=4 * GIB,
 )
 """What divides a batch that the recommended candidate does not divide."""
-UNDIVIDED = RECOMMENDATION.model_copy(
-    update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28), "dividing": SMALLER}
-)
+UNDIVIDED = with_alternatives(RECOMMENDATION, SMALLER, grad_accum_steps=None, nearest_batch_sizes=(20, 28))
 ANSWER = Answer(
     variants=(VariantAnswer(num_query_groups=4, num_parameters=123_456, recommendation=RECOMMENDATION),),
     timings={"queue": 0.25, "timed": 3.5, "total": 4.0},
@@ -161,30 +151,84 @@ EVENTS = (
 )
 
 
+def told(
+    found: Answer | Recommendation,
+    request: ExplorationRequest | None = REQUEST,
+    report: DeviceReport | None = None,
+    *,
+    width: int = WIDTH,
+    brief: bool = False,
+) -> str:
+    """An answer, or the best of one that ended early, in lines."""
+    answer = found if isinstance(found, Answer) else None
+    best = found.recommendation if isinstance(found, Answer) else found
+    text = answer_text(Explored("a1b2", request, report), best, answer)
+    assert text is not None
+    return render(text, width, brief=brief)
+
+
+def said_of(
+    found: Answer | Recommendation, request: ExplorationRequest | None = REQUEST, *, brief: bool = False
+) -> str:
+    """What is said of an answer, without its line breaks."""
+    return " ".join(told(found, request, brief=brief).split())
+
+
 def job_document(state: str = "succeeded", **changes: Any) -> dict[str, Any]:
-    """What the service answers for one exploration."""
-    return {
+    """What the service answers for one exploration; it has a recommendation unless it is queued."""
+    document: dict[str, Any] = {
+        **dict.fromkeys(("device_name", "started_at", "finished_at", "waiting_reason", "error", "answered_from")),
+        **dict.fromkeys(("report", "space", "performance", "tokens_per_second")),
         "id": "job1",
         "state": state,
+        "owner": "local",
+        "priority": 0,
         "model": "tiny",
+        "labels": {},
         "micro_batch_size": 4,
         "confidence": 87,
+        "confidence_target": 60,
         "created_at": START.isoformat(),
+        "cancel_requested": False,
+        "attempt": 1,
+        "last_seq": 5,
         "request": REQUEST.model_dump(mode="json"),
+        **_answered(state, **changes),
+        "export_formats": [],
+        "own_formats": [],
         **changes,
     }
+    return {**document, "links": Links.of(document["id"]).model_dump()}
 
 
 def result_document(state: str = "succeeded", **changes: Any) -> dict[str, Any]:
     """What the service answers for a recommendation."""
     return {
+        **dict.fromkeys(("target", "target_version", "target_class", "allocator", "hardware", "request")),
         "id": "job1",
         "state": state,
-        "final": state in {"succeeded", "failed", "cancelled"},
-        "recommendation": RECOMMENDATION.model_dump(mode="json"),
-        "answer": ANSWER.model_dump(mode="json"),
+        "final": state in FINAL_STATES,
+        **_answered(state, **changes),
         **changes,
     }
+
+
+def _answered(state: str, **changes: Any) -> dict[str, Any]:
+    """The recommendation, the answer, and what is said of both."""
+    best: Any
+    answer: Any
+    request: Any
+    best, answer, request = (
+        None if found is None else of.model_validate(found)
+        for of, found in (
+            (Recommendation, changes.get("recommendation", None if state == "queued" else RECOMMENDATION)),
+            (Answer, changes.get("answer", ANSWER if state == "succeeded" else None)),
+            (ExplorationRequest, changes.get("request", REQUEST)),
+        )
+    )
+    said = answer_text(Explored("job1", request, is_over=state in FINAL_STATES), best, answer)
+    parts = {"recommendation": best, "answer": answer, "text": said}
+    return {name: None if part is None else part.model_dump(mode="json") for name, part in parts.items()}
 
 
 def sse(*events: Event) -> bytes:

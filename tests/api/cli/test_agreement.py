@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 
 import bexp as python
 from bexp.api.stored import StoredExplorations
+from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.records.event import EventCode, recommendation_event, render_message
-from bexp.explorer.records.recommendation import Alternative, DividingCandidate, MemoryChoice, Recommendation
-from bexp.explorer.spec.amounts import bytes_text, rate_text
+from bexp.explorer.records.recommendation import Recommendation
 from bexp.storage.queue import Queue
 from tests.api.cli.conftest import Run
 from tests.api.cli.explored import TABLES, explored, replayed
@@ -31,13 +30,6 @@ SIMULATED: list[tuple[int, dict[str, Any]]] = [
     (7, {"num_query_groups": [4, 2]}),
 ]
 RECORDED = [("gpt2-124m", 1), ("gpt2-124m", 2), ("qwen3-8-layers", 3), ("cerebras-gpt-24gib", 4)]
-
-
-def others(best: Recommendation) -> Iterator[Alternative | DividingCandidate | MemoryChoice]:
-    """All that an answer compares with the recommended candidate."""
-    named = (best.largest_micro_batch, best.largest_without_recompute, best.stock, best.untiled, best.undivided)
-    yield from (each for each in (*named, best.dividing) if each is not None)
-    yield from best.memory_choices
 
 
 def check(bexp: Run, queue: Queue, job_id: str) -> None:
@@ -69,37 +61,38 @@ def check(bexp: Run, queue: Queue, job_id: str) -> None:
 
     six, whole = (" ".join(bexp(*command).stdout.split()) for command in (("watch", job_id), ("best", job_id, "-v")))
     assert f"Recommended micro_batch_size: {size} for" in six
-    assert f"{rate} per device" in six and f"{rate} per device, {ratio} base" in whole
-    assert f"memory {peak} at the peak" in six and f"peak memory {peak} " in whole
-    assert best.candidate == best.base or f"per device, {ratio} micro_batch_size {best.base.micro_batch_size}" in six
-    assert f"confidence {best.confidence} out of 100" in six and f"confidence {best.confidence} out of 100" in whole
+    for text in (six, whole):
+        assert f"{rate} per device" in text
+        assert f"memory {peak} at the peak" in text
+        over = f"per device, {ratio} micro_batch_size {best.base.micro_batch_size}"
+        assert best.candidate == best.base or over in text
+        assert f"confidence {best.confidence} out of 100" in text
     assert int(bexp("best", job_id).stdout) == size
 
-    taken = best.dividing or best
+    taken = best.for_batch
     header = bexp("best", job_id, "--format", "python").stdout
     assert f"measured candidate: {taken.candidate.describe()}" in header
     setup = python.RecommendedSetup.read(document)
     assert setup.micro_batch_size == taken.candidate.micro_batch_size
-    rates = best.expected_tokens_per_second if taken is best else best.dividing and best.dividing.tokens_per_second
-    assert (setup.tokens_per_second, setup.peak_bytes) == (rates, taken.expected_peak_bytes)
+    assert (setup.tokens_per_second, setup.peak_bytes) == (taken.expected_tokens_per_second, taken.expected_peak_bytes)
     assert bexp("report", job_id, "--out", "report.html").code == 0
     page = re.findall(r'id="report">(.*?)</script>', Path("report.html").read_text(), re.DOTALL)[0]
     assert json.loads(page)["exploration"]["recommendation"] == answered
+    assert json.loads(page)["exploration"]["text"] == document["text"]
+    for each in document["text"]["rows"]:
+        said = " ".join(f"{each['label']} {each['text']}".split())
+        assert (said in six) == (each["importance"] in {"main", "brief"}), said
+        assert (said in whole) == (each["importance"] != "brief"), said
 
-    if best.dividing is not None and best.dividing.candidate == best.candidate:
-        assert best.dividing.tokens_per_second == best.expected_tokens_per_second
-        assert best.dividing.expected_peak_bytes == best.expected_peak_bytes
     ran = {
         trial.candidate for trial in StoredExplorations(queue.database).trials(job_id) if trial.measurement.whole_model
     }
-    for other in others(best):
+    for other in best.alternatives:
         if other.candidate == best.candidate:
             assert other.tokens_per_second == best.expected_tokens_per_second
+            assert other.expected_peak_bytes == best.expected_peak_bytes
         elif best.candidate in ran and other.candidate not in ran:
             assert other.tokens_per_second <= best.expected_tokens_per_second
-    for choice in best.memory_choices:
-        if choice.candidate == best.candidate:
-            assert choice.peak_bytes == best.expected_peak_bytes
 
 
 @pytest.mark.parametrize(("seed", "changes"), SIMULATED)

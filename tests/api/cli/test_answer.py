@@ -4,51 +4,49 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.api.cli.results import usage_rows
-from bexp.client.explorations import Exploration
-from bexp.explorer.answers.answer import render_answer, render_recommendation
-from bexp.explorer.answers.summary import render_summary
+from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.model.amounts import bytes_text
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.records.plan import MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
-    NOTHING_UNTILED,
     Answer,
+    Note,
+    NoteCode,
     Recommendation,
     Relaxation,
     RelaxationKind,
-    RunnerUpCheck,
+    Role,
     TextFigures,
     VariantAnswer,
 )
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures
-from bexp.explorer.spec.amounts import bytes_text
-from bexp.explorer.spec.mesh import Mesh, Schedule
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
-from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, alternative, job_document
+from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, alternative, said_of, told
+from tests.explorer.alternatives import other_of, with_alternatives, without
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
-    text = " ".join(render_answer(ANSWER, REQUEST).split())
+    text = said_of(ANSWER, REQUEST)
     for part in (
-        "Recommended micro_batch_size: 4 for tiny (train, 32 tokens per sequence)",
+        "Recommended micro_batch_size: 4 for tiny batch batch_size 24: 4 divides it, in 6 accumulation steps",
+        "explored train, 32 tokens per sequence",
         "bta_tile 2",
         "recompute none",
         "attention flash",
         "experts grouped_mm",
-        "expect 11,500 tokens/s per device, 1.23x base",
+        "speed 11,500 tokens/s per device, 1.23x micro_batch_size 1",
         "whole model ran at that speed, so this is the figure to expect",
         "composed 12,017 tokens/s of measured blocks: a step that is 4.3% shorter, and a peak that is 2.1% higher",
         "base micro_batch_size=1 bta_tile=off",
-        "87 out of 100 that it is within 1% of the best",
+        "87 out of 100 that nothing is more than 1% faster",
         "84.0 ms per step (11.0 ms per micro-batch, optimizer 20.0 ms)",
-        "For batch_size 24: 4 divides it, in 6 accumulation steps",
         "5.0 GiB in the whole model, 4.8 GiB composed of measured blocks, 5.0 GiB predicted by formulas",
         "memory or speed 5.0 GiB at 11,500 tokens/s is the fastest",
         "within 1% nothing smaller is known",
         "within 3% 2.0 GiB, 2.2% slower: micro_batch_size=1 bta_tile=off",
-        "6.0 GiB of 8.0 GiB",
+        "memory 5.0 GiB at the peak, 6.0 GiB with reserve, of 8.0 GiB",
         "optimizer states 2.0 GiB",
         "largest that fits 1.12x over micro_batch_size=1",
         "if recomputed 1.23x: it is the recommended one",
@@ -72,14 +70,15 @@ def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_ru
     best = RECOMMENDATION.model_copy(update={"confidence": target - 1})
     completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
-    assert advice in usage_rows(Exploration.model_validate(job_document()), answer, best)[0]
+    assert f"Provisional: {target} was asked for; explore again {advice}" in said_of(answer, brief=True)
 
 
 def test_more_trials_are_not_advised_where_noise_has_ended_the_search() -> None:
-    noisy = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}, 0.15), 95)
+    words = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}, 0.15), 95)
+    noisy = Note(code=NoteCode.NOISE, text=words)
     best = RECOMMENDATION.model_copy(update={"confidence": 3, "notes": (noisy,)})
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
-    advice = usage_rows(Exploration.model_validate(job_document()), answer, best)[0]
+    advice = said_of(answer)
     assert "when nothing else runs here" in advice
     assert "--max-trials" not in advice
 
@@ -94,8 +93,11 @@ def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
             "training": {"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}},
         }
     )
-    text = " ".join(render_answer(ANSWER, request).split())
-    assert ("(target transformers, train, eager or compile, 32 tokens per sequence, autocast, LoRA of rank 8)") in text
+    text = said_of(ANSWER, request)
+    assert (
+        "explored target transformers, train, eager or compile, 32 tokens per sequence, autocast, LoRA of rank 8 "
+        in text
+    )
 
 
 def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
@@ -113,33 +115,33 @@ def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
     )
     best = RECOMMENDATION.model_copy(update={"texts": figures})
     request = ExplorationRequest.model_validate(fields)
-    text = " ".join("\n".join(render_recommendation(best, request)).split())
-    assert "32 tokens per sequence, padded texts)" in text
+    text = said_of(best, request)
+    assert "32 tokens per sequence, padded texts" in text
     assert "texts padded; 31% of the computed tokens are padding, which tokens/s leave out" in text
     assert "epoch 1,000 texts; 100 are longer than a sequence and cut" in text
     assert "peaks 3.0 GiB of a micro-batch in the mean, at most 5.0 GiB of 99.9% of them" in text
     assert "a chance of 1.2% that an epoch runs out of memory" in text
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
-    short = " ".join(render_summary(answer, "job", request).split())
+    short = said_of(answer, request, brief=True)
     assert "texts padded; 31% of the computed tokens are padding" in short
     full = best.model_copy(update={"texts": figures.model_copy(update={"batching": "packed", "padding_share": 0.0})})
-    text = " ".join("\n".join(render_recommendation(full, request)).split())
+    text = said_of(full, request)
     assert "texts packed; every row is full epoch 1,000 texts" in text
     assert "chance" not in text
 
 
 def test_the_heading_says_that_there_are_master_weights() -> None:
     fields = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "training": {"precision": "master"}}
-    text = " ".join(render_answer(ANSWER, ExplorationRequest.model_validate(fields)).split())
-    assert "32 tokens per sequence, master weights)" in text
+    text = said_of(ANSWER, ExplorationRequest.model_validate(fields))
+    assert "32 tokens per sequence, master weights" in text
 
 
 def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
-    text = render_answer(ANSWER, REQUEST)
+    text = told(ANSWER, REQUEST)
     assert "12,34" not in text
     alone = RECOMMENDATION.model_copy(update={"whole_model": None})
-    text = " ".join(" ".join(render_recommendation(alone, REQUEST)).split())
-    assert "expect about 12,346 tokens/s per device, 1.23x base" in text
+    text = said_of(alone)
+    assert "about 12,346 tokens/s per device, 1.23x micro_batch_size 1" in text
     assert "composed of measured blocks; no whole model has confirmed it" in text
 
 
@@ -148,28 +150,29 @@ def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() ->
 )
 def test_what_tiling_gained_or_cost_has_a_line_in_six_lines_and_in_all(gain: float, change: str) -> None:
     """No whole model of an untiled candidate ran, so that its blocks are compared with those of the recommended one."""
-    other = alternative(BEST.model_copy(update={"bta_tile": None}), gain)
-    beside = other.model_copy(update={"tokens_per_second": 11_500.0, "gain": 1.0})
-    tiled = answer_of(RECOMMENDATION.model_copy(update={"untiled": beside}))
+    other = alternative(Role.UNTILED, BEST.model_copy(update={"bta_tile": None}), gain)
+    beside = other.model_copy(update={"tokens_per_second": 11_500.0, "ratio": 1.0})
+    tiled = answer_of(with_alternatives(RECOMMENDATION, beside))
     said = f"{change} micro_batch_size=4 bta_tile=off recompute=none attention=flash experts=grouped_mm, as measured"
-    assert f"without tiling {said} blocks compose both" in " ".join(render_answer(tiled, REQUEST).split())
-    assert f"tiling {said} blocks compose both" in " ".join(render_summary(tiled, "a1b2", REQUEST).split())
-    nothing = answer_of(RECOMMENDATION.model_copy(update={"notes": (NOTHING_UNTILED,)}))
-    assert f"tiling {NOTHING_UNTILED}" in " ".join(render_summary(nothing, "a1b2", REQUEST).split())
-    assert "tiling" not in render_answer(ANSWER, REQUEST) + render_summary(ANSWER, "a1b2", REQUEST)
+    assert f"tiling {said} blocks compose both" in said_of(tiled, REQUEST)
+    assert f"tiling {said} blocks compose both" in said_of(tiled, REQUEST, brief=True)
+    note = Note(code=NoteCode.NOTHING_UNTILED, text="nothing is untiled")
+    nothing = answer_of(RECOMMENDATION.model_copy(update={"notes": (note,)}))
+    assert "tiling nothing is untiled" in said_of(nothing, REQUEST, brief=True)
+    assert "tiling" not in told(ANSWER, REQUEST) + said_of(ANSWER, brief=True)
 
 
 def test_a_candidate_is_not_compared_with_itself_and_a_low_confidence_is_said_first() -> None:
-    alone = RECOMMENDATION.model_copy(update={"stock": alternative(BEST, 1.0), "confidence": 59})
-    text = render_answer(answer_of(alone), REQUEST)
+    alone = with_alternatives(RECOMMENDATION, alternative(Role.STOCK, BEST, 1.0), confidence=59)
+    text = told(answer_of(alone), REQUEST)
     assert "stock best        1.00x: it is the recommended one" in text
-    assert "Provisional: confidence 59 is below 60, which was asked for." in text
-    assert "Provisional" not in render_answer(ANSWER, REQUEST)
+    assert "Provisional: 60 was asked for" in text
+    assert "Provisional" not in told(ANSWER, REQUEST)
 
 
 def test_the_time_spent_has_no_total_that_is_less_than_its_parts_and_nothing_tiny() -> None:
     replayed = ANSWER.model_copy(update={"timings": {"timed": 16.0, "storage": 0.01, "total": 0.4}})
-    assert render_answer(replayed, REQUEST).endswith("time spent        timed 16.0 s")
+    assert told(replayed, REQUEST).endswith("time spent        timed 16.0 s")
 
 
 def answer_of(best: Recommendation) -> Answer:
@@ -177,39 +180,39 @@ def answer_of(best: Recommendation) -> Answer:
 
 
 def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
-    text = " ".join(render_answer(answer_of(UNDIVIDED), REQUEST).split())
-    assert "For batch_size 24: 1, in 25 accumulation steps, 5.2% slower than 4" in text
+    text = said_of(answer_of(UNDIVIDED), REQUEST)
+    assert "batch batch_size 24: 1, in 25 accumulation steps, 5.2% slower than 4" in text
     assert "batch_size 24 does not divide into whole micro-batches of 4; the nearest that do: 20 and 28" in text
     assert (
         "for the batch micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 10,900 tokens/s, "
         "peak 3.0 GiB, confidence 71, predicted in part: `--micro-batch-size auto` measures it"
     ) in text
-    none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
-    text = " ".join(render_answer(answer_of(none), REQUEST).split())
+    none = without(UNDIVIDED, Role.DIVIDING, dividing_batch_sizes=(20, 28))
+    text = said_of(answer_of(none), REQUEST)
     assert "no micro-batch that fits divides batch_size 24; the nearest batch sizes with one are 20 and 28" in text
 
 
 def test_what_a_request_prefers_and_leaves_free_is_said() -> None:
     saving = RECOMMENDATION.model_copy(update={"prefer": "memory", "headroom": 0.2})
-    text = " ".join(render_answer(answer_of(saving), REQUEST).split())
-    assert "6.0 GiB of 8.0 GiB, which leaves 20% of the memory free as headroom" in text
+    text = said_of(answer_of(saving), REQUEST)
+    assert "6.0 GiB with reserve, of 8.0 GiB, which leaves 20% of the memory free as headroom" in text
     assert "memory is preferred: the fastest is micro_batch_size=4 bta_tile=2" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_lines_break_between_words(width: int) -> None:
-    text = render_answer(answer_of(UNDIVIDED), REQUEST, "transformers 5.17.0", width)
+    text = told(answer_of(UNDIVIDED), width=width)
     assert max(len(line) for line in text.splitlines()) <= width
-    words = render_answer(answer_of(UNDIVIDED), REQUEST, "transformers 5.17.0", 1000).split()
+    words = told(answer_of(UNDIVIDED), width=1000).split()
     assert text.split() == words
 
 
 def test_devices_that_share_a_sequence_are_named() -> None:
     shared = {"context_parallel_size": 4, "context_parallel_layout": "zigzag"}
     best = RECOMMENDATION.model_copy(update={"candidate": RECOMMENDATION.candidate.model_copy(update=shared)})
-    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    text = said_of(best)
     assert "context parallel 4 devices per sequence, zigzag" in text
-    assert "context parallel" not in " ".join(render_recommendation(RECOMMENDATION, REQUEST))
+    assert "context parallel" not in said_of(RECOMMENDATION)
 
 
 def test_variants_with_a_capacity_show_their_memory_and_what_they_drop() -> None:
@@ -219,18 +222,18 @@ def test_variants_with_a_capacity_show_their_memory_and_what_they_drop() -> None
     best = main.recommendation.model_copy(update={"candidate": candidate, "dropped_share": 0.0625})
     other = main.model_copy(update={"capacity_factor": 1.25, "recommendation": best})
     failed = other.model_copy(update={"recommendation": None, "capacity_factor": 2.0})
-    text = render_answer(Answer(variants=(main, other, failed)), REQUEST, width=120)
+    text = told(Answer(variants=(main, other, failed)), REQUEST, width=120)
     table = text[text.index("Variants by num_query_groups and capacity_factor (separate") :].splitlines()
     rows = [line.split() for line in table if line.split()[:1] == ["4"]]
     assert [row[1] for row in rows] == ["none", "1.25", "2"]
     assert [row[-1] for row in rows] == ["0.0%", "6.2%", "-"]
-    alone = render_answer(Answer(variants=(other,)), REQUEST, width=120)
+    alone = told(Answer(variants=(other,)), REQUEST, width=120)
     assert "1.25: experts drop 6.2% of the token-expert pairs under this routing" in alone
 
 
 def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
     other = VariantAnswer(num_query_groups=1, num_parameters=99, recommendation=None, reason="needs 9 GiB")
-    text = render_answer(Answer(variants=(*ANSWER.variants, other)), REQUEST, width=120)
+    text = told(Answer(variants=(*ANSWER.variants, other)), REQUEST, width=120)
     rows = [line.split() for line in text[text.index("Variants") :].splitlines()[2:6]]
     assert rows[0] == ["4", "123,456", "4", "11,500", "87"]
     assert rows[1][:2] == ["micro_batch_size=4", "bta_tile=2"]
@@ -239,7 +242,7 @@ def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
 
 def test_nothing_fits_says_why() -> None:
     nothing = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="use zero3")
-    assert render_answer(Answer(variants=(nothing,)), None) == "No recommendation: use zero3"
+    assert told(Answer(variants=(nothing,)), None) == "No recommendation: use zero3"
 
 
 def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
@@ -255,31 +258,26 @@ def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
     nothing = VariantAnswer(
         num_query_groups=4, num_parameters=1, recommendation=None, reason="too large", remedies=tuple(found)
     )
-    lines = render_answer(Answer(variants=(nothing,)), None, width=120).splitlines()[2:]
+    lines = told(Answer(variants=(nothing,)), None, width=120).splitlines()[2:]
     assert [" ".join(line.split()) for line in lines] == [
-        "Any one of these changes is predicted to make it fit. The first one is preferred.",
+        "to make it fit any one of these changes is predicted to; the first one is preferred",
         "micro batch size micro_batch_size 8: peak 5.0 GiB, 6.0 GiB with reserve",
         "num devices num_devices 16: peak 7.0 GiB, 8.0 GiB with reserve",
     ]
 
 
 def test_a_runner_up_that_did_not_run_says_why() -> None:
-    rival = RunnerUpCheck(
-        candidate=BASE, composed_tokens_per_second=1.0, outcome=Outcome.OUT_OF_MEMORY, reason="too much"
-    )
-    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
-    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    rival = alternative(Role.RUNNER_UP, BASE, 1.0, outcome=Outcome.OUT_OF_MEMORY, reason="too much")
+    best = with_alternatives(RECOMMENDATION, rival)
+    text = said_of(best)
     assert "experts=loop: out_of_memory as a whole model: too much" in text
 
 
 def test_the_runner_up_of_a_mesh_names_its_sharding_once() -> None:
-    failed = {"composed_tokens_per_second": 1.0, "outcome": Outcome.CRASHED, "reason": "too much"}
-    sharded = BASE.model_copy(update={"sharding": Sharding.ZERO1})
-    rival = RunnerUpCheck.model_validate(
-        {"candidate": sharded, "mesh": Mesh(data=2, sharding=Sharding.ZERO1), **failed}
-    )
-    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
-    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    sharded, mesh = BASE.model_copy(update={"sharding": Sharding.ZERO1}), Mesh(data=2, sharding=Sharding.ZERO1)
+    rival = alternative(Role.RUNNER_UP, sharded, 1.0, mesh=mesh, outcome=Outcome.CRASHED, reason="too much")
+    best = with_alternatives(RECOMMENDATION, rival)
+    text = said_of(best)
     assert "data=2 sharding=zero1 micro_batch_size=1" in text
     assert text.count("sharding=zero1") == 1
 
@@ -304,27 +302,20 @@ def test_an_answer_of_several_devices_shows_their_mesh() -> None:
         fullest_rank=2,
         parts=(PlanPart(name="head(m=4)", share=0.9),),
         picture=PipelinePicture(seconds=0.25, ranks=(0, 2), lines=("FFff..BB", "..FFBBff")),
-        alternatives=(
-            MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
-        ),
-        expert_modes=(
-            MeshAlternative(
-                mesh=Mesh(data=64, expert=8, overlap_degree=2),
-                candidate=BASE,
-                tokens_per_second=4000,
-                gain=1.5,
-                predicted=False,
-            ),
-        ),
     )
-    best = RECOMMENDATION.model_copy(update={"plan": plan, "whole_model": None})
-    text = " ".join(render_answer(answer_of(best), REQUEST).split())
+    spread = Mesh(data=64, expert=8, overlap_degree=2)
+    others = (
+        alternative(Role.OTHER_MESH, BASE, 1.25, mesh=Mesh(data=64), predicted=True),
+        alternative(Role.EXPERT_MODE, BASE, 1.5, mesh=spread),
+    )
+    best = with_alternatives(RECOMMENDATION, *others, plan=plan, whole_model=None)
+    text = said_of(answer_of(best), REQUEST)
     for part in (
         "mesh tensor=2 pipeline=4 (interleaved, 2 stages a rank) data=8 sharding=none on 64 devices",
         "layers 3 4 x 6 1 per stage; rank 2 is the fullest",
         "all devices 640,000 tokens/s",
         "time 80.0% computation, 12.5% exchange, 7.5% bubble 90.0% head(m=4)",
-        "the first 250.0 ms of a step, rank by rank: 0 FFff..BB 2 ..FFBBff F forward, B backward, . waits;",
+        "the first 250.0 ms of a step, rank by rank 0 FFff..BB 2 ..FFBBff F forward, B backward, . waits;",
         "base tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1 recompute=none",
         "other mesh 1.25x over tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1",
         "expert mode no expert parallelism: 1.50x over overlapped, tensor=1 pipeline=1 expert=8 (overlapped in 2",
@@ -336,10 +327,10 @@ def test_a_noisy_answer_states_its_noise_and_no_more_digits_than_it_supports() -
     noisy = RECOMMENDATION.model_copy(
         update={"run_noise": 0.0916, "confidences": {"0.01": 43, "0.05": 80, "0.10": 97}, "confidence": 43}
     )
-    text = " ".join(" ".join(render_recommendation(noisy, REQUEST)).split())
+    text = said_of(noisy)
     assert "by tolerance 43 for 1%, 80 for 5%, 97 for 10% noise two runs of a micro-step differ by 9.2%" in text
     assert "; the recommended one is 1.0x as fast" in text
-    assert "expect 11,500 tokens/s per device, 1.2x base" in text
+    assert "11,500 tokens/s per device, 1.2x micro_batch_size 1" in text
     assert noisy.ratio_text(0.945) == "0.94x" and noisy.ratio_text(12.34) == "12x"
     sure = noisy.model_copy(update={"confidence": 90})
     assert sure.ratio_text(1.371, 3) == "1.371x"
@@ -353,7 +344,6 @@ def test_a_noisy_answer_states_its_noise_and_no_more_digits_than_it_supports() -
     ],
 )
 def test_a_runner_up_that_is_faster_within_the_tolerance_is_as_fast(prefer: str, said: str) -> None:
-    assert RECOMMENDATION.runner_up is not None
-    faster = RECOMMENDATION.runner_up.model_copy(update={"gain": 0.991})
-    found = RECOMMENDATION.model_copy(update={"runner_up": faster, "prefer": prefer})
-    assert said in " ".join(" ".join(render_recommendation(found, REQUEST)).split())
+    faster = other_of(RECOMMENDATION, Role.RUNNER_UP).model_copy(update={"ratio": 0.991})
+    found = with_alternatives(RECOMMENDATION, faster, prefer=prefer)
+    assert said in said_of(found)

@@ -15,13 +15,15 @@ from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
 from bexp.api.comparison import _advice, compare_answers
 from bexp.client.errors import ProblemError
-from bexp.client.explorations import Exploration, Explorations, Result
+from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import row
 from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import Trial
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, RECOMMENDATION, SMALLER, TINY, UNDIVIDED, job_document, result_document
+from tests.api.cli.samples import ANSWER, RECOMMENDATION, SMALLER, TINY, UNDIVIDED, job_document
+from tests.explorer.alternatives import with_alternatives
+from tests.explorer.search.small import REPORT
 from tests.explorer.search.test_comparison import whole_run
 
 Worker = Callable[..., AbstractContextManager[None]]
@@ -63,11 +65,10 @@ def certainty(
     job: dict[str, Any] | None = None, reports: int = 0, *, served: int | None = None, **changes: Any
 ) -> dict[str, Any]:
     best = {**RECOMMENDATION.model_dump(mode="json"), **changes}
-    document = result_document(recommendation=best)
+    document = {**(job or job_document()), "recommendation": best}
     if served is not None:
         document["answer"]["variants"][0] |= {"recommendation": best, "completed_target": served}
-    result = Result.model_validate(document)
-    found = describe_certainty(Exploration.model_validate(job or job_document()), result, reports)
+    found = describe_certainty(Exploration.model_validate(document), reports)
     assert found is not None
     return found
 
@@ -76,7 +77,7 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
     known = certainty(reports=1, run_noise=0.02, expected_regret=0.004, confidences={"0.05": 95})
     assert (known["noise"], known["confidence"], known["confidence_by_tolerance"]) == (0.02, 87, {"0.05": 95})
     assert known["not_measured"] == [
-        "all parts of the best with stock back ends; its throughput is predicted in part",
+        "all parts of the best with stock back ends and no batch tiling; its throughput is predicted in part",
         "whether training converges as well",
     ]
     assert known["next_measurement"] == {
@@ -98,22 +99,21 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
     assert communication in certainty(two)["not_measured"]
     assert communication not in certainty(two, communication_seconds=0.01)["not_measured"]
     ran = {"micro_batch_size": 4, "attention_backend": "own", "num_query_groups": 1, "settings": "tf32=true"}
-    in_steps = certainty(whole_model=None, candidate=ran, dividing=SMALLER.model_dump(mode="json"))["not_measured"]
+    in_steps = certainty(whole_model=None, candidate=ran, alternatives=[SMALLER.model_dump(mode="json")])[
+        "not_measured"
+    ]
     assert not any("as a whole model" in line for line in in_steps)
     assert "all parts of the best that divides the batch; its throughput is predicted in part" in in_steps
     running = certainty(job_document("running"))["next_measurement"]["advice"]
     assert running == "wait: the exploration has not ended"
-    early = Result.model_validate(result_document("cancelled", answer=None))
-    advised = describe_certainty(Exploration.model_validate(job_document("cancelled")), early, 0)
+    advised = describe_certainty(Exploration.model_validate(job_document("cancelled")), 0)
     assert advised is not None
     assert advised["next_measurement"]["advice"].startswith("resume the exploration, which has ended early, or")
     assert (known["tolerance"], known["confidence_asked_for"]) == (0.01, 60)
     unread = certainty(job_document(request=None), confidence=20)
     assert (unread["tolerance"], unread["confidence_asked_for"]) == (None, None)
     assert unread["next_measurement"]["advice"].startswith("resume the exploration")
-    nothing = Result.model_validate(result_document(recommendation=None))
-    for result in (None, nothing):
-        assert describe_certainty(Exploration.model_validate(job_document()), result, 0) is None
+    assert describe_certainty(Exploration.model_validate(job_document("queued")), 0) is None
 
 
 def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callable[..., str]) -> None:
@@ -129,22 +129,26 @@ def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callabl
     lines = " ".join(bexp("compare", job_id, "latest").stdout.split())
     assert said["speedup"] == pytest.approx(said["b"]["tokens_per_second"] / said["a"]["tokens_per_second"])
     assert f": {said['speedup']:.3f}x its speed" in lines
-    for side, of in (("a", UNDIVIDED.dividing), ("b", RECOMMENDATION)):
-        assert of is not None and said[side]["candidate"] == of.candidate.model_dump(mode="json")
+    for side, of in (("a", UNDIVIDED.for_batch), ("b", RECOMMENDATION)):
+        assert said[side]["candidate"] == of.candidate.model_dump(mode="json")
         assert of.candidate.describe() in lines
         assert f": {said[side]['tokens_per_second']:,.0f} tokens/s, " in lines
 
 
 def test_the_recommended_candidate_has_the_confidence_of_best(bexp: Run, explored: Callable[..., str]) -> None:
-    dividing = UNDIVIDED.dividing
-    assert dividing is not None and dividing.confidence != RECOMMENDATION.confidence
-    alike = dividing.model_copy(update={"candidate": RECOMMENDATION.candidate})
-    best = RECOMMENDATION.model_copy(update={"dividing": alike})
+    assert SMALLER.confidence != RECOMMENDATION.confidence
+    alike = SMALLER.model_copy(update={"candidate": RECOMMENDATION.candidate})
+    best = with_alternatives(RECOMMENDATION, alike)
     job_id = explored(
         ANSWER.model_copy(update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": best}),)})
     )
     said = json.loads(bexp("compare", job_id, job_id, "--json").stdout)
     assert (said["a"]["is_recommended"], said["a"]["confidence"]) == (True, RECOMMENDATION.confidence)
+
+
+def report_of(**hardware: Any) -> dict[str, Any]:
+    report = REPORT.model_dump(mode="json")
+    return {**report, "hardware": {**report["hardware"], **hardware}}
 
 
 class Known:
@@ -163,9 +167,6 @@ class Known:
 
     def list(self) -> Iterator[Exploration]:
         return map(self.get, reversed(self.speeds))
-
-    def result(self, job_id: str) -> Result:
-        return Result.model_validate(result_document(id=job_id))
 
     def trials(self, job_id: str) -> Iterator[Trial]:
         conditions = Conditions(host_busy_share=self.loads.get(job_id))
@@ -187,7 +188,7 @@ def test_further_runs_count_once() -> None:
 
 def test_a_further_id_asks_the_same_and_one_without_a_run_is_named() -> None:
     known = Known(first=(100.0,), other=(50.0,), empty=())
-    report = {"hardware": {"device_name": "H100"}}
+    report = report_of(device_name="H100")
     known.changes = {"first": {"report": report}, "other": {"report": report}, "empty": {}}
     said, lines = known.compare("first,empty,other", "other")
     assert (said["a"]["num_runs"], said["not_measured"][0]) == (
@@ -197,7 +198,7 @@ def test_a_further_id_asks_the_same_and_one_without_a_run_is_named() -> None:
     assert "which has no whole run of it" in " ".join(lines.split())
     for change, named in (
         ({"request": {**job_document()["request"], "batch_size": 48}}, "batch_size: 24 in first, 48 in other"),
-        ({"report": {"hardware": {"device_name": "A100"}}}, "device.device_name: H100 in first, A100 in other"),
+        ({"report": report_of(device_name="A100")}, "device.device_name: H100 in first, A100 in other"),
     ):
         known.changes["other"] = {"report": report, **change}
         with pytest.raises(CommandError, match=named):
@@ -211,13 +212,13 @@ def test_what_does_not_decide_is_no_difference_and_the_load_of_the_host_is_one()
     shapes = {"hidden_size": 256, "num_layers": 7, "vocab_size": 4096, "seq_length": 64}
     known = Known(first=(100.0,), same=(100.0,), other=(100.0,))
     known.changes = {
-        "first": {"report": {"hardware": {"device_name": "EPYC", "num_devices": 1}}},
+        "first": {"report": report_of(device_name="EPYC", num_devices=1)},
         "same": {
-            "report": {"hardware": {"device_name": "EPYC", "num_devices": 8}},
+            "report": report_of(device_name="EPYC", num_devices=8),
             "request": {**same, "model": {**request["model"], "name": "renamed"}},
         },
         "other": {
-            "report": {"hardware": {"device_name": "EPYC"}},
+            "report": report_of(device_name="EPYC"),
             "request": {**request, "model": {**request["model"], **shapes}, "batch_size": 48},
         },
     }
@@ -246,9 +247,9 @@ def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() 
 
 def test_a_command_that_was_not_run_again_has_the_speed_of_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"micro_batch_size": 4, "attention_backend": "own", "num_query_groups": 1, "settings": "tf32=true"}
-    best = {**RECOMMENDATION.model_dump(mode="json"), "candidate": own, "dividing": None, "whole_model": None}
+    best = {**RECOMMENDATION.model_dump(mode="json"), "candidate": own, "alternatives": (), "whole_model": None}
     known = Known(a=(), b=())
-    monkeypatch.setattr(known, "result", lambda id: Result.model_validate(result_document(id=id, recommendation=best)))
+    monkeypatch.setattr(known, "get", lambda id: Exploration.model_validate(job_document(id=id, recommendation=best)))
     said, lines = known.compare("a", "b")
     assert said["not_measured"] == [
         f"{name} in a run of its own; its speed is that of the search's steps" for name in "AB"

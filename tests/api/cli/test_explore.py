@@ -15,18 +15,16 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from bexp.api.cli import explore
+from bexp.api.cli import local_run
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.errors import CommandError
 from bexp.api.cli.local_run import usable_device_counts
-from bexp.api.cli.option_values import parse_micro_batch_size
-from bexp.api.cli.options import device_kind, read_request
+from bexp.api.cli.options import device_kind, parse_micro_batch_size, read_request
 from bexp.api.cli.submit import missing_target
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.tables import workers
 from bexp.storage.workers import register_worker
@@ -118,7 +116,7 @@ def test_a_target_that_is_not_there(
 def test_a_library_that_is_missing_is_named_with_the_way_to_install_it(
     refused: Refused, configure: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explore, "installed_targets", lambda: {"bexp": "0.1.0"})
+    monkeypatch.setattr(local_run, "installed_targets", lambda: {"bexp": "0.1.0"})
     config = configure({"hf_config": {"model_type": "llama"}, "hf_seq_length": 64})
     assert "which is missing: pip install 'bexp[transformers]'" in refused("explore", config)
 

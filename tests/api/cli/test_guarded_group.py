@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bexp.api.cli.commands import GuardedGroup, TerminatedError
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.cli.guarded_group import GuardedGroup, TerminatedError
 
 
 def run(raised: BaseException | int) -> tuple[int, str]:

@@ -17,12 +17,13 @@ from bexp.api.examples import RUN_REPORT
 from bexp.client.client import Client
 from bexp.client.explorations import Exploration
 from bexp.explorer.records.event import EventCode
-from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.records.recommendation import Answer, Role, VariantAnswer
 from bexp.explorer.records.run_report import RunReport
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import ANSWER, REQUEST, TINY, UNDIVIDED, job_document
+from tests.explorer.alternatives import without
 
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
 RECOMMENDED = re.compile(
@@ -43,7 +44,7 @@ def config(tmp_path: Path) -> Path:
 def _empty(queue: Queue) -> Any:
     yield
     for state in (JobState.QUEUED, JobState.RUNNING):
-        from bexp.storage.listing import JobFilter, list_jobs
+        from bexp.storage.jobs import JobFilter, list_jobs
 
         for job in list_jobs(queue.database, JobFilter(state=state))[0]:
             queue.request_cancel(job.id)
@@ -225,7 +226,7 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
 
 
 def test_best_says_if_nothing_divides_the_batch(bexp: Run, config: Path, worker: Worker) -> None:
-    none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
+    none = without(UNDIVIDED, Role.DIVIDING, dividing_batch_sizes=(20, 28))
     with worker(Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": none}),))):
         bexp("submit", config, "--watch")
     words = "no micro-batch that fits divides batch_size 24; the nearest batch sizes with one are 20 and 28\n"

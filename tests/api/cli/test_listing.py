@@ -18,25 +18,25 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import (
     INDENT,
-    answer_text,
     conclude,
     print_json,
     say_best,
     table_lines,
     terminal_width,
-    usage_rows,
 )
 from bexp.api.stored import StoredExplorations
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import Exploration, Result
+from bexp.client.explorations import Exploration
+from bexp.explorer.answers.uses import next_rows
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.recommendation import Answer
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, RECOMMENDATION, TINY, event, job_document, result_document
+from tests.api.cli.samples import ANSWER, RECOMMENDATION, REQUEST, TINY, event, job_document
 from tests.contracts.samples import make_report, make_worker
 
 ROOM = {"memory_bytes": 1 << 34, "memory_limit_bytes": 1 << 33}
@@ -186,17 +186,6 @@ def test_text_is_as_wide_as_the_terminal_within_what_can_be_read(
     assert terminal_width() == width
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_what_ended_early_is_told_whole(verbose: bool) -> None:
-    job = Exploration.model_validate(job_document("cancelled"))
-    early = Result.model_validate(result_document("cancelled", answer=None))
-    first, second, *_ = answer_text(job, early, verbose=verbose).splitlines()
-    assert first == "Ended early. The best until then:"
-    assert "micro_batch_size" in second
-    nothing = Result.model_validate(result_document("cancelled", answer=None, recommendation=None))
-    assert answer_text(job, nothing, verbose=verbose) == ""
-
-
 def test_a_report_is_written_where_it_can_be(bexp: Run, config: Path, queue: Queue, tmp_path: Path) -> None:
     job_id = bexp("submit", config, "--fresh").stdout.strip()
     queue.request_cancel(job_id)
@@ -221,27 +210,26 @@ NOTHING = Answer(
         (EventCode.SUCCEEDED, {}, ExitCode.ANSWER, "\nRecommended micro_batch_size: 4", ""),
         (
             EventCode.CANCELLED,
-            {"answer": None},
+            {"state": "cancelled"},
             ExitCode.NO_ANSWER,
-            "\nEnded early. The best until",
+            "\nEnded early; the best micro_batch_size until then: 4 for tiny\n\n  batch",
             "bexp: it ended\n",
         ),
         (EventCode.CANCELLED, {"answer": None, "recommendation": None}, ExitCode.NO_ANSWER, "", "bexp: it ended\n"),
         (EventCode.NOTHING_FITS, {"answer": NOTHING, "recommendation": None}, ExitCode.NO_ANSWER, "\nNo recomm", ""),
-        (EventCode.FAILED, None, ExitCode.SERVICE, "", "bexp: it ended\n"),
+        (EventCode.FAILED, {"answer": None, "recommendation": None}, ExitCode.SERVICE, "", "bexp: it ended\n"),
     ],
 )
 def test_the_end_of_an_exploration_is_its_answer_or_why_there_is_none(
     capsys: pytest.CaptureFixture[str],
     code: EventCode,
-    known: dict[str, Any] | None,
+    known: dict[str, Any],
     status: ExitCode,
     begin: str,
     said: str,
 ) -> None:
-    result = None if known is None else Result.model_validate(result_document(**known))
-    job = Exploration.model_validate(job_document())
-    client: Any = SimpleNamespace(get=lambda _: job, result=lambda _: result, run_reports=lambda _: ())
+    job = Exploration.model_validate(job_document(**known))
+    client: Any = SimpleNamespace(get=lambda _: job, run_reports=lambda _: ())
     last = event(9, code, "it ended")
     assert conclude(client, job.id, last, as_json=False, verbose=False) is status
     told = capsys.readouterr()
@@ -250,10 +238,9 @@ def test_the_end_of_an_exploration_is_its_answer_or_why_there_is_none(
     told = capsys.readouterr()
     found = json.loads(told.out)
     assert (found["job"]["id"], told.err) == (job.id, "")
-    of_result = None if result is None else result.model_dump(mode="json")
-    assert found["answer"] == (of_result and of_result["answer"])
-    assert found["recommendation"] == (of_result and of_result["recommendation"])
-    assert ("target" in found) is (result is not None)
+    of_job = job.model_dump(mode="json")
+    assert all(found[name] == of_job[name] for name in ("recommendation", "answer", "text"))
+    assert ("target" in found) is (job.text is not None)
 
 
 def test_a_program_is_given_no_number_that_json_does_not_have() -> None:
@@ -265,9 +252,9 @@ def test_the_best_so_far_is_said_if_the_service_answers(capsys: pytest.CaptureFi
     def fail(_: str) -> None:
         raise ServiceError("it is away")
 
-    result = Result.model_validate(result_document())
-    for answers in (lambda _: result, lambda _: None, fail):
-        say_best(SimpleNamespace(result=answers), "job1")
+    known, nothing = (Exploration.model_validate(job_document(state)) for state in ("succeeded", "queued"))
+    for answers in (lambda _: known, lambda _: nothing, fail):
+        say_best(SimpleNamespace(get=answers), "job1")
     assert capsys.readouterr().err.splitlines() == [
         f"best so far: {RECOMMENDATION.candidate.describe()}",
         "  11,500 tokens/s per device, 1.23x base, confidence 87 out of 100",
@@ -279,25 +266,15 @@ def test_the_best_so_far_is_said_if_the_service_answers(capsys: pytest.CaptureFi
     ("target", "is_applied"), [("bexp", True), ("transformers", True), ("my-gpt", False), ("a", False)]
 )
 def test_the_answer_ends_with_the_commands_that_use_it(target: str, is_applied: bool) -> None:
-    document = job_document()
-    if target != "bexp":
-        document["request"] = {
-            "target": target,
-            **({"hf_config": {"model_type": "llama"}, "hf_seq_length": 64} if target == "transformers" else {}),
-        }
-    job = Exploration.model_validate(document)
-    rows = [tuple(line.split("\t")) for line in usage_rows(job, ANSWER, RECOMMENDATION)]
-    labels = [label.strip() for label, _ in rows]
-    provisional = [] if target == "bexp" else ["to be surer"]  # 95 is asked for unless another confidence is
-    assert labels == [*provisional, "for a trainer", *(["for bexp.apply"] if is_applied else []), "as a page"]
-    assert rows[-1][1] == "bexp report job1 --out report.html"
-    assert dict(zip(labels, rows, strict=True))["for a trainer"][1].startswith(
-        "bexp best job1 --format NAME, where NAME is"
-    )
+    config = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 64} if target == "transformers" else {}
+    asked = REQUEST if target == "bexp" else ExplorationRequest.model_validate({"target": target, **config})
+    rows = {row.label: row.text for row in next_rows("job1", RECOMMENDATION, asked)}
+    assert list(rows) == ["next", "for a trainer", *(["for bexp.apply"] if is_applied else []), "as a page"]
+    assert rows["as a page"] == "bexp report job1 --out report.html"
+    assert rows["for a trainer"].startswith("bexp best job1 --format NAME, where NAME is")
     if target == "transformers":
-        document["request"]["mode"] = "eval"
-        evaluated = usage_rows(Exploration.model_validate(document), ANSWER, RECOMMENDATION)
-        assert not any("--format" in line for line in evaluated), "no training follows from it"
+        evaluated = next_rows("job1", RECOMMENDATION, asked.model_copy(update={"mode": "eval"}))
+        assert not any("--format" in row.text for row in evaluated), "no training follows from it"
 
 
 class Listed:

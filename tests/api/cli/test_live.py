@@ -15,8 +15,7 @@ from rich.live import Live
 
 from bexp.api.cli import following
 from bexp.api.cli.following import LiveOutput
-from bexp.api.live import LiveView
-from bexp.api.live_chart import RateChart, axis_start
+from bexp.api.live import LiveView, RateChart, axis_start
 from bexp.api.local_worker import WorkerEndedError
 from bexp.api.stored import StoredExplorations
 from bexp.client.errors import ServiceError
@@ -46,7 +45,7 @@ tiny  job1  2 trials  0:04 passed, about 0:04 left
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 something
 
-best so far  11,000 tokens/s  1.23x base  confidence 30 (target 60)
+best so far  11,000 tokens/s per device, 1.23x base, confidence 30 (target 60)
              micro_batch_size=4 bta_tile=2 recompute=none attention=flash
              experts=grouped_mm
 """
@@ -87,7 +86,7 @@ def test_before_the_start_and_without_a_request_there_is_no_time_to_tell() -> No
     for one in (event(1, EventCode.QUEUED), started_ago(5), EVENTS[3]):
         unread.show(one)
         assert render(unread).splitlines()[0].rstrip() == "exploration  job1  0 trials"
-    assert re.search(r"confidence 87$", render(unread), re.MULTILINE)
+    assert re.search(r"confidence 87 out of 100$", render(unread), re.MULTILINE)
     assert "  0:00 passed" in render(view_of(started_ago(-9))), "the clock of another machine is ahead"
 
 
@@ -165,7 +164,7 @@ def test_everything_that_is_known_is_seen() -> None:
     failed = event(5, EventCode.INFEASIBLE, candidate={"micro_batch_size": 2}, outcome="out_of_memory")
     text = render(view_of(*EVENTS[:4], failed))
     assert "tiny  job1  1 trial" in text
-    assert "best so far  11,500 tokens/s  1.23x base  confidence 87 (target 60)" in text
+    assert "best so far  11,500 tokens/s per device, 1.23x base, confidence 87 (target 60)" in text
     assert "             micro_batch_size=4 bta_tile=2" in text
     assert "micro_batch_size 4 ran as a whole model: 11,500 tokens/s" in text
     rows = re.findall(r"^(\d+) (.*?)\s*$", text, re.MULTILINE)

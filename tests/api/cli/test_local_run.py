@@ -13,9 +13,8 @@ import yaml
 from bexp.api.cli import local_run
 from bexp.api.cli.local_run import LocalRun
 from bexp.api.local_worker import WorkerEndedError
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
@@ -97,6 +96,23 @@ def test_all_but_what_has_succeeded_is_resumed(bexp: Run, queue: Queue, state: J
     assert (done.code, "it runs already" in done.stderr) == (130, False)
     assert f"cancelling exploration {job.id}" in done.stderr
     assert get_job(queue.database, job.id).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"device_kind": "cuda"}, "the exploration needs a cuda device, and --device names cpu"),
+        ({"target": "elsewhere"}, "there is no target 'elsewhere' here"),
+    ],
+)
+def test_a_resume_leaves_what_no_worker_here_can_run(
+    bexp: Run, queue: Queue, fields: dict[str, Any], said: str
+) -> None:
+    job, _ = queue.enqueue(ExplorationRequest.model_validate(TINY | fields))
+    done = bexp("resume", job.id, "--device", "cpu")
+    assert (done.code, said in done.stderr) == (2, True)
+    stored = get_job(queue.database, job.id)
+    assert (stored.state, stored.cancel_requested) == (JobState.QUEUED, False)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ pytest.importorskip("mcp", reason="the extra mcp is not installed")
 from mcp import Client
 from starlette.responses import Response
 
-from bexp.api import connections
+from bexp.api import listener
 from bexp.api.agents import http
 from bexp.api.agents.http import Guard
 from bexp.api.cli import app
@@ -104,7 +104,7 @@ def test_without_a_token_another_user_is_refused(open_service: str, monkeypatch:
     assert status() == 200
     assert status(**{"X-Forwarded-For": "10.1.1.1"}) == 401
     assert status(Authorization="Bearer x") == 401  # the service requires none, and checks it all the same
-    monkeypatch.setattr(connections, "find_peer", lambda *_: Peer("127.0.0.1", 12_345))
+    monkeypatch.setattr(listener, "find_peer", lambda *_: Peer("127.0.0.1", 12_345))
     assert status() == status(Authorization="Bearer x") == 401
 
 

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from bexp.api.cli.commands import COMMANDS
-from bexp.api.cli.results import answer_text
 from bexp.api.stored import StoredExplorations
-from bexp.explorer.exports.registry import FORMATS
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.answers.lines import render
+from bexp.explorer.trainers.registry import FORMATS, TRAINERS, TrainerName
 from bexp.storage.queue import Queue
 from tests.api.cli.conftest import Run
 from tests.api.cli.explored import explored
 
 PAGE = (Path(__file__).parents[3] / "api" / "web" / "copy.js").read_text()
-WORDS = re.compile(r"\bbexp ([a-z]+)((?: (?!-v for)[^\s`,;]+)*)")
+WORDS = re.compile(r'\bbexp ([a-z]+)((?: (?!-v for)[^\s`,;"]+)*)')
 ASKED: dict[str, dict[str, Any]] = {
     **{name.value: {"trainer": name.value} for name in TrainerName},
     "no trainer": {},
@@ -46,11 +45,11 @@ def test_each_command_that_an_answer_prints_can_be_run(bexp: Run, queue: Queue, 
     space = {"micro_batch_size": [1, 2, 4], "attention_backends": None, "recompute": None, **ASKED[asked]}
     job_id = explored(queue, tmp_path, **space)
     stored = StoredExplorations(queue.database)
-    job, result = stored.get(job_id), stored.result(job_id)
-    assert result is not None
+    said = stored.get(job_id).text
+    assert said is not None
     shown = json.loads(bexp("best", job_id, "--json").stdout)
     listed = shown["job"]["own_formats"]
-    texts = [answer_text(job, result, verbose=verbose) for verbose in (False, True)]
+    texts = [render(said, 200, brief=brief) for brief in (True, False)]
     texts += [json.dumps(shown), bexp("best", job_id).stderr]
     texts += [bexp("best", job_id, "--format", name).stdout for name in listed]
     texts += [line.replace("${id}", job_id) for line in PAGE.splitlines() if "recommendation &&" in line]

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 from bexp.api.cli import app
 from bexp.api.cli.errors import ExitCode
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, list_jobs
 from bexp.storage.queue import Queue
 from tests.contracts.samples import make_request
 

@@ -7,27 +7,28 @@ from typing import Any
 import pytest
 
 from bexp.api.examples import RUN_REPORT
-from bexp.explorer.answers.answer import render_answer
 from bexp.explorer.answers.runs import render_run_report
-from bexp.explorer.answers.summary import render_summary
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.recommendation import (
-    CORES_ARE_SHARED,
-    NOISE_ENDS_SEARCH,
     Answer,
+    Note,
+    NoteCode,
     Recommendation,
+    Role,
     VariantAnswer,
     WholeModelCheck,
 )
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import OWN_ATTENTION
-from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
+from bexp.explorer.request.request import ExplorationRequest
+from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED, said_of, told
+from tests.explorer.alternatives import without
+from tests.explorer.search.small import REPORT
 
 
 def summary(best: Recommendation = RECOMMENDATION, request: ExplorationRequest | None = REQUEST, **more: Any) -> str:
     main = ANSWER.variants[0].model_copy(update={"recommendation": best, **more})
-    return " ".join(render_summary(Answer(variants=(main,)), "a1b2", request).split())
+    return said_of(Answer(variants=(main,)), request, brief=True)
 
 
 def test_the_first_line_names_the_device_that_was_measured() -> None:
@@ -37,18 +38,14 @@ def test_the_first_line_names_the_device_that_was_measured() -> None:
         (ANSWER, "Recommended micro_batch_size: 4 for tiny"),
         (nothing, "No recommendation"),
     ):
-        texts = (
-            render_summary(answer, "a1b2", REQUEST, 160, "NVIDIA H200, replayed"),
-            render_answer(answer, REQUEST, "bexp 0.1.0", 160, "NVIDIA H200, replayed"),
-        )
-        for text in texts:
-            line = text.splitlines()[0]
+        for brief in (True, False):
+            line = told(answer, REQUEST, REPORT, width=160, brief=brief).splitlines()[0]
             assert line.startswith(first)
-            assert " on NVIDIA H200, replayed" in line
+            assert f" on {REPORT.hardware.device_name}" in line
 
 
 def test_six_lines_say_what_to_run_and_what_it_gains() -> None:
-    lines = render_summary(ANSWER, "a1b2", REQUEST, width=160).splitlines()
+    lines = told(ANSWER, width=160, brief=True).splitlines()
     assert [line[:20].strip() for line in lines[1:]] == ["batch", "settings", "speed", "memory", "confidence", "next"]
     said = [line[20:] for line in lines[1:]]
     assert lines[0] == "Recommended micro_batch_size: 4 for tiny"
@@ -72,7 +69,7 @@ def test_a_real_run_is_compared_with_the_figures_of_the_answer(whole: WholeModel
 
 
 def test_nothing_to_change_is_said_as_it_is() -> None:
-    plain = RECOMMENDATION.model_copy(update={"candidate": BASE, "performance": 1.0, "stock": None})
+    plain = without(RECOMMENDATION, Role.STOCK, candidate=BASE, performance=1.0)
     assert "nothing else to change" in summary(plain)
     assert "which is the base" in summary(plain)
     blocks = RECOMMENDATION.model_copy(update={"whole_model": None})
@@ -87,13 +84,13 @@ def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
     asked = ExplorationRequest.model_validate({**TINY, "budget": {**TINY["budget"], "confidence_target": 95}})
     assert "faster. Provisional: 95 was asked for; explore again with a higher --max-seconds" in summary(request=asked)
     assert "explore again with --fresh" in summary(request=asked, completed_target=95)
-    noisy = RECOMMENDATION.model_copy(update={"notes": (NOISE_ENDS_SEARCH,)})
+    noisy = RECOMMENDATION.model_copy(update={"notes": (Note(code=NoteCode.NOISE, text="so noisy"),)})
     assert "when nothing else runs here" in summary(noisy, asked)
 
 
 def test_speed_in_time_of_the_processor_says_so() -> None:
     assert "processor" not in summary()
-    shared = RECOMMENDATION.model_copy(update={"notes": (f"{CORES_ARE_SHARED}: threads waited",)})
+    shared = RECOMMENDATION.model_copy(update={"notes": (Note(code=NoteCode.SHARED_CORES, text="others run"),)})
     assert "per device of processor time (slower while others use these cores), " in summary(shared)
 
 
@@ -110,7 +107,7 @@ def test_settings_of_a_trainers_own_file_are_not_said_to_be_those_of_the_base(tr
     asked = REQUEST.model_copy(update={"trainer": trainer, "base_micro_batch_size": 2})
     base = BASE.model_copy(update={"micro_batch_size": 2, "expert_backend": None})
     best = base.model_copy(update={"micro_batch_size": 4})
-    said = summary(RECOMMENDATION.model_copy(update={"candidate": best, "base": base, "stock": None}), asked)
+    said = summary(without(RECOMMENDATION, Role.STOCK, candidate=best, base=base), asked)
     assert f"settings recompute=none attention={base.attention_backend}{writes} speed" in said
     assert f"micro_batch_size 2 of the file with recompute=none attention={base.attention_backend} memory" in said
 
@@ -119,14 +116,14 @@ def test_without_a_recommendation_the_reason_is_all() -> None:
     nothing = VariantAnswer.model_validate(
         {**ANSWER.variants[0].model_dump(mode="json"), "recommendation": None, "reason": "nothing fits"}
     )
-    assert render_summary(Answer(variants=(nothing,)), "a1b2", REQUEST) == "No recommendation: nothing fits"
+    assert told(Answer(variants=(nothing,)), brief=True) == "No recommendation: nothing fits"
 
 
 @pytest.mark.parametrize("whole_model", [None, RECOMMENDATION.whole_model])
 def test_code_of_a_persons_own_is_measured_whole(whole_model: WholeModelCheck | None) -> None:
     own = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
-    best = RECOMMENDATION.model_copy(update={"candidate": own, "whole_model": whole_model, "runner_up": None})
+    best = without(RECOMMENDATION, Role.RUNNER_UP, candidate=own, whole_model=whole_model)
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
-    whole, summary = render_answer(answer, REQUEST), render_summary(answer, "job1", REQUEST)
+    whole, summary = told(answer), told(answer, brief=True)
     assert "in whole steps of its own code" in whole
     assert not {"composed", "blocks", "about"} & set(f"{whole} {summary}".split())

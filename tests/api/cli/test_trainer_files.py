@@ -15,14 +15,15 @@ from bexp.api.cli.errors import CommandError
 from bexp.api.cli.exported_into import check_into, exported_into
 from bexp.api.cli.files import read_document
 from bexp.api.cli.options import build_request
-from bexp.explorer.exports.registry import export
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.exports.export import export
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import TINY
 from tests.explorer.exports.samples import candidate, exploration
-from tests.explorer.formats.trainers.samples import CONFIG, FILES
+from tests.explorer.formats.trainer_files import CONFIG, FILES
 
 NAMES = [name for name in FILES if name != "torchtune"]
 
@@ -177,7 +178,7 @@ def test_a_whole_file_is_not_told_what_else_it_needs(files: Path) -> None:
 
 def test_only_a_yaml_that_is_read_is_written(files: Path) -> None:
     for name in (None, "torchtune", "megatron"):
-        with pytest.raises(CommandError, match="--into needs --format axolotl or llamafactory or trl"):
+        with pytest.raises(CommandError, match="--into needs --format trl or axolotl or llamafactory"):
             check_into(name)
     asked = asked_by(files / "axolotl", "axolotl")
     with pytest.raises(CommandError, match="No such file"):

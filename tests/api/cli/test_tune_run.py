@@ -15,9 +15,8 @@ from bexp.api.cli import tune
 from bexp.api.cli.errors import ExitCode
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.queue import Queue
 from bexp.tune import link
 from bexp.tune.placeholders import APPLY, APPLY_VALUES

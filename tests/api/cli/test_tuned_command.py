@@ -13,10 +13,11 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer, _best, check_writable
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
-from bexp.explorer.records.recommendation import DividingCandidate
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.records.recommendation import Role
 from bexp.tune.placeholders import APPLY
 from tests.contracts.samples import make_recommendation
+from tests.explorer.alternatives import alternative
 
 VALUES = {SIZE: 8, STEPS: 4}
 
@@ -153,25 +154,19 @@ def test_what_apply_did_is_told_as_lines_of_python_and_not_as_a_flag() -> None:
 def test_the_answer_is_the_candidate_that_keeps_the_batch() -> None:
     """The fastest one may not divide it: then it has no accumulation steps, and the other has."""
     fastest = make_recommendation(3)
-    dividing = DividingCandidate(
-        candidate=make_recommendation(2).candidate,
-        **{"grad_accum_steps": 4, "tokens_per_second": 900.0, "loss": 0.1, "confidence": 50, "step_seconds": 1.0},
-        **{"peak_bytes": 1, "required_bytes": 1, "composed_tokens_per_second": 900.0},
-    )
-    of_both = fastest.model_copy(update={"grad_accum_steps": None, "dividing": dividing})
+    figures = {"grad_accum_steps": 4, "tokens_per_second": 900.0}
+    dividing = alternative(Role.DIVIDING, make_recommendation(2).candidate, **figures)
+    of_both = fastest.model_copy(update={"grad_accum_steps": None, "alternatives": (dividing,)})
     assert _best(of_both) == (dividing.candidate, 900.0, 4)
-    assert _best(of_both.model_copy(update={"dividing": None})) == (fastest.candidate, 1000.0, None)
+    assert _best(of_both.model_copy(update={"alternatives": ()})) == (fastest.candidate, 1000.0, None)
     assert _best(of_both.model_copy(update={"grad_accum_steps": 8})) == (fastest.candidate, 1000.0, 8)
 
 
 def test_a_batch_that_nobody_states_has_no_steps() -> None:
     """The size stands in the command, and the first that was measured is no size of its own."""
-    parts = {"micro_batch_size": 4, "seq_length": 1}
-    stored: Any = SimpleNamespace(
-        result=lambda _: SimpleNamespace(recommendation=make_recommendation()),
-        get=lambda _: SimpleNamespace(report={"parts": parts}),
-        trials=lambda _: [],
-    )
+    parts = SimpleNamespace(micro_batch_size=4, seq_length=1, batch_size=None, class_name=None)
+    job = SimpleNamespace(recommendation=make_recommendation(), report=SimpleNamespace(parts=parts))
+    stored: Any = SimpleNamespace(get=lambda _: job, trials=lambda _: [])
     answer = TuneAnswer.find(stored, "j", {}, None)
     assert answer is not None
     assert answer.own == {SIZE: 4}
@@ -261,11 +256,10 @@ def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
     """A stated batch tells no steps of the command's own. Of a candidate's trials the highest peak counts."""
     found: Any = make_recommendation()
     tried: Any = [(found.candidate, 300), (found.candidate, 500), (found.candidate, None), (found.base, None)]
-    parts = {"micro_batch_size": 4, "batch_size": 24, "seq_length": 128, "class_name": "Trainer"}
+    parts: Any = SimpleNamespace(micro_batch_size=4, batch_size=24, seq_length=128, class_name="Trainer")
     tuned = found.candidate.model_copy(update={"settings": "optim=sgd"})
     stored: Any = SimpleNamespace(
-        result=lambda _: SimpleNamespace(recommendation=found),
-        get=lambda _: SimpleNamespace(report={"parts": parts}),
+        get=lambda _: SimpleNamespace(recommendation=found, report=SimpleNamespace(parts=parts)),
         trials=lambda _: [SimpleNamespace(candidate=of, measured_peak_bytes=peak) for of, peak in tried],
     )
     tries = {"optim": ["adamw", "sgd"]}
@@ -282,7 +276,7 @@ def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
     assert stated is not None
     assert (stated.batch_size, stated.own, stated.choice) == (48, {"optim": "adamw", SIZE: 4}, {"optim": "sgd"})
     assert stated.best.peak_bytes is None
-    parts.clear()
+    parts = None
     unknown = TuneAnswer.find(stored, "j", tries, None)
     assert unknown is not None
     assert (unknown.batch_size, unknown.own[SIZE], unknown.best.tokens_per_sample) == (None, None, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.api.cli.worst_batch import (
+from bexp.api.cli.tune_answer import (
     describe_evaluation,
     describe_larger,
     describe_processes,
@@ -18,9 +18,9 @@ from bexp.api.cli.worst_batch import (
     fitting_size,
     share_longer,
 )
+from bexp.explorer.model.parts import EvaluationBatch, ProcessSpread, SampleLengths
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.spec.parts import EvaluationBatch, ProcessSpread, SampleLengths
 from bexp.tune.lengths import Lengths
 from bexp.tune.micro_batches import MicroBatches
 from tests.explorer.exports.samples import PARTS, candidate
@@ -114,7 +114,7 @@ def test_an_evaluation_and_the_processes_are_told_with_the_answer() -> None:
     evaluation = EvaluationBatch(batch_size=8, length=0, peak_bytes=1 << 30)
     spread = ProcessSpread(number=2, slowest=1, slower=1.0, fullest=0, fuller=1.21)
     parts = PARTS.model_copy(update={"evaluation": evaluation, "processes": spread})
-    job = SimpleNamespace(report={"parts": parts.model_dump(mode="json")})
+    job = SimpleNamespace(report=SimpleNamespace(parts=parts))
     stored: Any = SimpleNamespace(get=lambda _: job, trials=lambda _: [])
     assert told(stored) == [
         ["worst micro-batch", "not known: the lengths or the order of the samples cannot be read"],
@@ -135,7 +135,7 @@ def test_larger_sizes_are_told_by_the_peaks_and_the_failures_of_the_same_setting
     parts = PARTS.model_copy(update={"samples": samples})
     trials = [tried(size, peak) for size, peak in ((1, 1000), (4, 1600), (4, 1300), (2, None), (8, None), (32, None))]
     trials += [tried(4, 1650, "tf32=true"), tried(5, None, "tf32=true")]
-    report: dict[str, Any] | None = {"parts": parts.model_dump(mode="json")}
+    report: Any = SimpleNamespace(parts=parts)
     stored: Any = SimpleNamespace(get=lambda _: SimpleNamespace(report=report), trials=lambda _: trials)
     assert told(stored) == [
         ["worst micro-batch", "4 x 474 tokens ran first: no micro-batch of this data is longer"],

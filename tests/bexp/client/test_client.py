@@ -11,8 +11,9 @@ import pytest
 
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Result
 from bexp.explorer.records.event import EventCode
-from tests.api.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
+from tests.api.cli.samples import EVENTS, RECOMMENDATION, REQUEST, event, job_document, result_document, sse
 from tests.contracts.samples import make_trial
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -65,7 +66,7 @@ def test_problem_names_every_field_and_rule() -> None:
         (lambda _: httpx.Response(200, json=["?"]), "cannot be read"),
         (lambda _: httpx.Response(200, json={"id": "job1"}), "cannot be read"),
         (
-            lambda _: httpx.Response(200, json=job_document(id="x/../../../../evil/pwn")),
+            lambda _: httpx.Response(200, json={**job_document(), "id": "x/../../../../evil/pwn"}),
             "Exploration cannot be read: id",
         ),
     ],
@@ -142,11 +143,11 @@ def test_list_and_recommendation_and_trials() -> None:
 
     with client_of(handler) as client:
         assert [job.model for job in client.list(state="queued")] == ["tiny", "tiny"]
-        result = client.result("job1")
-        assert result is not None
+        document = client.answer("job1")
+        assert document is not None
+        result = Result.model_validate(document)
         assert result.final
-        assert result.recommendation is not None
-        assert result.recommendation.candidate.micro_batch_size == 4
+        assert result.recommendation == RECOMMENDATION
         assert client.trials("job1") == ()
 
 
@@ -222,7 +223,7 @@ def test_a_service_that_never_answers_is_not_waited_for_once_more(monkeypatch: p
         now += 45.0
         raise httpx.ReadTimeout("silence", request=request)
 
-    monkeypatch.setattr("bexp.client.events.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("bexp.client.client.time", SimpleNamespace(monotonic=lambda: now))
     client = Client("http://service", transport=httpx.MockTransport(handler), sleep=lambda _: None)
     with client, pytest.raises(ServiceError, match="did not answer in time"):
         list(client.events("job1"))

@@ -111,7 +111,7 @@ def test_what_python_shows_names_the_size_that_a_trainer_takes_for_the_batch(
     assert (result.exploration.micro_batch_size, result.recommendation.micro_batch_size) == (6, 1)
     lines = str(result.view).splitlines()
     assert "Recommended: micro_batch_size 6" in lines[0]
-    assert lines[1].startswith("For the batch: micro_batch_size 1 in 15")
+    assert any("batch_size 15: 1, in 15 accumulation steps" in line for line in lines)
     assert shown[-1] == str(result.view)
     answer = repr(result).splitlines()
     assert answer[0].startswith("Recommended micro_batch_size: 6 for ")

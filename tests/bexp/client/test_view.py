@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bexp.client.explorations import Exploration
 from bexp.client.view import ExplorationView
 from bexp.explorer.records.event import Event, EventCode
-from tests.api.cli.samples import EVENTS, RECOMMENDATION, SMALLER, UNDIVIDED, event
+from bexp.explorer.records.recommendation import Recommendation
+from tests.api.cli.samples import EVENTS, RECOMMENDATION, SMALLER, UNDIVIDED, event, job_document
 
 
 def view_of(*events: Event) -> ExplorationView:
@@ -36,17 +38,19 @@ def test_a_message_is_text_and_another_variant_starts_an_empty_table() -> None:
     assert "&lt;script&gt;" in view._repr_html_()
 
 
-def test_the_answer_adds_what_trainers_and_exports_take_for_the_batch() -> None:
-    line = (
-        "For the batch: micro_batch_size 1 in 25 micro-steps, 10,900 tokens/s per device, confidence 71 out of 100; "
-        "trainers and exports take this one"
-    )
+def concluded(view: ExplorationView, best: Recommendation) -> str:
+    view.conclude(Exploration.model_validate(job_document(recommendation=best, answer=None)))
+    return str(view)
+
+
+def test_the_rows_of_the_answer_stand_in_the_view() -> None:
     view = view_of(*EVENTS)
-    view.conclude(UNDIVIDED.model_dump(mode="json"))
-    assert str(view).splitlines()[1] == line
+    shown = concluded(view, UNDIVIDED)
+    (line,) = (each for each in shown.splitlines() if each.startswith("  batch "))
+    assert line.endswith("batch_size 24: 1, in 25 accumulation steps, 5.2% slower than 4, confidence 71")
     html = view._repr_html_()
-    assert (line in html, html.count(">for the batch<"), html.count(">recommended<")) == (True, 1, 1)
-    view.conclude(RECOMMENDATION.model_dump(mode="json"))
-    assert "For the batch" not in str(view), "the recommended one divides it"
-    view.conclude(UNDIVIDED.model_copy(update={"candidate": SMALLER.candidate}).model_dump(mode="json"))
-    assert "micro_batch_size 4" in str(view), "the answer is for another variant than was shown last"
+    assert "1, in 25 accumulation steps" in html
+    assert (html.count(">for the batch<"), html.count(">recommended<")) == (1, 1)
+    assert "4 divides it" in concluded(view, RECOMMENDATION)
+    other = UNDIVIDED.model_copy(update={"candidate": SMALLER.candidate})
+    assert "micro_batch_size 4" in concluded(view, other), "the answer is for another variant than was shown last"

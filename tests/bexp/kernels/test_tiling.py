@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import BlockRecompute
+from bexp.explorer.cost.components import BlockRecompute
 from bexp.kernels.tiling import tiled
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from tests.bexp.kernels.references import relative_error

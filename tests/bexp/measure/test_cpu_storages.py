@@ -1,7 +1,7 @@
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from bexp.measure.cpu_storages import LiveStorages
+from bexp.measure.memory_meters import LiveStorages
 
 KIB = 1024
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import ModulePasses
 from bexp.workers.targets.reference.factory import build_block, example_inputs

@@ -40,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("bexp.step.measuring.time", found)
+    monkeypatch.setattr("bexp.step.exploration.time", found)
     return found
 
 

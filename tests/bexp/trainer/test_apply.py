@@ -283,16 +283,12 @@ def test_the_candidate_that_divides_the_batch_is_used_where_there_is_one() -> No
     told = document(micro_batch_size=6, recompute="full")
     own = told["recommendation"]["candidate"]
     assert bexp.RecommendedSetup.read(told).micro_batch_size == 6, "there is no other"
-    told["recommendation"]["dividing"] = {"candidate": own, "tokens_per_second": 1.0}
+    dividing = {"role": "dividing", "candidate": own, "tokens_per_second": 1.0}
+    told["recommendation"]["alternatives"] = [{"role": "stock"}, dividing]
     assert bexp.RecommendedSetup.read(told).tokens_per_second == 1000.0, "it is the recommended one itself"
     told["recommendation"]["whole_model"] = {"tokens_per_second": 990.0, "measurement": {"peak_bytes": 7}}
-    told["recommendation"]["dividing"] = {
-        "candidate": own | {"micro_batch_size": 8, "recompute": "none"},
-        "tokens_per_second": 950.0,
-        "confidence": 80,
-        "peak_bytes": 9,
-        "whole_model": None,
-    }
+    dividing |= {"candidate": own | {"micro_batch_size": 8, "recompute": "none"}, "tokens_per_second": 950.0}
+    dividing |= {"confidence": 80, "measured_peak_bytes": 9, "whole_model": None}
     found = bexp.RecommendedSetup.read(told)
     assert (found.micro_batch_size, found.settings.recompute, found.settings.attention) == (8, "none", "sdpa:math")
     assert (found.tokens_per_second, found.confidence, found.peak_bytes) == (950.0, 80, 9)

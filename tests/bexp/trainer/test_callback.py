@@ -14,9 +14,9 @@ import torch
 
 import bexp
 from bexp.explorer.records.run_report import RunReport
+from bexp.trainer.callback import SeenBatches
 from bexp.trainer.model_setup import device_name
 from bexp.trainer.recommended_setup import RecommendedSetup
-from bexp.trainer.seen_batches import SeenBatches
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
 from tests.bexp.trainer.recommendations import document, told_of_a_config, with_adapters

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import LayerPart, ModelParts, Part
+from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import OWN_ATTENTION
+from bexp.explorer.request.request import ExplorationRequest
 from tests.contracts.samples import make_recommendation, make_report
 
 GIB = 1 << 30

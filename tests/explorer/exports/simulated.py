@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.step import required_bytes
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.step import required_bytes
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.parts import ExploredModel, LayerPart, ModelParts, Part
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.parts import ExploredModel, LayerPart, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.cost_model.described import part, parts
+from tests.explorer.cost.described import part, parts
 from tests.explorer.explorations import answer_of, run, trials_of
 from tests.explorer.exports.samples import CONFIG
 from tests.explorer.simulator import SimulatedDevice, report

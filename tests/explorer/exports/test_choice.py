@@ -8,21 +8,25 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.choice import Choice, choose
-from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
-from bexp.explorer.exports.registry import FORMATS, export
-from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import build_settings, export
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Role
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import explored_models, expressible
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.trainer_formats import formats_for
+from bexp.explorer.search.trainer_terms import formats_for
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.registry import FORMATS, TRAINERS, TrainerName, UnknownFormatError
+from bexp.explorer.trainers.settings import TrainerSettings
+from tests.explorer.alternatives import other_of
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import (
     LOGIT_BYTES,
@@ -39,33 +43,31 @@ def plan(answer: ExportSource, name: str = "transformers") -> TrainerSettings:
     return build_settings(FORMATS[name].trainer, name, answer)
 
 
-def chosen(found: Simulated, trainer: TrainerName) -> Choice:
+def chosen(found: Simulated, trainer: str) -> Choice:
     return choose(TRAINERS[trainer], found.source, found.request, found.known)
 
 
 @pytest.mark.parametrize("losses", [["library", "chunked"], ["chunked"]])
 def test_the_trainer_that_was_explored_for_gets_the_answers_own_candidate(losses: list[str]) -> None:
     found = simulated(22, losses=losses)
-    own = found.known.dividing
-    assert own is not None
-    choice = chosen(found, TrainerName.BEXP)
+    own = other_of(found.known, Role.DIVIDING)
+    choice = chosen(found, "bexp")
     assert (choice.candidate, choice.grad_accum_steps) == (own.candidate, own.grad_accum_steps)
     assert (choice.is_own, choice.confidence, choice.loss) == (True, own.confidence, 0.0)
-    for name in (TrainerName.TRANSFORMERS, TrainerName.LIGHTNING, TrainerName.MEGATRON):
-        asked: dict[str, Any] = {"losses": ["library"], "trainer": name.value}
+    for name in ("transformers", "lightning", "megatron"):
+        asked: dict[str, Any] = {"losses": ["library"], "trainer": name}
         explored = simulated(22, **asked)
-        answer = explored.known.dividing
-        assert answer is not None
+        answer = other_of(explored.known, Role.DIVIDING)
         choice = chosen(explored, name)
         assert (choice.candidate, choice.is_own, choice.missing) == (answer.candidate, True, {})
-        header = "\n".join(plan(explored.source, name.value).header)
+        header = "\n".join(plan(explored.source, name).header)
         assert "in place of" not in header and "lost" not in header
 
 
 def test_sharded_master_weights_take_a_share_of_each_device() -> None:
     sharded: dict[str, Any] = {"num_devices": 8, "batch_size": 768, "training": {"sharding": "zero2"}}
     found = simulated(17.5, losses=["library"], attention_backends=["sdpa"], **sharded)
-    own, choice = chosen(found, TrainerName.TRANSFORMERS), chosen(found, TrainerName.DEEPSPEED)
+    own, choice = chosen(found, "transformers"), chosen(found, "deepspeed")
     assert found.fits(own.candidate, MASTER_BYTES // 8)
     assert not found.fits(own.candidate, MASTER_BYTES), "whole master weights would not fit"
     assert choice.is_own
@@ -102,10 +104,8 @@ def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
     """One candidate alone can be told, so that it is certainly the best of those; the answer was cut off early."""
     small: dict[str, Any] = {"micro_batch_size": [4, 6], "recompute": ["none"], "losses": ["library"], "batch_size": 16}
     found = simulated(132, **small, budget={"max_trials": 2}, verify=False)
-    sure = chosen(found, TrainerName.TRANSFORMERS)
+    sure = chosen(found, "transformers")
     assert (sure.candidate.micro_batch_size, sure.confidence) == (4, 99)
-    own = found.known.dividing
-    assert own is not None
     header = "\n".join(plan(found.source).header)
     assert f"confidence {sure.confidence} out of 100 among what transformers' Trainer can be told" in header
     assert f"tokens/s of each device; confidence {sure.confidence} out of 100" in header
@@ -114,9 +114,9 @@ def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
 def test_what_stands_in_place_of_the_answer_has_a_figure_of_the_same_scale() -> None:
     """The whole model of the recommended candidate scales what divides the batch, and so what is exported for it."""
     found = simulated(132, losses=["library", "chunked"], micro_batch_size=[3, 4, 7])
-    own, report = found.known.dividing, found.source.report
-    assert own is not None and own.whole_model is None and found.known.whole_model is not None and report is not None
-    choice = chosen(found, TrainerName.TRANSFORMERS)
+    own, report = other_of(found.known, Role.DIVIDING), found.source.report
+    assert own.whole_model is None and found.known.whole_model is not None and report is not None
+    choice = chosen(found, "transformers")
     (space,) = (prune_space(model, found.request, report) for model in explored_models(found.request, report))
     history = TrialHistory(found.source.trials, found.request.budget, 1)
     posterior = restore_knowledge(space, found.request, report, history).posterior
@@ -128,18 +128,18 @@ def test_what_stands_in_place_of_the_answer_has_a_figure_of_the_same_scale() -> 
 
 def test_a_candidate_whose_trial_ran_out_of_memory_is_not_exported() -> None:
     found = simulated(132, losses=["library", "chunked"])
-    first = chosen(found, TrainerName.TRANSFORMERS).candidate
+    first = chosen(found, "transformers").candidate
     failed = Measurement(candidate=first, outcome=Outcome.OUT_OF_MEMORY, reason="simulated")
     ran = Trial(number=len(found.source.trials), kind=TrialKind.COMPONENTS, measurement=failed)
     source = replace(found.source, trials=(*found.source.trials, ran))
-    second = choose(TRAINERS[TrainerName.TRANSFORMERS], source, found.request, found.known)
+    second = choose(TRAINERS["transformers"], source, found.request, found.known)
     assert second.candidate != first
 
 
 @pytest.mark.parametrize("name", ["transformers", "deepspeed", "megatron", "axolotl", "llamafactory"])
 def test_nothing_is_exported_if_nothing_that_was_explored_can_be_told(name: str) -> None:
     found = simulated(22, execution="compile")
-    with pytest.raises(ExportError, match=r"compiled layers, and nothing that it can be told was .* see `--trainer`"):
+    with pytest.raises(ExportError, match=r"execution 'compile', and nothing that it can be told .* see `--trainer`"):
         plan(found.source, name)
     assert plan(found.source, "python").compiled_layers
     assert plan(found.source, "accelerate").compiled_layers
@@ -149,20 +149,20 @@ def test_nothing_is_exported_if_nothing_that_was_explored_can_be_told(name: str)
 def test_what_another_version_stored_of_a_device_takes_no_candidate_from_it(changed: dict[str, Any]) -> None:
     """Exploring there again would admit nothing: its parts are not described, or its back ends have other names."""
     found = simulated(132, losses=["library", "chunked"])
-    assert not chosen(found, TrainerName.TRANSFORMERS).is_own
+    assert not chosen(found, "transformers").is_own
     assert found.source.report is not None
     stored = replace(found.source, report=found.source.report.model_copy(update=changed))
     assert plan(stored, "python").micro_batch_size == plan(found.source, "python").micro_batch_size
-    assert choose(TRAINERS[TrainerName.TRANSFORMERS], stored, found.request, found.known).is_own
+    assert choose(TRAINERS["transformers"], stored, found.request, found.known).is_own
 
 
 @pytest.mark.parametrize(
     ("best", "asked", "words"),
     [
-        (candidate(execution="graph"), {"execution": ["graph"]}, "micro-steps as CUDA graphs"),
+        (candidate(execution="graph"), {"execution": ["graph"]}, "execution 'graph'"),
         (candidate(kernels="liger"), {"kernels": ["liger"]}, "the kernels of liger"),
         (candidate(bta_tile=2), {}, "attention tiles of 2 sequences"),
-        (candidate(recompute="offload"), {"recompute": ["offload"]}, "activations in the host's memory"),
+        (candidate(recompute="offload"), {"recompute": ["offload"]}, "the recomputation policy 'offload'"),
         (candidate(expert_backend="bexp_fused"), {}, "the expert kernels 'bexp_fused'"),
     ],
 )
@@ -176,7 +176,7 @@ def test_what_nothing_replaces_is_refused_without_trials(best: Candidate, asked:
 @pytest.mark.parametrize("name", ["megatron", "torchtitan", "torchtitan-main", "cerebras"])
 def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
     answer = exploration(training={"lora": {"r": 8, "target_modules": ["q_proj"]}})
-    with pytest.raises(ExportError, match="cannot be told LoRA, which the memory depends on"):
+    with pytest.raises(ExportError, match="cannot be told LoRA; these can: bexp, transformers"):
         plan(answer, name)
     assert plan(answer, "deepspeed").lora is not None
     assert answer.recommendation is not None
@@ -301,7 +301,7 @@ def test_only_a_trainer_that_knows_the_capacity_of_experts_is_told_such_a_model(
     text = export("megatron", answer).text
     for flag in ("capacity-factor 1.2345678", "token-drop-policy probs", "token-dispatcher-type alltoall"):
         assert flag in text
-    with pytest.raises(ExportError, match=r"DeepSpeed cannot be told the capacity factor of the experts \(1.23457\)"):
+    with pytest.raises(ExportError, match="DeepSpeed cannot be told a capacity factor of experts; these can: megatron"):
         export("deepspeed", answer)
 
 

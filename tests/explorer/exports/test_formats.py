@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 from typing import Any
 
 import pytest
 import yaml
 
-from bexp.explorer.exports.document import OF_THE_CODE, ExportDocument
-from bexp.explorer.exports.exploration import ExportError
-from bexp.explorer.exports.registry import FORMATS, export
-from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.exports.export import export
+from bexp.explorer.trainers.document import OF_THE_CODE, ExportDocument
+from bexp.explorer.trainers.registry import FORMATS
 from tests.explorer.exports.samples import SHARDED, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import simulated
 
@@ -70,35 +67,6 @@ def test_what_a_trainer_cannot_be_told_is_replaced_and_named(name: str) -> None:
     assert ("cannot be told the chunked loss" in header) is not can_chunk
 
 
-def test_transformers_fields() -> None:
-    """The model's kernels stand in the header, because they are no arguments of the training."""
-    made = export("transformers", exploration(FULL))
-    assert json.loads(made.text) == {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 64,
-        "auto_find_batch_size": False,
-        "torch_compile": False,
-        "optim": "adamw_torch_fused",
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False},
-    }
-    header = "\n".join(made.header)
-    assert 'from_pretrained(..., attn_implementation="sdpa", experts_implementation="grouped_mm")' in header
-    assert "weights: make the model with dtype=bfloat16, as measured" in header
-    assert "sequences of 4096 tokens, as measured" in header
-    plain = json.loads(export("transformers", exploration()).text)
-    assert plain["activation_checkpointing"] is False
-    half = json.loads(export("transformers", exploration(candidate(recompute=Recompute.PARTIAL_50))).text)
-    assert half["activation_checkpointing_kwargs"] == {"use_reentrant": False, "every_n_layers": 2}
-    sharded = json.loads(export("transformers", exploration(FULL, **SHARDED)).text)
-    assert (sharded["gradient_accumulation_steps"], sharded["fsdp"], sharded["activation_checkpointing"]) == (
-        8,
-        True,
-        False,
-    )
-    assert sharded["fsdp_config"] == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_a_stated_batch_no_file_accumulates(name: str) -> None:
     made = export(name, exploration(batch_size=None))
@@ -139,20 +107,6 @@ def test_the_number_formats_are_those_that_were_measured(name: str) -> None:
         assert any(f"make the model with dtype={dtype}" in line for line in made.header), precision
 
 
-def test_axolotl_says_what_it_casts_by_itself() -> None:
-    """It casts norms and embeddings to float32, and back for adapters, shards and attention that needs it."""
-    cast = "Axolotl keeps norms and embeddings in float32"
-    flash = candidate(attention_backend="flash_attention_2")
-    measured = "\n".join(export("axolotl", exploration(trainer="axolotl")).header)
-    assert "as measured beside norms, embeddings, output layer and routers in float32" in measured
-    assert cast not in measured
-    assert cast in "\n".join(export("axolotl", exploration()).header)
-    for answer in (exploration(flash), exploration(**SHARDED), exploration(training={"lora": LORA})):
-        assert cast not in "\n".join(export("axolotl", answer).header)
-    under = [export("axolotl", answer) for answer in (exploration(), exploration(training={"lora": LORA}))]
-    assert ["computes under autocast" in "\n".join(made.header) for made in under] == [True, False]
-
-
 def test_number_formats_of_lightning_and_megatron() -> None:
     for precision, expected in (("pure", "bf16-true"), ("autocast", "bf16-mixed"), ("master", "bf16-mixed")):
         code = export("lightning", exploration(training={"precision": precision})).text
@@ -169,25 +123,12 @@ LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "v_proj"], "alpha":
 
 def test_adapters_are_exported_with_autocast_over_the_weights_as_they_are() -> None:
     answer = exploration(training={"lora": LORA})
-    axolotl = yaml.safe_load(export("axolotl", answer).text)
-    adapter = {"adapter": "lora", "lora_r": 8, "lora_alpha": 32.0, "lora_target_modules": ["q_proj", "v_proj"]}
-    assert adapter.items() <= axolotl.items()
-    assert axolotl["bf16"] is True
-    factory = yaml.safe_load(export("llamafactory", answer).text)
-    told = {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": 32, "lora_target": "q_proj,v_proj"}
-    assert told.items() <= factory.items()
-    assert factory["bf16"] is True
-    assert "pure_bf16" not in factory
     assert "torch_autocast" in json.loads(export("deepspeed", answer).text)
     config = "peft.LoraConfig(r=8, lora_alpha=32, target_modules=['q_proj', 'v_proj'])"
     for name in ("transformers", "accelerate", "deepspeed", "lightning", "python"):
         header = "\n".join(export(name, answer).header)
         assert config in header, name
         assert "measured in bfloat16 with adapters in float32" in header
-    every = exploration(training={"lora": {"r": 4, "target_modules": "all-linear"}})
-    assert yaml.safe_load(export("axolotl", every).text)["lora_target_linear"] is True
-    found = yaml.safe_load(export("llamafactory", every).text)
-    assert (found["lora_target"], found["lora_alpha"]) == ("all", 4)  # it would take twice the rank by itself
 
 
 def test_length_and_optimizer_are_exported_or_stand_in_the_header() -> None:
@@ -248,35 +189,6 @@ def test_what_a_targets_own_code_decides_is_left_to_it(name: str, master: str | 
         assert not yaml.safe_load(made.text).keys() & (OF_THE_CODE | PRECISION_FIELDS)
 
 
-def test_torchtitans_main_line_counts_the_tokens_of_a_targets_own_sequences() -> None:
-    main = flags(export("torchtitan-main", own_exploration(seq_length=64)), "TORCHTITAN_FLAGS")
-    assert main[1:6:2] == [str(4 * 64), "64", str(16 * 64)]
-    with pytest.raises(ExportError, match="no seq_length"):
-        export("torchtitan-main", own_exploration(seq_length=1))
-
-
-def test_the_python_module_leaves_the_loss_and_attention_of_a_targets_own_code() -> None:
-    scope: dict[str, Any] = {}
-    exec(export("python", own_exploration(seq_length=64)).text, scope)
-    read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
-    assert (read.settings, read.grad_accum_steps(1)) == (scope["bexp"].Settings(), 4)
-    assert scope["training_arguments"](output_dir="out", use_cpu=True).per_device_train_batch_size == 4
-
-
-def test_the_python_module_holds_how_the_model_was_trained() -> None:
-    scope: dict[str, Any] = {}
-    training = {"optimizer": {"name": "sgd", "master_dtype": None}}
-    exec(export("python", exploration(training=training, batch_size=None)).text, scope)
-    read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
-    assert (read.optimizer, read.dtype, read.autocast, read.master_weights) == ("sgd", "bfloat16", None, False)
-    made = scope["training_arguments"](output_dir="out", use_cpu=True, gradient_accumulation_steps=3)
-    assert (made.optim, made.optim_args, made.bf16) == ("sgd", "momentum=0.9", False)
-    assert made.gradient_accumulation_steps == 3
-    exec(export("python", exploration(training={"precision": "master"})).text, scope)
-    read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
-    assert (read.dtype, read.autocast) == ("float32", "bfloat16"), "bexp.apply has no master weights: the same bytes"
-
-
 def test_accelerate_and_deepspeed() -> None:
     made = export("accelerate", exploration(FULL, **SHARDED))
     assert yaml.safe_load(made.text) == {
@@ -307,22 +219,6 @@ def test_accelerate_and_deepspeed() -> None:
         "zero_optimization": {"stage": 3, "overlap_comm": True},
         "bf16": {"enabled": True},
     }
-
-
-def test_deepspeed_overlaps_what_the_figures_overlap_and_says_what_it_cannot() -> None:
-    """By default it reduces while backward goes on with ZeRO-3 alone; a bucket has 5e8 gradients of two bytes."""
-    zero: dict[str, dict[str, Any]] = {}
-    notes: dict[str, str] = {}
-    for level in ("none", "zero1", "zero2", "zero3"):
-        made = export("deepspeed", exploration(num_devices=8, training={"sharding": level}))
-        zero[level], notes[level] = json.loads(made.text)["zero_optimization"], "\n".join(made.header)
-    assert zero["none"] == {"stage": 0} and "reduces gradients when backward has ended" in notes["none"]
-    assert zero["zero1"] == {"stage": 1, "overlap_comm": True}
-    assert zero["zero2"] == {"stage": 2, "overlap_comm": True}
-    assert "(2 x 500,000,000) take 1.9 GiB" in notes["zero2"] and "gathers parameters after" in notes["zero2"]
-    assert "(1 x 500,000,000) take 0.9 GiB" in notes["zero3"] and "gathers parameters after" not in notes["zero3"]
-    alone = export("deepspeed", exploration())
-    assert not any(line.startswith("communication") for line in alone.header)
 
 
 @pytest.mark.parametrize("name", ["transformers", "axolotl", "llamafactory"])
@@ -362,68 +258,6 @@ def test_the_query_groups_that_were_explored_are_exported(name: str) -> None:
         assert [" ".join(told) in " ".join(flags(one, "MEGATRON_FLAGS")) for one in made] == [False, True]
 
 
-def test_megatron_says_that_it_keeps_gradients_in_float32() -> None:
-    asked: dict[str, Any] = {"num_devices": 8, "training": {"optimizer": {"grad_dtype": "float32"}}}
-    lines = [
-        [line for line in export("megatron", exploration(**each)).header if line.startswith("memory:")]
-        for each in (dict[str, Any](), asked)
-    ]
-    assert len(lines[0]) == 1 and "measured in bfloat16" in lines[0][0]
-    assert lines[1] == []
-
-
-def test_torchtitan_counts_sequences_in_a_release_and_tokens_on_the_main_line() -> None:
-    answer = exploration(FULL, **SHARDED)
-    release = flags(export("torchtitan", answer), "TORCHTITAN_FLAGS")
-    main = flags(export("torchtitan-main", answer), "TORCHTITAN_FLAGS")
-    batch = ["--training.local_batch_size", "8", "--training.global_batch_size", "512", "--training.seq_len", "4096"]
-    assert release[:6] == batch
-    assert main[:6] == [
-        "--training.num_tokens_per_microbatch_per_dp_rank",
-        str(8 * 4096),
-        "--training.max_context_length",
-        "4096",
-        "--training.num_tokens_per_train_step",
-        str(512 * 4096),
-    ]
-    assert release[6:] == main[6:]
-    assert release[-1] == "activation_checkpoint:full"
-    assert shlex.join(["--parallelism.fsdp_reshard_after_forward", "always"]) in shlex.join(release)
-    assert "--compile.no-enable" in release
-
-
-@pytest.mark.parametrize(
-    ("recompute", "expected"),
-    [
-        (Recompute.NONE, ""),
-        (Recompute.SELECTIVE, "--recompute-granularity selective --recompute-modules core_attn"),
-        (Recompute.PARTIAL_25, "--recompute-granularity full --recompute-method block --recompute-num-layers 4"),
-        (Recompute.FULL, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-        (Recompute("layers_5"), "--recompute-granularity full --recompute-method block --recompute-num-layers 5"),
-        (Recompute("groups_4"), "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4"),
-    ],
-)
-def test_megatron_recomputes_by_its_own_flags(recompute: Recompute, expected: str) -> None:
-    found = shlex.join(flags(export("megatron", exploration(candidate(recompute=recompute))), "MEGATRON_FLAGS"))
-    assert found.startswith("--micro-batch-size 8 --global-batch-size 512 ")
-    assert "--moe-grouped-gemm --bf16" in found
-    assert expected in found
-    assert ("--recompute" in found) is bool(expected)
-
-
-@pytest.mark.parametrize(
-    ("recompute", "every"), [("layers_3", 4), ("layers_5", 2), ("layers_9", None), ("groups_4", None)]
-)
-def test_a_number_of_layers_becomes_a_policy_that_recomputes_as_many(recompute: str, every: int | None) -> None:
-    found = export("transformers", exploration(candidate(recompute=Recompute(recompute))))
-    header = "\n".join(found.header)
-    assert f"cannot be told the recomputation policy '{recompute}'" in header
-    assert f"is used in place of '{recompute}'" in header
-    document = json.loads(found.text)
-    assert document["activation_checkpointing"]
-    assert document["activation_checkpointing_kwargs"].get("every_n_layers") == every
-
-
 def test_axolotl_and_llamafactory() -> None:
     assert yaml.safe_load(export("axolotl", exploration(FULL)).text) == {
         "micro_batch_size": 8,
@@ -448,20 +282,3 @@ def test_axolotl_and_llamafactory() -> None:
         "cutoff_len": 4096,
         "flash_attn": "sdpa",
     }
-
-
-@pytest.mark.parametrize("tile", [None, 2])
-def test_a_cerebras_export_is_read_back_as_what_was_asked(tile: int | None) -> None:
-    document = yaml.safe_load(export("cerebras", exploration(candidate(bta_tile=tile), num_devices=2)).text)
-    document["trainer"]["init"]["model"] = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_heads": 4,
-        "filter_size": 128,
-        "vocab_size": 100,
-        "max_position_embeddings": 32,
-    }
-    request = parse_request(document)
-    assert isinstance(request, ExplorationRequest)
-    assert (request.micro_batch_size, request.batch_size, request.num_devices) == (8, 512, 2)
-    assert (request.bta.enable, request.bta.max_tile) == (tile is not None, tile)

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import FORMATS, export
+from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.plan import MeshPlan, PlainMesh
-from bexp.explorer.search.trainer_formats import formats_for
-from bexp.explorer.spec.mesh import Mesh, Schedule
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.trainer_terms import formats_for
+from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.registry import FORMATS
 from tests.contracts.samples import make_report
 from tests.explorer.exports.samples import candidate, recommendation
 from tests.explorer.exports.test_formats import flags
@@ -64,7 +66,7 @@ def shadowed(**changes: Any) -> ExportSource:
         mesh=Mesh(tensor=1, expert=8, data=32, sharding=Sharding.ZERO1),
         candidate=candidate(2, sharding=Sharding.ZERO1),
         tokens_per_second=known.tokens_per_second / 1.5,
-        gain=1.5,
+        ratio=1.5,
         predicted=False,
         layers_per_stage=(10,),
         num_micro_batches=8,
@@ -91,47 +93,8 @@ def test_the_formats_that_are_offered_are_those_that_can_be_made(changes: dict[s
             export(name, answer)
 
 
-def test_megatron_is_told_the_mesh_and_the_balance_of_its_layers() -> None:
-    made = export("megatron", planned())
-    given = pairs(flags(made, "MEGATRON_FLAGS"))
-    assert given["--tensor-model-parallel-size"] == given["--pipeline-model-parallel-size"] == "2"
-    assert given["--pipeline-model-parallel-layout"] == "Et*3|t*3|t*3|t*1L"
-    assert given["--expert-model-parallel-size"] == "4"
-    assert given["--expert-tensor-parallel-size"] == "1"
-    assert {"--sequence-parallel", "--use-distributed-optimizer"} <= given.keys()
-    assert {"--overlap-grad-reduce", "--overlap-param-gather"} <= given.keys(), "as its seconds take it"
-    assert (given["--micro-batch-size"], given["--global-batch-size"]) == ("4", "512")
-    assert "16 accumulation steps x 8 data-parallel" in made.text
-    assert "layers of each stage: 3, 3, 3, 1" in made.text
-
-
-def test_megatron_overlaps_only_what_replicas_exchange() -> None:
-    whole = pairs(flags(export("megatron", planned(sharding=Sharding.NONE)), "MEGATRON_FLAGS"))
-    assert "--overlap-grad-reduce" in whole
-    assert "--overlap-param-gather" not in whole, "only a distributed optimizer gathers parameters"
-    alone = planned(tensor=16, data=1, expert=1, sharding=Sharding.NONE)
-    assert "--overlap-grad-reduce" not in flags(export("megatron", alone), "MEGATRON_FLAGS")
-
-
-def test_torchtitan_is_told_the_mesh() -> None:
-    release = pairs(flags(export("torchtitan", planned(sharding=Sharding.ZERO3)), "TORCHTITAN_FLAGS"))
-    common = {
-        "--parallelism.tensor_parallel_degree": "2",
-        "--parallelism.pipeline_parallel_degree": "2",
-        "--parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-        "--parallelism.expert_parallel_degree": "4",
-        "--parallelism.data_parallel_shard_degree": "8",
-    }
-    assert common.items() <= release.items()
-    assert release["--training.local_batch_size"] == "64"
-    assert release["--parallelism.pipeline_parallel_microbatch_size"] == "4"
-    main = pairs(flags(export("torchtitan-main", planned(sharding=Sharding.ZERO3)), "TORCHTITAN_FLAGS"))
-    assert common.items() <= main.items()
-    assert main["--training.num_tokens_per_microbatch_per_dp_rank"] == str(4 * 128)
-
-
 def test_other_frameworks_take_only_data_parallelism() -> None:
-    with pytest.raises(ExportError, match=r"DeepSpeed cannot be told a mesh .*; megatron and torchtitan can"):
+    with pytest.raises(ExportError, match="cannot be told a mesh of devices; these can: torchtitan, megatron"):
         export("deepspeed", planned())
     plain = {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1, "data": 32}
     assert '"train_micro_batch_size_per_gpu": 4' in export("deepspeed", planned(**plain)).text

@@ -11,8 +11,8 @@ import torch
 import yaml
 from torch.nn import Parameter
 
-from bexp.explorer.exports.registry import export
-from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.exports.export import export
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer
 from tests.explorer.exports.samples import SHARDED, candidate, exploration
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.registry import export
-from bexp.explorer.search.trainer_formats import formats_for
-from bexp.explorer.spec.quantization import WeightBytes
-from tests.explorer.exports.samples import CONFIG, candidate, exploration
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
+from bexp.explorer.model.quantization import WeightBytes
+from bexp.explorer.search.trainer_terms import formats_for
+from bexp.explorer.trainers.document import ExportError
+from tests.explorer.exports.samples import CONFIG, exploration
 
 LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
 SCRIPTS = ("transformers", "accelerate", "deepspeed", "lightning", "python")
@@ -65,36 +66,6 @@ def test_experts_that_stay_plain_are_in_float32_where_a_trainer_prepares_them() 
         assert ("promises no tokens/s" in whole) is halves, others
 
 
-def test_axolotl_is_told_qlora_and_lora_over_eight_bits() -> None:
-    four, eight = export("axolotl", quantized()), export("axolotl", quantized("bnb_8bit"))
-    assert {"adapter": "qlora", "load_in_4bit": True}.items() <= yaml.safe_load(four.text).items()
-    assert {"adapter": "lora", "load_in_8bit": True}.items() <= yaml.safe_load(eight.text).items()
-    flash = quantized(best=candidate(attention_backend="flash_attention_2"))
-    cast = "Axolotl may cast norms, embeddings and output layer to bfloat16"
-    assert [cast in "\n".join(export("axolotl", one).header) for one in (flash, quantized())] == [True, False]
-
-
-def test_trl_says_that_it_trains_a_quantised_model_in_bfloat16() -> None:
-    """It casts what is trained by itself, so that neither bytes nor tokens/s are the measured ones."""
-    cast = "TRL casts what it trains of a quantised model to bfloat16 (adapters, modules_to_save)"
-    for name in ("trl", "transformers"):
-        header = "\n".join(export(name, quantized()).header)
-        assert (cast in header) is ("promises no tokens/s" in header) is (name == "trl")
-    plain = "\n".join(export("trl", exploration(training={"lora": LORA})).header)
-    assert cast not in plain
-    assert "expect about 1,000 tokens/s" in plain
-
-
-def test_llamafactory_is_told_the_bits() -> None:
-    made = export("llamafactory", quantized())
-    told = {"quantization_bit": 4, "quantization_method": "bnb", "quantization_type": "nf4"}
-    assert {**told, "double_quantization": True, "bf16": True}.items() <= yaml.safe_load(made.text).items()
-    assert any("LLaMA-Factory keeps the other weights in bfloat16" in line for line in made.header)
-    eight = yaml.safe_load(export("llamafactory", quantized("bnb_8bit")).text)
-    assert eight["quantization_bit"] == 8
-    assert "quantization_type" not in eight
-
-
 def test_a_quantised_checkpoint_is_loaded_as_it_is() -> None:
     own = {**CONFIG, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     source = exploration(hf_config=own, training={"lora": LORA})
@@ -113,10 +84,6 @@ def test_every_choice_of_adapters_is_exported() -> None:
         "use_rslora": True,
     }
     source = exploration(training={"lora": lora})
-    made = yaml.safe_load(export("axolotl", source).text)
-    told = {"lora_target_parameters": ["experts.gate_up_proj"], "lora_modules_to_save": ["embed_tokens", "lm_head"]}
-    assert {**told, "peft_use_rslora": True}.items() <= made.items()
-    assert "lora_target_modules" not in made
     config = (
         "peft.LoraConfig(r=8, lora_alpha=8, target_modules=[], target_parameters=['experts.gate_up_proj'], "
         "modules_to_save=['embed_tokens', 'lm_head'], use_rslora=True)"
@@ -126,10 +93,6 @@ def test_every_choice_of_adapters_is_exported() -> None:
         export("llamafactory", source)
     assert source.recommendation is not None
     assert "llamafactory" not in formats_for(source.recommendation, source.request)
-    dora = exploration(training={"lora": {**LORA, "use_dora": True, "modules_to_save": ["lm_head"]}})
-    assert yaml.safe_load(export("axolotl", dora).text)["peft_use_dora"] is True
-    factory = yaml.safe_load(export("llamafactory", dora).text)
-    assert {"use_dora": True, "additional_target": "lm_head"}.items() <= factory.items()
 
 
 def test_all_linear_on_experts_is_said_where_a_trainer_lists_linear_layers_by_itself() -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay.ground_truth import GroundTruth
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.choice import choose
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
-from bexp.workers.replay.device import VirtualClock
+from bexp.explorer.trainers.registry import TRAINERS
+from bexp.workers.replay.profiler import VirtualClock
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "results" / "tables"
 
@@ -51,7 +52,7 @@ def told_to_torchtitan(truth: GroundTruth) -> dict[Candidate, float]:
 def test_an_export_for_another_trainer_is_near_the_best_that_it_can_be_told(name: str) -> None:
     truth, source = explored(name)
     assert source.recommendation is not None
-    choice = choose(TRAINERS[TrainerName.TORCHTITAN], source, truth.request, source.recommendation)
+    choice = choose(TRAINERS["torchtitan"], source, truth.request, source.recommendation)
     told = told_to_torchtitan(truth)
     assert told[choice.candidate] >= 0.99 * max(told.values())
     assert choice.is_own is (name == "whole-gpt-4-layers"), "kernels of ours are the best for experts"

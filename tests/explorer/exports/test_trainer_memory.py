@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.exports.registry import FORMATS, export
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.exports.export import export
 from bexp.explorer.exports.trainer_memory import unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FORMATS, TRAINERS
 from tests.explorer.exports.samples import PARTS, candidate, exploration, own_exploration
 
 NUMBER, SHELL = 1000, 300
@@ -48,14 +48,14 @@ def library(precision: str, **changes: Any) -> tuple[ExplorationRequest, DeviceR
 def test_formats_that_were_not_measured_are_counted(trainer: str, measured: str, activations: int, extra: int) -> None:
     request, report = library(measured)
     peak = BYTES[measured] * NUMBER + activations
-    assert unmeasured_bytes(TRAINERS[TrainerName(trainer)], request, report, candidate(), peak) == extra
+    assert unmeasured_bytes(TRAINERS[trainer], request, report, candidate(), peak) == extra
 
 
 def test_sharded_training_has_its_share_of_them() -> None:
     request, report = library("pure", num_devices=8, training={"sharding": "zero3"})
     peak = NUMBER + 4 * NUMBER
-    assert unmeasured_bytes(TRAINERS[TrainerName.DEEPSPEED], request, report, candidate(), peak) == NUMBER
-    assert unmeasured_bytes(TRAINERS[TrainerName.AXOLOTL], request, report, candidate(), peak) == 0, "it casts nothing"
+    assert unmeasured_bytes(TRAINERS["deepspeed"], request, report, candidate(), peak) == NUMBER
+    assert unmeasured_bytes(TRAINERS["axolotl"], request, report, candidate(), peak) == 0, "it casts nothing"
 
 
 @pytest.mark.parametrize(("trainer", "bytes_each"), [("deepspeed", 8), ("megatron", 8), ("bexp", 0), ("axolotl", 0)])
@@ -64,7 +64,7 @@ def test_shapes_without_master_weights_need_more_where_a_trainer_has_them(traine
     request = ExplorationRequest.model_validate({"model": {**SHAPES, "seq_length": 128}, "training": training})
     assert request.model is not None
     number = count_parameters(request.model)
-    found = unmeasured_bytes(TRAINERS[TrainerName(trainer)], request, None, candidate(), 80 * number)
+    found = unmeasured_bytes(TRAINERS[trainer], request, None, candidate(), 80 * number)
     assert found == bytes_each * number
 
 
@@ -91,7 +91,7 @@ def test_formats_of_moments_and_gradients_that_a_trainer_cannot_be_told_are_coun
     assert answer.request.model is not None
     number = count_parameters(answer.request.model)
     for name, known in FORMATS.items():
-        found = unmeasured_bytes(TRAINERS[known.trainer], answer.request, None, candidate(), 80 * number)
+        found = unmeasured_bytes(known.trainer, answer.request, None, candidate(), 80 * number)
         assert found == bytes_each.get(name, 0) * number, name
         lines = [line for line in export(name, answer).header if "states in" in line or "gradients in" in line]
         told = [line for line in lines if line.startswith("lost:")]
@@ -109,15 +109,8 @@ def test_shapes_with_master_weights_need_no_more_as_float32_weights() -> None:
 def test_nothing_is_counted_for_adapters_and_a_persons_own_code() -> None:
     lora = {"lora": {"r": 8, "target_modules": ["q_proj"]}}
     request, report = library("pure", training=lora)
-    deepspeed = TRAINERS[TrainerName.DEEPSPEED]
+    deepspeed = TRAINERS["deepspeed"]
     assert unmeasured_bytes(deepspeed, request, report, candidate(), 8 * NUMBER) == 0
     own = own_exploration(512)
     assert own.request is not None
     assert unmeasured_bytes(deepspeed, own.request, own.report, candidate(), 8 * NUMBER) == 0
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("pure", "bfloat16"), ("autocast", "float32"), ("master", "float32")])
-def test_torchtitan_is_told_the_format_of_the_weights(precision: str, dtype: str) -> None:
-    for name in ("torchtitan", "torchtitan-main"):
-        assert f"--training.dtype {dtype}" in export(name, exploration(training={"precision": precision})).text
-    assert "--training.dtype" not in export("torchtitan", own_exploration(512)).text

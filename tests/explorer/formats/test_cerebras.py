@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.formats.document import FormatError, load_document
-from bexp.explorer.formats.modelzoo_fields import UNSUPPORTED_NETWORKS
+from bexp.explorer.formats.modelzoo import UNSUPPORTED_NETWORKS
 from bexp.explorer.formats.request import parse_request
 
 GPT_111M = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

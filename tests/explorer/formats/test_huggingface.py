@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.families import FAMILIES
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.model import LayerKind, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 
 VARIANTS: list[dict[str, Any]] = [
     *({"model_type": name} for name in FAMILIES),

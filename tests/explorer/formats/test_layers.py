@@ -4,7 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bexp.explorer.formats.layers import find_layer_pattern
-from bexp.explorer.spec.model import LayerKind, ModelSpec, MoESpec
+from bexp.explorer.model.model import LayerKind, ModelSpec, MoESpec
 
 
 @given(count=st.integers(1, 24), first=st.integers(0, 24), frequency=st.integers(1, 8))

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.formats import megatron_flags
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.formats import megatron
 from bexp.explorer.formats import nemo as nemo_format
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
 
 FLAGS = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 256
@@ -240,7 +240,7 @@ def test_what_a_nemo_file_cannot_ask_for(changes: Any, location: tuple[str, ...]
 
 
 def test_arguments_that_change_nothing_leave_the_request_as_it_is() -> None:
-    flags = [*megatron_flags.IGNORED, *(f"{prefix}x" for prefix in megatron_flags.IGNORED_PREFIXES)]
+    flags = [*megatron.IGNORED, *(f"{prefix}x" for prefix in megatron.IGNORED_PREFIXES)]
     words = FLAGS.split()
     more = [word for flag in flags for word in (f"--{flag}", "1")]
     assert parse_request({"megatron": words + more}) == parse_request({"megatron": words})

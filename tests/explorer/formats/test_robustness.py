@@ -9,10 +9,11 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.formats.document import FormatError, Location, load_document
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.families import FAMILIES
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.model.translation import Location
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

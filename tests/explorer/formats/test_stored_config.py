@@ -10,8 +10,8 @@ import pytest
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.formats.stored_config import LARGEST_BYTES
-from bexp.explorer.spec.config_rules import LONGEST_TEXT
-from bexp.explorer.spec.quantization import own_method
+from bexp.explorer.model.config_rules import LONGEST_TEXT
+from bexp.explorer.model.quantization import own_method
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -11,7 +11,7 @@ import pytest
 
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.model.target import TRANSFORMERS
 
 GEMMA: dict[str, Any] = {
     "model_type": "gemma2",

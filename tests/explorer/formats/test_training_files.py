@@ -6,8 +6,8 @@ import pytest
 
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_devices": 4}
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 128}

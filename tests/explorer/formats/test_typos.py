@@ -11,7 +11,7 @@ import pytest
 
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 32}
 MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}

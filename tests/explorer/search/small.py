@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.step import MemoryParts
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, Trial, TrialKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.search import acquisition
-from bexp.explorer.search.acquisition import NEGLIGIBLE, RIVALS, suggest_measurement
+from bexp.explorer.search import samplers
 from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.samplers import NEGLIGIBLE, RIVALS, suggest_measurement
 from bexp.explorer.search.suggestion import Suggestion
 from tests.explorer.search.small import candidate, know, small_state
 
@@ -184,14 +184,14 @@ def test_the_option_with_the_higher_gain_a_second_wins(monkeypatch: pytest.Monke
     state = small_state()
     know(state, candidate(1))
     first, second = (Suggestion(row, ()) for row in (0, 1))
-    monkeypatch.setattr(acquisition, "_new_candidate", lambda *_: acquisition._Option(2.0, first))
+    monkeypatch.setattr(samplers, "_new_candidate", lambda *_: samplers._Option(2.0, first))
     for rate, expected in ((1.0, first), (3.0, second)):
-        monkeypatch.setattr(acquisition, "_repeated_run", lambda *_, r=rate: acquisition._Option(r, second))
+        monkeypatch.setattr(samplers, "_repeated_run", lambda *_, r=rate: samplers._Option(r, second))
         assert suggest_measurement(state) is expected
 
 
 def test_what_blurs_most_is_always_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquisition, "TELLING_SHARE", 1.0)
+    monkeypatch.setattr(samplers, "TELLING_SHARE", 1.0)
     found = suggest_measurement(rival_pair((100.0, 99.0), 0.3))
     assert found is not None
     assert len(found.components) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.step import required_bytes
+from bexp.explorer.cost.step import required_bytes
 from bexp.explorer.search.candidate_memory import (
     MOST_DEVIATIONS,
     CandidateMemory,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.search.candidate_notes import candidate_notes
-from bexp.explorer.spec.parts import Float8Layers
-from tests.explorer.cost_model.described import candidate, device, request
+from bexp.explorer.model.parts import Float8Layers
+from bexp.explorer.search.candidate_report import candidate_notes
+from tests.explorer.cost.described import candidate, device, request
 
 OWN = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
 
 
 def notes(training: dict[str, Any] | None = None, recompute: str = "none", **parts: Any) -> str:
     asked = request(**OWN, training=training or {}, recompute=["none", "offload"])
-    return "\n".join(candidate_notes(asked, candidate(recompute=recompute), device(**parts), None))
+    return "\n".join(map(str, candidate_notes(asked, candidate(recompute=recompute), device(**parts), None)))
 
 
 def test_activations_on_the_host_are_stated_with_their_size() -> None:

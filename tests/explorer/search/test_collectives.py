@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.composition import Composition
 from tests.explorer.data_parallel import candidate, communicates_in, request, run
+from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice
 
 
@@ -20,7 +21,7 @@ def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share
     assert len(device.plans[0].components) == 1, "what several devices time is not beside what one does"
     assert found.communication_seconds is not None
     assert 0 < found.communication_seconds < found.step_seconds
-    (note,) = (note for note in found.notes if "between 4 devices is included in the time" in note)
+    (note,) = (note for note in notes_of(found) if "between 4 devices is included in the time" in note)
     assert f"{found.communication_seconds / found.step_seconds:.1%}" in note
     assert found.whole_model is not None
     assert found.whole_model.measurement.communication_seconds is not None
@@ -37,8 +38,8 @@ def test_too_few_devices_leave_it_out_and_say_so() -> None:
     assert found is not None, reason
     assert found.communication_seconds is None
     assert not any(communicates_in(plan) for plan in device.plans)
-    assert any("communication between devices is not included in the time" in note for note in found.notes)
-    assert not any("is included in the time" in note for note in found.notes)
+    assert any("communication between devices is not included in the time" in note for note in notes_of(found))
+    assert not any("is included in the time" in note for note in notes_of(found))
 
 
 def test_a_resumed_exploration_does_not_exchange_again() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.model.model import DType, ModelSpec
+from bexp.explorer.model.parts import LayerPart, ModelParts, Part
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import IRRELEVANT, component_subjects, subject_of
-from bexp.explorer.spec.model import DType, ModelSpec
-from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import report
 
 MODEL: dict[str, Any] = {

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.search.confidence import (
     Contenders,
     confidence_score,
@@ -14,7 +15,6 @@ from bexp.explorer.search.confidence import (
     missing_components,
     wanted_components,
 )
-from bexp.explorer.spec.candidate import Recompute
 from tests.explorer.search.small import candidate, know, small_state
 
 SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])

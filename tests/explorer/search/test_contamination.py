@@ -7,13 +7,14 @@ from functools import cache
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
+from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice
 
 CALM = Conditions(sm_clock_mhz=1500, power_watts=690, clock_reasons=("sw_power_cap", "gpu_idle"), host_busy_share=0.9)
@@ -126,7 +127,11 @@ def test_what_stays_disturbed_is_given_up_and_never_recommended() -> None:
     tried = [c for plan in device.plans for c in plan.components if c.experts == "grouped_mm"]
     assert tried
     assert all(tried.count(component) == CONTAMINATED_ATTEMPTS for component in tried)
-    assert not any(c.candidate.expert_backend == "grouped_mm" for c in (found.stock, found.largest_micro_batch) if c)
+    assert not any(
+        c.candidate.expert_backend == "grouped_mm"
+        for c in map(found.alternative, (Role.STOCK, Role.LARGEST_MICRO_BATCH))
+        if c
+    )
 
 
 def test_a_device_that_is_always_shared_gives_no_answer_but_the_reason() -> None:
@@ -182,7 +187,7 @@ def test_a_whole_model_that_stays_disturbed_leaves_the_answer_unchecked() -> Non
     found = recommended(device)
     assert len(whole_models(device)) == CONTAMINATED_ATTEMPTS
     assert found.whole_model is None
-    assert any("whole model: contaminated: the device is throttled" in note for note in found.notes)
+    assert any("whole model: contaminated: the device is throttled" in note for note in notes_of(found))
 
 
 def test_a_variant_does_not_learn_from_another_variants_disturbed_trial() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.context_parallel import LAYOUTS
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.feasibility import at_least
-from bexp.explorer.spec.context_parallel import LAYOUTS
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.search.knowledge import at_least
 from tests.explorer.explorations import pruned
 from tests.explorer.long_sequences import MODEL, request
+from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -35,8 +36,8 @@ def test_the_search_finds_the_layout_that_the_device_likes(best: str) -> None:
     assert found is not None
     assert found.candidate.context_parallel_layout == best
     assert {plan.num_processes for plan in plans} == {4}, "a step waits for the slowest of those that train together"
-    assert any("passes between devices are included" in note for note in found.notes)
-    assert any("the exchange of gradients between 4 devices is included" in note for note in found.notes)
+    assert any("passes between devices are included" in note for note in notes_of(found))
+    assert any("the exchange of gradients between 4 devices is included" in note for note in notes_of(found))
 
 
 def test_a_profiler_of_a_part_of_the_devices_runs_no_more_than_share_a_sequence() -> None:
@@ -70,7 +71,7 @@ def test_a_worker_with_one_device_serves_what_does_not_share() -> None:
     assert found is not None
     assert found.candidate.context_parallel_size == 1
     assert {plan.num_processes for plan in plans} == {1}
-    assert "context-parallel sizes 2, 4 need more devices than the 1 here" in found.notes
+    assert "context-parallel sizes 2, 4 need more devices than the 1 here" in notes_of(found)
 
 
 def test_a_failed_block_says_nothing_of_other_layouts() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
@@ -16,6 +16,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.earlier_check import MOST_CHECKED
 from tests.explorer.explorations import trials_of
+from tests.explorer.notes import notes_of
 from tests.explorer.search.small import REPORT, small_request
 from tests.explorer.search.test_loop import codes, message, search
 from tests.explorer.simulator import SimulatedDevice
@@ -65,7 +66,7 @@ def test_a_search_reuses_components_after_it_has_measured_a_few_of_them_again() 
     assert after.reused is not None
     assert (after.reused.num_explorations, after.reused.num_checked) == (2, MOST_CHECKED)
     assert after.reused.largest_difference == pytest.approx(0.0, abs=1e-9)
-    assert any("were measured in 2 earlier explorations" in note for note in after.notes)
+    assert any("were measured in 2 earlier explorations" in note for note in notes_of(after))
     assert before.reused is None
 
 

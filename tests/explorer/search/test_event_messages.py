@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.model.target import OWN_ATTENTION
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Outcome
 from bexp.explorer.records.plan import MeshPlan
@@ -24,9 +27,6 @@ from bexp.explorer.search.event_messages import (
     whole_model_event,
 )
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.target import OWN_ATTENTION
-from bexp.explorer.spec.training import Sharding
 from tests.explorer.search.small import candidate, recommendation, small_request, small_space, trial, whole
 
 GIB = 2**30

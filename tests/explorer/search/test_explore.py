@@ -7,14 +7,16 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.required_memory import required_table
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate, Recompute
 from tests.explorer.explorations import MODEL, answer_of, explored, lines, request, run, trials_of
+from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -189,7 +191,7 @@ def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded:
     req = request(model=MODEL | {"vocab_size": vocab_size}, micro_batch_size=[1, 2], verify=False)
     found = answer_of(run(req, SimulatedDevice(req))).recommendation
     assert found is not None
-    notes = [note for note in found.notes if "vocab_size" in note]
+    notes = [note for note in notes_of(found) if "vocab_size" in note]
     if padded is None:
         assert not notes
         return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Recompute
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

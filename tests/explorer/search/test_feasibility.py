@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.search.feasibility import MOST_TOO_LARGE, Failures, at_least
+from bexp.explorer.search.knowledge import MOST_TOO_LARGE, Failures, at_least
 from bexp.explorer.surrogate.observations import ObservationLog
 from tests.explorer.search.small import candidate, measure, small_state
 

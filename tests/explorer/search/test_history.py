@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.request.budget import Budget
 from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, TrialHistory
-from bexp.explorer.spec.model import Variant
-from bexp.explorer.spec.options import Budget
 from tests.explorer.search.small import candidate, trial
 
 
@@ -88,7 +88,7 @@ def test_a_contaminated_device_is_given_up_after_twelve_trials() -> None:
 
 
 def test_failures_of_one_component_do_not_make_a_device_hopeless() -> None:
-    from bexp.explorer.cost_model.components import Component, ComponentKind
+    from bexp.explorer.cost.components import Component, ComponentKind
 
     broken = Component(kind=ComponentKind.HEAD, micro_batch_size=1)
     trials = [trial(i, outcome=Outcome.CRASHED, reason="x", failed_component=broken) for i in range(9)]

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.model import Variant
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import (
     EmptySpaceError,
@@ -16,11 +20,7 @@ from bexp.explorer.search.legal_space import (
     enumerate_candidates,
     explored_models,
 )
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.model import Variant
-from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.cost_model import described, tiny
+from tests.explorer.cost import described, tiny
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {
@@ -201,17 +201,17 @@ ALONE = described.parts(layers=("dense",), kinds=[described.parts().kinds[0]])
     [
         (
             {**OWN, "kernels": ["liger"]},
-            {"kernels": (yes("library"), no("liger"))},
+            {"choices": {"kernels": (yes("library"), no("liger"))}},
             "no usable kernels with transformers 5.17.0 (liger: no liger)",
         ),
         (
             {**OWN, "losses": ["liger", "chunked"]},
-            {"losses": (no("liger"), no("chunked"))},
-            "no usable loss with transformers 5.17.0 (liger: no liger; chunked: no chunked)",
+            {"choices": {"loss": (no("chunked"), no("liger"))}},
+            "no usable loss with transformers 5.17.0 (chunked: no chunked; liger: no liger)",
         ),
         (
             {**OWN, "executions": ["graph", "compile"]},
-            {"executions": (no("graph"), no("compile"), yes("eager"))},
+            {"choices": {"execution": (no("graph"), no("compile"), yes("eager"))}},
             "no usable execution with transformers 5.17.0 (graph: no graph; compile: no compile)",
         ),
         (
@@ -273,8 +273,9 @@ def test_an_exploration_of_an_empty_space_ends_with_the_reason(
 def test_what_a_device_cannot_do_is_left_out_beside_what_it_can() -> None:
     asked = {"losses": ["library", "chunked"], "kernels": ["library", "liger"], "recompute": ["none", "full"]}
     req = ExplorationRequest.model_validate({**OWN, **asked, "executions": ["eager", "compile"]})
-    usable = {"executions": (yes("eager"), yes("compile")), "losses": (yes("library"), no("chunked"))}
-    found = described.device().model_copy(update={**usable, "kernels": (yes("library"), yes("liger"))})
+    usable = {"execution": (yes("eager"), yes("compile")), "loss": (yes("library"), no("chunked"))}
+    choices = {**usable, "kernels": (yes("library"), yes("liger"))}
+    found = described.device().model_copy(update={"choices": choices})
     candidates = enumerate_candidates(req, found, explored_models(req, found)[0]).candidates
     assert {c.loss for c in candidates} == {"library"}
     code = {(str(c.execution), str(c.kernels)) for c in candidates}

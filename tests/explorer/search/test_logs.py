@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import request as experts_request
-from tests.explorer.search import test_mesh_answers, test_meshes
+from tests.explorer.meshes import test_answers as test_mesh_answers
+from tests.explorer.meshes import test_meshes
 from tests.explorer.search.small import MODEL, REPORT
 from tests.explorer.search.small import small_request as tiny_request
 from tests.explorer.search.test_earlier_check import with_earlier
@@ -239,6 +240,6 @@ def test_the_log_is_as_it_was_recorded(name: str) -> None:
 
 
 def test_the_log_of_a_space_too_large_to_rank_at_once_is_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bexp.explorer.search.mesh_ranking.MOST_SCREENED", 60)
-    monkeypatch.setattr("bexp.explorer.search.mesh_ranking.BEST_MESHES", 5)
+    monkeypatch.setattr("bexp.explorer.meshes.space.MOST_SCREENED", 60)
+    monkeypatch.setattr("bexp.explorer.meshes.space.BEST_MESHES", 5)
     check_recorded(LOGS / "meshes-ranked-first.json", log_of(many_devices()))

@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import open_candidates
 from bexp.explorer.search.loop import SearchLoop
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import pruned, trials_of
 from tests.explorer.search.small import candidate, context, small_request, small_space
 from tests.explorer.simulator import SimulatedDevice
@@ -109,11 +110,11 @@ def test_only_components_of_the_answer_and_its_rival_are_measured_again_and_the_
     measured = [c for plan in device.plans for c in plan.components]
     assert all(len(plan.components) == len(set(plan.components)) for plan in device.plans)
     assert found is not None
-    assert found.runner_up is not None
     table = small_space(req).table
     assert table is not None
     answer, rival = (
-        set(table.decompositions[table.row[one]].components) for one in (found.candidate, found.runner_up.candidate)
+        set(table.decompositions[table.row[one]].components)
+        for one in (found.candidate, other_of(found, Role.RUNNER_UP).candidate)
     )
     assert {component for component, times in Counter(measured).items() if times > 1} <= answer | rival
     assert answer <= set(measured)

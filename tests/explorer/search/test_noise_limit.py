@@ -26,6 +26,7 @@ from bexp.explorer.search.noise_limit import (
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import whole_model_seconds
 from tests.explorer.explorations import answer_of, lines, trials_of
+from tests.explorer.notes import notes_of
 from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_space, small_state, trial
 from tests.explorer.simulator import SimulatedDevice
 
@@ -97,7 +98,7 @@ def test_a_quiet_search_goes_on_to_its_target() -> None:
     found = found_by(steps)
     assert found.confidence >= 95
     assert found.run_noise is not None and found.run_noise < 0.02
-    assert not any("differ by" in note for note in found.notes)
+    assert not any("differ by" in note for note in notes_of(found))
     assert answer_of(list(steps)).variants[0].completed_target == 95
 
 

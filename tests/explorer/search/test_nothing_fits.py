@@ -6,20 +6,20 @@ from functools import cache
 
 import pytest
 
-from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.step import GIB, required_bytes
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.cost.step import GIB, required_bytes
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.feasibility import MOST_TOO_LARGE
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import HOPELESS_FAILURES
+from bexp.explorer.search.knowledge import MOST_TOO_LARGE
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.relaxations import find_relaxations
 from bexp.explorer.search.smallest_candidate import SmallestCandidate
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.search.small import measure
 from tests.explorer.simulator import SimulatedDevice, report
@@ -95,7 +95,7 @@ def test_the_likeliest_to_fit_are_run_whole_before_a_search_gives_up() -> None:
     assert found is not None and found.candidate == fits
     assert all(t.measurement.outcome is Outcome.OK for t in whole), "those that leave too little room run, too"
     assert len(whole) > 1
-    assert found.runner_up is None, "none of them could be recommended, however fast it is"
+    assert found.alternative(Role.RUNNER_UP) is None, "none of them could be recommended, however fast it is"
 
 
 def test_a_whole_model_that_is_too_large_leaves_others_within_the_error_of_memory() -> None:

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.required_memory import predict_memory
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.required_memory import predict_memory
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import (
     EmptySpaceError,
@@ -19,11 +23,7 @@ from bexp.explorer.search.legal_space import (
 )
 from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, prune_space
 from bexp.explorer.search.relaxations import find_relaxations
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.target import OWN_ATTENTION
-from tests.explorer.cost_model.described import device, parts, request
+from tests.explorer.cost.described import device, parts, request
 from tests.explorer.simulator import report
 
 ON_GPU = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
@@ -149,7 +149,7 @@ def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() ->
         BackendSupport(name=one, usable=not one.replays, reason="no graphs here" if one.replays else None)
         for one in Execution
     )
-    without = found.model_copy(update={"executions": supports})
+    without = found.model_copy(update={"choices": {"execution": supports}})
     assert {execution for _, execution in tried(without, execution=both)} == {"eager"}
     assert base_candidates(request(**named, execution=both), without, parts())[0].execution is Execution.EAGER
     with pytest.raises(EmptySpaceError, match="no graphs here"):

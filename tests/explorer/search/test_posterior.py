@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.spec.candidate import Recompute
 from tests.explorer.search.small import candidate, know, measure, small_state
 
 

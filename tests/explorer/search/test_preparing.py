@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
 from bexp.explorer.search.preparing import PreparingSeconds
-from bexp.explorer.spec.candidate import Candidate
 
 
 def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, build: float = 0.0) -> Measurement:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import open_candidates
 from bexp.explorer.search.progress_log import ProgressLog
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import context, recommendation, small_request, small_space, trial
 
 NOTE = EventDraft(code=EventCode.WARNING, message="something")

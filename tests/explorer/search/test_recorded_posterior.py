@@ -13,11 +13,11 @@ from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.search.acquisition import suggest_measurement
-from bexp.explorer.search.choices import dividing_batch_sizes, memory_choices, promising_row
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.alternatives import compare, dividing_batch_sizes, memory_rows, promising_row
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.search.samplers import suggest_measurement
 from tests.explorer.explorations import pruned
 from tests.explorer.explorations import request as experts_request
 from tests.explorer.search.small import small_request
@@ -86,7 +86,8 @@ def beliefs(posterior: Posterior) -> dict[str, Any]:
         "promising": promising_row(posterior),
     }
     if best is not None:
-        found["memory_choices"] = [each.model_dump(mode="json") for each in memory_choices(posterior, best.row)]
+        choices = (compare(posterior, best.row, *item, None) for item in memory_rows(posterior, best.row).items())
+        found["memory_choices"] = [each.model_dump(mode="json", exclude={"whole_model"}) for each in choices]
         found["wanted"] = [component.key for component in posterior.wanted(best.row)]
         found["batches"] = dividing_batch_sizes(posterior)
     if suggested is not None:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.meshes.relaxations import find_mesh_relaxations
+from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.measurement import Outcome, SizeResult
-from bexp.explorer.search.candidate_report import largest_untiled
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.alternatives import largest_untiled
 from bexp.explorer.search.component_subjects import component_subjects
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
-from bexp.explorer.search.mesh_relaxations import find_mesh_relaxations
 from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.step_exploration import StepDescription, _report, _request, search_step
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.cost_model import described
+from tests.explorer.cost import described
 from tests.explorer.explorations import MODEL as EXPERTS
 from tests.explorer.search.small import MODEL, small_state
 from tests.explorer.search.test_component_subjects import CONFIG
@@ -120,12 +120,12 @@ def test_refusals_of_a_space_are_as_recorded() -> None:
     assert parts.parts is not None
     for kernels in ((), (BackendSupport(name="liger", usable=False, reason="it is not installed"),)):
         with pytest.raises(EmptySpaceError) as refused:
-            enumerate_candidates(req, parts.model_copy(update={"kernels": kernels}), parts.parts)
+            enumerate_candidates(req, parts.model_copy(update={"choices": {"kernels": kernels}}), parts.parts)
         found.append(["kernels", str(refused.value)])
     losses = (BackendSupport(name="library", usable=False, reason="it differs"),)
     req = ExplorationRequest.model_validate({**of_parts, "losses": ["library"]})
     with pytest.raises(EmptySpaceError) as refused:
-        enumerate_candidates(req, parts.model_copy(update={"losses": losses}), parts.parts)
+        enumerate_candidates(req, parts.model_copy(update={"choices": {"loss": losses}}), parts.parts)
     found.append(["losses", str(refused.value)])
     check_recorded(TEXTS / "refusals.json", found)
 

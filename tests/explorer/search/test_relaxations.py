@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.cost.step import GIB, memory_limit
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.relaxations import (
     _over,
     _shardings,
@@ -17,7 +18,6 @@ from bexp.explorer.search.relaxations import (
     find_relaxations,
     smallest_requirement,
 )
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import request
 from tests.explorer.simulator import report
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.records.recommendation import DividingCandidate
+from bexp.explorer.records.recommendation import Alternative, Role
 from bexp.explorer.records.run_report import ReportedRun, RunReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.reported_runs import is_same_training, peak_factor, summarize_reports
-from bexp.explorer.spec.request import ExplorationRequest
+from tests.explorer.alternatives import alternative
 from tests.explorer.search.small import MODEL, REPORT, candidate, recommendation, small_request
 
 HARDWARE = REPORT.hardware
@@ -43,30 +44,20 @@ def test_what_real_runs_have_corrected_is_not_taken_for_composed() -> None:
     assert found.speed_ratio == pytest.approx(0.8)
 
 
-def dividing(**changes: Any) -> DividingCandidate:
-    made = {
-        "candidate": candidate(2),
-        "grad_accum_steps": 6,
-        "tokens_per_second": 900.0,
-        "loss": 0.1,
-        "confidence": 50,
-        "step_seconds": 1.0,
-        "peak_bytes": 1 << 29,
-        "required_bytes": 1 << 30,
-        "composed_tokens_per_second": 1000.0,
-    }
-    return DividingCandidate.model_validate(made | changes)
+def dividing(**changes: Any) -> Alternative:
+    made = {"tokens_per_second": 900.0, "composed_tokens_per_second": 1000.0, "measured_peak_bytes": 1 << 29}
+    return alternative(Role.DIVIDING, candidate(2), **(made | changes))
 
 
 def test_runs_of_the_candidate_that_divides_the_batch_count_for_that_one() -> None:
-    best = recommendation(tokens_per_second=1000.0, dividing=dividing())
+    best = recommendation(tokens_per_second=1000.0, alternatives=(dividing(),))
     of_it = run(micro_batch_size=2, tokens_per_second=950.0)
     (found,) = summarize_reports("e1", best, HARDWARE, [of_it])
     assert (found.candidate, found.peak_ratio) == (candidate(2), 2.0)
     assert found.speed_ratio == pytest.approx(0.95)
     both = summarize_reports("e1", best, HARDWARE, [of_it, run()])
     assert [each.candidate for each in both] == [candidate(4), candidate(2)]
-    assert not summarize_reports("e1", recommendation(dividing=dividing(predicted=True)), HARDWARE, [of_it])
+    assert not summarize_reports("e1", recommendation(alternatives=(dividing(predicted=True),)), HARDWARE, [of_it])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import optuna
 import pytest
 
-from bexp.explorer.search.acquisition import suggest_measurement
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.samplers import (
     STOCK_SAMPLERS,
@@ -15,10 +15,10 @@ from bexp.explorer.search.samplers import (
     StockCandidateSampler,
     StockSampler,
     make_sampler,
+    suggest_measurement,
 )
 from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import Params, Points, TrialStudy, params_of
-from bexp.explorer.spec.candidate import Recompute
 from tests.explorer.explorations import answer_of, run, trials_of
 from tests.explorer.search.small import REPORT, candidate, know, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.epochs import cut_epochs, fill, grouped_epoch, pack
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.step import memory_limit, required_bytes
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.epochs import cut_epochs, fill, grouped_epoch, pack
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.step import memory_limit, required_bytes
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.lengths import compact_histogram
+from bexp.explorer.model.parts import LayerPart, ModelParts, Part
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
@@ -25,14 +28,12 @@ from bexp.explorer.records.measurement import (
 )
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.lengths import compact_histogram
-from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.profiler.trials.component import compose_batches
+from tests.explorer.notes import notes_of
 from tests.explorer.simulator import report
 
 SEQ_LENGTH, LAYER_PARAMETERS, SHELL_PARAMETERS = 4096, 60_000_000, 260_000_000
@@ -330,7 +331,7 @@ def test_what_the_first_micro_batch_of_a_width_takes_counts_for_the_whole_epoch(
         best = step.recommendation or best
     assert best is not None
     assert best.candidate.attention_backend == attention
-    assert not any("pad_to_multiple_of" in note for note in best.notes)
+    assert not any("pad_to_multiple_of" in note for note in notes_of(best))
     rates, _ = truth(found, "chat", "padded", memory)
     assert best.tokens_per_second == pytest.approx(rates[best.candidate], rel=0.02)
 
@@ -352,5 +353,5 @@ def test_an_attention_that_plans_for_each_width_and_has_no_rival_is_as_slow_as_a
     assert best.tokens_per_second == pytest.approx(slowed, rel=0.03)
     assert best.whole_model is not None
     assert best.whole_model.tokens_per_second == pytest.approx(slowed, rel=0.03)
-    (note,) = (note for note in best.notes if "pad_to_multiple_of" in note)
+    (note,) = (note for note in notes_of(best) if "pad_to_multiple_of" in note)
     assert "takes 0.30 s longer" in note

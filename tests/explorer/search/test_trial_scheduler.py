@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.samplers import suggest_measurement
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import answer_of, explored, request, run, trials_of

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.answers.choices import tiling_text
+from bexp.explorer.answers.alternatives import describe_tiling
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.candidate_report import best_untiled
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.alternatives import best_untiled
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.loop import MOST_COMPARISONS
 from bexp.explorer.search.whole_models import next_comparison
-from bexp.explorer.spec.request import ExplorationRequest
+from tests.explorer.alternatives import other_of
+from tests.explorer.notes import notes_of
 from tests.explorer.search.small import REPORT, candidate, know, small_request, small_space, small_state
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -42,31 +44,31 @@ def search(request: ExplorationRequest, device: SimulatedDevice | None = None) -
 def test_the_best_untiled_candidate_is_measured_and_compared_and_never_recommended() -> None:
     found, trials = search(small_request(**TILES))
     assert found.candidate.bta_tile is not None
-    assert found.untiled is not None
-    assert (found.untiled.candidate.bta_tile, found.untiled.predicted) == (None, False)
-    assert found.untiled.candidate.micro_batch_size > 1, "it is not the base"
-    assert found.untiled.gain == pytest.approx(found.expected_tokens_per_second / found.untiled.tokens_per_second)
-    untiled = [t for t in trials if t.candidate.bta_tile is None and t.kind is TrialKind.COMPONENTS]
-    assert 2 <= len(untiled) <= 1 + MOST_COMPARISONS, "the base, and what may be the best without tiles"
-    assert NOTE not in found.notes
+    untiled = other_of(found, Role.UNTILED)
+    assert (untiled.candidate.bta_tile, untiled.predicted) == (None, False)
+    assert untiled.candidate.micro_batch_size > 1, "it is not the base"
+    assert untiled.ratio == pytest.approx(found.expected_tokens_per_second / untiled.tokens_per_second)
+    without = [t for t in trials if t.candidate.bta_tile is None and t.kind is TrialKind.COMPONENTS]
+    assert 2 <= len(without) <= 1 + MOST_COMPARISONS, "the base, and what may be the best without tiles"
+    assert NOTE not in notes_of(found)
     assert Recommendation.model_validate_json(found.model_dump_json()) == found
 
 
 def test_the_gain_is_that_over_a_search_without_tiles() -> None:
     tiled, _ = search(small_request(**TILES))
     plain, _ = search(small_request())
-    assert tiled.untiled is not None
-    assert tiled.untiled.composed_tokens_per_second == pytest.approx(plain.composed_tokens_per_second, rel=0.02)
+    untiled = other_of(tiled, Role.UNTILED)
+    assert untiled.composed_tokens_per_second == pytest.approx(plain.composed_tokens_per_second, rel=0.02)
     assert tiled.composed_tokens_per_second < plain.composed_tokens_per_second
-    assert "BTA costs " in tiling_text(tiled, tiled.untiled)
-    assert (tiled.untiled.gain, tiled.whole_model is None) == (1.0, False), "what was not run whole is not faster"
+    (said,) = describe_tiling(tiled)
+    assert "BTA costs " in said.text
+    assert (untiled.ratio, tiled.whole_model is None) == (1.0, False), "what was not run whole is not faster"
 
 
 def test_a_request_that_may_recommend_untiled_attention_names_none_apart() -> None:
     for bta in ({"enable": False}, {"enable": None}):
         found, _ = search(small_request(bta=bta))
-        assert found.untiled is None
-        assert "untiled" not in found.model_dump(mode="json")
+        assert found.alternative(Role.UNTILED) is None
 
 
 def test_a_request_that_names_tiles_beside_untiled_attention_is_told_what_they_gain() -> None:
@@ -76,20 +78,19 @@ def test_a_request_that_names_tiles_beside_untiled_attention_is_told_what_they_g
     row = best_untiled(state)
     assert row is not None and state.table.candidates[row].bta_tile is None
     found, _ = search(small_request(**named))
-    assert (found.candidate.bta_tile, found.untiled) == (None, None), "the answer itself is untiled"
+    assert (found.candidate.bta_tile, found.alternative(Role.UNTILED)) == (None, None), "the answer itself is untiled"
 
 
 def test_if_nothing_untiled_fits_the_answer_says_so() -> None:
     request = small_request(**TILES)
     found, _ = search(request, WithoutUntiled(request, noise=0.0))
-    assert found.untiled is None
-    assert NOTE in found.notes
+    assert found.alternative(Role.UNTILED) is None
+    assert NOTE in notes_of(found)
 
 
 def test_what_the_budget_does_not_measure_is_marked() -> None:
     found, _ = search(small_request(**TILES, budget={"max_trials": 1, "confidence_target": 99}, verify=False))
-    assert found.untiled is not None
-    assert found.untiled.predicted
+    assert other_of(found, Role.UNTILED).predicted
 
 
 def test_untiled_candidates_have_rows_and_are_no_part_of_the_space() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.spec.model import Variant
+from bexp.explorer.model.model import Variant
 from tests.explorer.search.small import candidate, context, small_request, trial
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.search.alternatives import compare
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import NoiseLimit
@@ -18,8 +20,9 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, WholeModels
-from bexp.explorer.spec.candidate import Candidate
+from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
+from tests.explorer.notes import notes_of
 from tests.explorer.search.small import MODEL, candidate, know, small_state, trial
 from tests.explorer.search.small import whole as measured_whole
 from tests.explorer.simulator import SimulatedDevice, report
@@ -68,8 +71,7 @@ def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> Non
     found = found_by(steps)
     assert [t.candidate for t in whole(steps)][:2] == [winner, rival]
     assert found.candidate == rival
-    assert found.runner_up is not None
-    assert found.runner_up.candidate == winner
+    assert other_of(found, Role.RUNNER_UP).candidate == winner
     assert found.whole_model is not None
     assert found.tokens_per_second == pytest.approx(found.whole_model.tokens_per_second, rel=0.01)
     assert found.confidence >= 80
@@ -85,10 +87,9 @@ def test_a_faster_runner_up_within_the_tolerance_changes_nothing_and_is_noted() 
     device.whole_model_error = 0.2
     found = found_by(run(device))
     assert found.candidate == winner
-    assert found.runner_up is not None
-    assert found.runner_up.gain is not None and 0.99 <= found.runner_up.gain < 1
-    assert any("the runner-up was the faster one" in note for note in found.notes)
-    assert not any("runner-up" in note for note in found_by(list(plain())).notes)
+    assert 0.99 <= other_of(found, Role.RUNNER_UP).ratio < 1
+    assert any("the runner-up was the faster one" in note for note in notes_of(found))
+    assert not any("runner-up" in note for note in notes_of(found_by(list(plain()))))
 
 
 def test_an_answer_is_never_slower_than_its_runner_up_beyond_the_tolerance_whatever_the_noise() -> None:
@@ -97,9 +98,8 @@ def test_an_answer_is_never_slower_than_its_runner_up_beyond_the_tolerance_whate
     device.whole_model_error = 0.2
     found = found_by(run(device))
     assert found.candidate == rival != winner
-    assert found.runner_up is not None
-    assert found.runner_up.candidate == winner
-    assert found.runner_up.gain is not None and found.runner_up.gain > 1
+    assert other_of(found, Role.RUNNER_UP).candidate == winner
+    assert other_of(found, Role.RUNNER_UP).ratio > 1
 
 
 def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
@@ -110,7 +110,7 @@ def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
     assert found.candidate != rival
     assert rival not in [t.candidate for t in whole(steps)[2:]]
     assert len(whole(steps)) <= RUNNER_UP_ATTEMPTS
-    assert found.runner_up is not None
+    assert found.alternative(Role.RUNNER_UP) is not None
     assert any("out_of_memory" in line for line in lines(steps, EventCode.WARNING))
 
 
@@ -118,14 +118,14 @@ def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
 def test_where_whole_models_do_not_run_the_runner_up_is_not_tried(outcome: Outcome) -> None:
     steps = run(device_with(outcomes=(outcome,)))
     assert len(whole(steps)) == 1
-    assert found_by(steps).runner_up is None
+    assert found_by(steps).alternative(Role.RUNNER_UP) is None
 
 
 def test_a_spent_budget_leaves_the_runner_up_out() -> None:
     searched = sum(t.kind is TrialKind.COMPONENTS for t in trials_of(list(plain())))
     steps = run(device_with(budget={"max_trials": searched + 1}))
     assert [t.candidate for t in whole(steps)] == [pair()[0]]
-    assert found_by(steps).runner_up is None
+    assert found_by(steps).alternative(Role.RUNNER_UP) is None
     assert found_by(steps).whole_model is not None
 
 
@@ -193,21 +193,21 @@ def whole_trial(number: int, size: int, outcome: Outcome = Outcome.OK, tokens: f
 def test_the_fastest_other_whole_model_is_the_runner_up_with_the_gain_over_it() -> None:
     ran = [whole_trial(7, 4, tokens=110.0), whole_trial(8, 1, tokens=80.0), whole_trial(9, 2, tokens=100.0)]
     state, models = small_whole_models(*ran)
-    found = models.runner_up_of(candidate(4))
-    assert found is not None
-    assert found.candidate == candidate(2)
-    assert found.gain == pytest.approx(1.1)
-    assert found.outcome is Outcome.OK
-    row = state.table.row[candidate(2)]
-    assert found.composed_tokens_per_second == pytest.approx(state.seconds(row).tokens_per_second)
+    assert models.runner_up_of(candidate(4)) == candidate(2)
+    four, two = (state.table.row[candidate(size)] for size in (4, 2))
+    found = compare(state, four, Role.RUNNER_UP, two, models.of(candidate(2)))
+    assert found.ratio == pytest.approx(1.1)
+    assert (found.is_measured_whole, found.outcome) == (True, Outcome.OK)
+    assert found.composed_tokens_per_second == pytest.approx(state.seconds(two).tokens_per_second)
 
 
 def test_of_runners_up_that_failed_the_last_is_told() -> None:
     failed = [whole_trial(8, 1, Outcome.OUT_OF_MEMORY), whole_trial(9, 2, Outcome.CRASHED)]
-    _, models = small_whole_models(whole_trial(7, 4, tokens=110.0), *failed)
-    found = models.runner_up_of(candidate(4))
-    assert found is not None
-    assert (found.candidate, found.outcome, found.reason, found.gain) == (candidate(2), Outcome.CRASHED, "why", None)
+    state, models = small_whole_models(whole_trial(7, 4, tokens=110.0), *failed)
+    assert models.runner_up_of(candidate(4)) == candidate(2)
+    four, two = (state.table.row[candidate(size)] for size in (4, 2))
+    found = compare(state, four, Role.RUNNER_UP, two, models.of(candidate(2)))
+    assert (found.is_measured_whole, found.outcome, found.reason) == (False, Outcome.CRASHED, "why")
 
 
 def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_up() -> None:

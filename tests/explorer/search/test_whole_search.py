@@ -7,18 +7,19 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ModelParts, Part
+from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
-from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
-from tests.explorer.cost_model.tiny import hardware
+from tests.explorer.alternatives import other_of
+from tests.explorer.cost.tiny import hardware
 
 RISING = {1: 9.6, 2: 17.3, 4: 35.0, 8: 50.9, 16: 55.3}
 """Samples a second of each micro-batch size; those of GPT-2 on an H100, in a plain loop."""
@@ -113,7 +114,7 @@ def test_the_confidence_follows_from_what_was_measured_and_each_trial_measures_a
     early = [each.confidence for number, each in enumerate(command.found, 1) if len(set(sizes[:number])) == 1]
     assert early
     assert max(early) <= 20, "one of five sizes was measured"
-    assert answer.memory_choices[0].candidate == answer.candidate
+    assert other_of(answer, Role.FASTEST).candidate == answer.candidate
 
 
 def test_a_size_without_memory_counts_as_settled() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.surrogate.covariance import Covariance
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
 from bexp.explorer.surrogate.observations import ComponentObservations

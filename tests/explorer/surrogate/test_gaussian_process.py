@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.required_memory import predict_component_table
-from bexp.explorer.cost_model.roofline import predict_component_seconds
+from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.required_memory import predict_component_table
+from bexp.explorer.cost.roofline import predict_component_seconds
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.hyperparameters import Hyperparameters
 from bexp.explorer.surrogate.observations import ComponentObservations
-from tests.explorer.cost_model.tiny import hardware, model_of, request
+from tests.explorer.cost.tiny import hardware, model_of, request
 
 NUM_SAMPLES = 20_000
 RUN, OWN, AMPLITUDE = 0.03, 0.02, 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.hyperparameters import (

@@ -8,14 +8,14 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.required_memory import required_table
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.required_memory import required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.composition import Floats
+from bexp.explorer.cost.composition import Floats
 from bexp.explorer.surrogate.peak_error import (
     SCALE_GRID,
     TAIL_RUNS,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.execution import Execution
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.surrogate.whole_model_error import (
     COMMON_STD,
     COMPILED_STD,

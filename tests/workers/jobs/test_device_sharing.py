@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
-from bexp.storage.workers import KnownWorker, WorkerState, list_known_workers, list_workers
+from bexp.storage.workers import KnownWorker, WorkerState, read_workers
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.jobs import worker as worker_module
 from bexp.workers.jobs.worker import JobWorker
@@ -74,7 +74,7 @@ def running(worker: JobWorker) -> Iterator[None]:
 
 
 def listed(database: Database, worker: JobWorker) -> KnownWorker | None:
-    return next((known for known in list_known_workers(database) if known.info.id == worker.id), None)
+    return next((known for known in read_workers(database) if known.info.id == worker.id), None)
 
 
 def is_listed_as(database: Database, worker: JobWorker, state: WorkerState) -> Callable[[], bool]:
@@ -124,7 +124,7 @@ def test_a_worker_that_never_had_its_device_stands_in_the_list_and_claims_nothin
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
         wait_until(is_listed_as(sqlite_database, worker, WorkerState.WAITING))
-        info = list_workers(sqlite_database)[0].info
+        info = read_workers(sqlite_database)[0].info
         assert (info.held_by, info.device_kind, info.num_devices, info.devices) == (HELD, "cpu", 1, "cpu")
         assert (info.device_name, info.fingerprint) == ("", "")
         assert (worker.device_held, worker.hardware) == (HELD, None)
@@ -133,14 +133,14 @@ def test_a_worker_that_never_had_its_device_stands_in_the_list_and_claims_nothin
         profiler.is_held = False
         wait_until(has_succeeded(sqlite_database, job.id))
         wait_until(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
-        assert list_workers(sqlite_database)[0].info.device_name == make_report().hardware.device_name
+        assert read_workers(sqlite_database)[0].info.device_name == make_report().hardware.device_name
 
 
 def test_a_worker_waits_for_its_device_at_first_no_longer_than_it_may(sqlite_database: Database) -> None:
     worker = make_worker(sqlite_database, HeldProfiler(is_held=True), device_wait_seconds=0.0)
     with pytest.raises(DeviceBusyError, match=HELD):
         worker.run()
-    assert list_known_workers(sqlite_database) == []
+    assert read_workers(sqlite_database) == []
 
 
 def test_an_idle_worker_gives_its_device_back_and_takes_it_for_a_job_alone(
@@ -277,7 +277,7 @@ def test_a_device_that_changes_is_listed_as_it_is_now(sqlite_database: Database)
         profiler.failures = ["the device has changed"]
         job, _ = queue.enqueue(make_request())
         wait_until(has_succeeded(sqlite_database, job.id))
-        wait_until(lambda: list_workers(sqlite_database)[0].info.device_name == "b")
+        wait_until(lambda: read_workers(sqlite_database)[0].info.device_name == "b")
 
 
 def test_a_held_device_is_no_fault_of_the_device(sqlite_database: Database) -> None:

@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.storage.database import Database
-from bexp.storage.workers import WorkerInfo, forget_worker, list_workers, register_worker
-from bexp.workers.jobs.registration import Registration
+from bexp.storage.workers import WorkerInfo, forget_worker, read_workers, register_worker
+from bexp.workers.jobs.worker import Registration
 from tests.contracts.samples import make_worker
 from tests.waits import Waits
 
@@ -33,14 +33,14 @@ def wait(condition: Callable[[], bool]) -> None:
 
 def test_a_worker_is_listed_as_it_says_from_when_it_says_so(database: Database) -> None:
     with Registration(database) as registration:
-        assert list_workers(database) == []
+        assert read_workers(database) == []
         registration.tell(replace(WORKER, held_by="cpu is in use"))
-        (waiting,) = list_workers(database)
+        (waiting,) = read_workers(database)
         assert waiting.info.held_by == "cpu is in use"
         registration.tell(WORKER)
-        (idle,) = list_workers(database)
+        (idle,) = read_workers(database)
         assert (idle.info, idle.started_at) == (WORKER, waiting.started_at)
-    assert list_workers(database) == []
+    assert read_workers(database) == []
 
 
 def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sqlite_database: Database) -> None:
@@ -58,7 +58,7 @@ def test_a_worker_that_cannot_leave_the_list_ends(
     def fail(*_: object) -> None:
         raise away()
 
-    monkeypatch.setattr("bexp.workers.jobs.registration.forget_worker", fail)
+    monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
     with Registration(sqlite_database) as registration:
         registration.tell(WORKER)
     assert "worker w could not be removed from the list: refused" in caplog.text
@@ -67,7 +67,7 @@ def test_a_worker_that_cannot_leave_the_list_ends(
 def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_could_not_say(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("bexp.workers.jobs.registration.LIVE_WITHIN", timedelta(seconds=0.03))
+    monkeypatch.setattr("bexp.workers.jobs.worker.LIVE_WITHIN", timedelta(seconds=0.03))
     is_away = threading.Event()
 
     def register(database: Database, worker: WorkerInfo) -> None:
@@ -75,15 +75,15 @@ def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_c
             raise away()
         register_worker(database, worker)
 
-    monkeypatch.setattr("bexp.workers.jobs.registration.register_worker", register)
+    monkeypatch.setattr("bexp.workers.jobs.worker.register_worker", register)
     with Registration(sqlite_database) as registration:
         registration.tell(WORKER)
         forget_worker(sqlite_database, "w")
-        wait(lambda: [known.info for known in list_workers(sqlite_database)] == [WORKER])
+        wait(lambda: [known.info for known in read_workers(sqlite_database)] == [WORKER])
         is_away.set()
         registration.tell(replace(WORKER, held_by="cpu is in use"))
         wait(lambda: bool(caplog.messages))
         is_away.clear()
-        wait(lambda: [known.info.held_by for known in list_workers(sqlite_database)] == ["cpu is in use"])
+        wait(lambda: [known.info.held_by for known in read_workers(sqlite_database)] == ["cpu is in use"])
     assert caplog.messages[0] == "worker w could not report to the database: refused"
-    assert list_workers(sqlite_database) == []
+    assert read_workers(sqlite_database) == []

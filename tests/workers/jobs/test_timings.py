@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.records.measurement import PhaseSeconds
-from bexp.workers.jobs import timings as accounting
-from bexp.workers.jobs.timings import PHASES, JobTimings
+from bexp.workers.jobs import runner as accounting
+from bexp.workers.jobs.runner import PHASES, JobTimings
 
 
 class Clock:

@@ -10,12 +10,11 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.storage.database import Database, DatabaseLimits, open_database
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.listing import list_jobs
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-from bexp.storage.workers import list_workers
+from bexp.storage.workers import read_workers
 from bexp.workers.jobs.worker import JobWorker, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
@@ -48,14 +47,14 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         queue = Queue(sqlite_database)
         job, _ = queue.enqueue(make_request())
         assert seen.wait(PATIENCE_SECONDS)
-        assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
-        assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
+        assert [entry.info.id for entry in read_workers(sqlite_database)] == [worker.id]
+        assert read_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
         versions = make_report().hardware.versions.model_dump(exclude_none=True) | installed_software()
-        assert list_workers(sqlite_database)[0].info.versions == versions
+        assert read_workers(sqlite_database)[0].info.versions == versions
         wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.SUCCEEDED)
         worker.stop()
         done.result(timeout=PATIENCE_SECONDS)
-    assert list_workers(sqlite_database) == []
+    assert read_workers(sqlite_database) == []
 
 
 def test_a_worker_stops_in_the_middle_of_a_trial(sqlite_database: Database) -> None:
@@ -100,7 +99,7 @@ def test_a_worker_without_a_device_says_so(sqlite_database: Database) -> None:
     with pytest.raises(ProfilerError, match="no such device"):
         make_worker(sqlite_database, profiler).run()
     assert profiler.calls == ["close"]
-    assert list_workers(sqlite_database) == []
+    assert read_workers(sqlite_database) == []
 
 
 class Moody(FakeProfiler):

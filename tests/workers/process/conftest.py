@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost.components import ComponentKind
 from bexp.workers.process import trial_run
 from bexp.workers.process.child import ProfilerProcess
 from bexp.workers.process.protocol import ComponentStarted, Reply

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.base import Frozen
 from bexp.workers.process import trial_run
 from bexp.workers.process.child import ProfilerProcess
 from bexp.workers.process.exit_status import KILLED_HINT

@@ -24,6 +24,14 @@ def test_a_profiler_has_neither_the_database_nor_the_token() -> None:
     assert profiler_environment(secret, ["cuda:0"]) == DEFAULTS
 
 
+def test_only_a_persons_own_code_has_the_password_that_libpq_reads() -> None:
+    secret = {"PGPASSWORD": "secret", "PGPASSFILE": "/run/secrets/pgpass"}
+    assert profiler_environment(secret, ["cuda:0"]) == DEFAULTS
+    assert (
+        profiler_environment({**secret, LOCAL_TARGET: "/home/me/train.py:Target"}, ["cuda:0"]).items() >= secret.items()
+    )
+
+
 def test_the_newer_name_of_the_allocator_setting_replaces_the_default() -> None:
     newer = {"PYTORCH_ALLOC_CONF": "backend:native"}
     assert "PYTORCH_CUDA_ALLOC_CONF" not in profiler_environment(newer, ["cuda:0"])

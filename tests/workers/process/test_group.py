@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.training import Sharding, TrainingSpec
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.training import Sharding, TrainingSpec
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.process.profiler import Profiler

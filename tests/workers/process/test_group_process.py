@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from bexp.child_process import PACKAGES_FOLDER, module_command
+from bexp.explorer.dimensions.bta_tile import BTASpec
+from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.context_parallel import ContextParallelSpec
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.options import BTASpec, Budget
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
@@ -22,6 +23,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.bexp.test_child_process import write_hostile_packages
 from tests.contracts.samples import make_worker
+from tests.explorer.notes import notes_of
 from tests.waits import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -98,5 +100,5 @@ def test_a_group_explores_how_to_share_sequences_and_recommends(sqlite_database:
     assert [trial.number for trial in exchanged] == [0], "measured once, before all else"
     assert whole[0].measurement.whole_model.communication_seconds is not None
     assert best.communication_seconds is not None
-    assert any("exchange of gradients between 2 devices is included in the time" in note for note in best.notes)
+    assert any("exchange of gradients between 2 devices is included in the time" in note for note in notes_of(best))
     assert not imported.exists(), imported.read_text()

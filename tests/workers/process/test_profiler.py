@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.process.child import ProfilerProcess
 from bexp.workers.process.exit_status import KILLED_HINT
@@ -113,7 +113,7 @@ def test_recomputation_and_tiles_trade_bytes_for_seconds(profiler: Profiler) -> 
 
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
 def test_the_whole_model_weighs_its_state_and_more(profiler: Profiler, recompute: Recompute) -> None:
-    from bexp.explorer.cost_model.parameters import count_parameters
+    from bexp.explorer.cost.parameters import count_parameters
 
     profiler.begin(REQUEST)
     whole = measured_whole(profiler, whole_model_plan(candidate(2, recompute=recompute)))

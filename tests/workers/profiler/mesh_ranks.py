@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
-from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
+from bexp.explorer.cost.components import Component, ComponentKind, ExchangeSpec, Operation
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
+from bexp.explorer.model.model import DType, ModelSpec, MoESpec
+from bexp.explorer.model.training import LossSpec, Sharding, TrainingSpec
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
-from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import LossSpec, Sharding, TrainingSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.passes import Passes
 from bexp.measure.timing import HostTimer
 from bexp.workers.instruments.device_instruments import Instruments

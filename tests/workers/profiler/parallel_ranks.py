@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.spec.model import DType, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
+from bexp.explorer.model.model import DType, ModelSpec
+from bexp.explorer.model.training import OptimizerSpec, Sharding, TrainingSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.decomposition import Decomposer
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.model import DType, ModelSpec, MoESpec
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from tests.waits import PATIENCE_SECONDS
 
 MODEL = ModelSpec(

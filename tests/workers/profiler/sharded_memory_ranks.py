@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import DType, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
-from bexp.measure.cpu_storages import LiveStorages
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.model import DType, ModelSpec
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.measure.memory_meters import LiveStorages
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.spec.model import ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.activation_memory import predict_component_bytes
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.model.model import ModelSpec, MoESpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses

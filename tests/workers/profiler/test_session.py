@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.training import Sharding
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.probe import failure_of
 from bexp.workers.instruments import phases
@@ -216,9 +216,9 @@ def test_a_whole_model_that_cannot_be_captured_is_unsupported(
     session = Session(instruments, None, sent.append)
     session.answer(Begin(request=REQUEST.model_copy(update={"execution": Execution.GRAPH}), hardware=HARDWARE))
     report = next(message.report for message in sent if isinstance(message, ReportReply))
-    assert {support.name: support.reason for support in report.executions if not support.usable} == dict.fromkeys(
-        ("graph", "compile+graph"), "CUDA graphs need a GPU"
-    )
+    assert {
+        support.name: support.reason for support in report.choices["execution"] if not support.usable
+    } == dict.fromkeys(("graph", "compile+graph"), "CUDA graphs need a GPU")
     session.answer(RunTrial(task=whole_model_plan(candidate())))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bexp.explorer.cost_model.step import gathered_bytes, static_parts
+from bexp.explorer.cost.step import gathered_bytes, static_parts
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.sharded_memory_ranks import CASES, Case, name_of, request_of
 

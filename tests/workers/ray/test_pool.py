@@ -13,7 +13,7 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job

@@ -5,14 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import ComponentFigures, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.pruned_space import PrunedSpace
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader
 from tests.simulated_tables import h200_report, simulate

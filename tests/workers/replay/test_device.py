@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
-from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 from bexp.workers.replay.rows import WholeModelRow
 from tests.workers.replay.samples import empty, figures, plan, recording, row, table_of
 

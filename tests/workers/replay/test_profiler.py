@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState, get_job

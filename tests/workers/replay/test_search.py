@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.explore import explore
-from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
 from tests.workers.replay.samples import recording, request
 

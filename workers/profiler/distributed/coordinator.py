@@ -1,4 +1,4 @@
-"""Passes the parent's commands to the ranks of a group, and merges the ranks' replies into one."""
+"""The coordinator of a group, which passes the parent's commands to the ranks, and merges their replies into one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
-from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
 from bexp.workers.process.protocol import (
     Begin,
     Command,
@@ -26,26 +27,25 @@ from bexp.workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from bexp.workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
 from bexp.workers.profiler.distributed.message_queue import MessageQueue
 
 GRACE_SECONDS = 5.0
-"""How long a failed trial waits for more replies. If a rank ends, its peers fail first, but it is the cause."""
+"""How long a failed trial waits for more replies. If a rank ends, its peers report first, but the rank is the cause."""
 
 R = TypeVar("R", Hello, HardwareReply, ReportReply)
 
 
 class GroupEndedError(Exception):
-    """The group cannot go on, and the parent knows."""
+    """The group cannot go on, as the parent has been informed."""
 
 
 class Coordinator:
-    """Answers the parent for a group of ranks.
+    """The voice of a group of ranks towards the parent.
 
     The coordinator decides a trial's outcome from the ranks' replies: all succeeded, or one failed. The ranks do not
-    learn it. After a failure in a trial of several ranks the group must be replaced, because some ranks wait for others
-    in the middle of an operation. There is one exception: memory ran out on all ranks, in a block that each computes
-    without the others.
+    learn the outcome. After a failure in a trial of several ranks the group must be replaced, because some ranks may
+    wait for others amid an operation. There is one exception: memory ran out on all ranks, in a block that each
+    computes without the others.
     """
 
     def __init__(self, message_queue: MessageQueue, devices: Sequence[str], send: Callable[[Frozen], None]) -> None:
@@ -80,7 +80,7 @@ class Coordinator:
         self._send(HardwareReply(hardware=hardware))
 
     def _collect(self, kind: type[R]) -> list[R]:
-        """Wait for one reply of each rank; returned in the order of ranks."""
+        """Wait for one reply of each rank, and return them in the order of ranks."""
         replies: dict[int, R] = {}
         while len(replies) < len(self._devices):
             received = self._message_queue.next_reply()
@@ -115,7 +115,7 @@ class _Trial:
         self._first_failed: int | None = None
 
     def follow(self) -> TrialFinished:
-        """Wait for the ranks, and report their progress to the parent; returns the merged result.
+        """Wait for the ranks, and report their progress to the parent; return the merged result.
 
         Raises:
             GroupEndedError: a rank has ended.
@@ -177,7 +177,7 @@ class _Trial:
 
 
 def _failed_alone(finished: TrialFinished) -> bool:
-    """Whether memory ran out in a block that each rank computes alone, so that no rank waits inside it.
+    """Return whether memory ran out in a block that each rank computes alone, so that no rank waits inside it.
 
     All ranks compute the same, so all of them run out of memory there. A rank that did not would wait for the others to
     agree on the number of repeats.
@@ -185,3 +185,104 @@ def _failed_alone(finished: TrialFinished) -> bool:
     measurement = finished.measurement
     failed = measurement.failed_component
     return measurement.outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint
+
+
+M = TypeVar("M", ComponentMeasurement, WholeModelMeasurement)
+
+OPTIONAL = (
+    *("host_once_seconds", "slowdown", "waiting_forward_seconds"),
+    *("together_forward_seconds", "together_backward_seconds", "together_host_backward_seconds"),
+)
+"""Figures that not every component has."""
+
+
+def merge_hardware(specs: Sequence[HardwareSpec]) -> HardwareSpec:
+    """Describe the group as equal devices, each as slow and as small as the worst. Ranks on the CPU share its memory.
+
+    Raises:
+        ValueError: the devices are not alike.
+    """
+    first = specs[0]
+    names = sorted({spec.device_name for spec in specs})
+    if len(names) > 1:
+        raise ValueError(f"the devices of a group must be alike, not {' and '.join(names)}")
+    limit = min(spec.memory_limit_bytes for spec in specs)
+    peaks = first.matmul_flops_per_second
+    return first.model_copy(
+        update={
+            "num_devices": len(specs),
+            "memory_limit_bytes": limit if first.device_kind == "cuda" else max(1, limit // len(specs)),
+            "context_bytes": max(spec.context_bytes for spec in specs),
+            "matmul_flops_per_second": {
+                dtype: min(spec.matmul_flops_per_second[dtype] for spec in specs)
+                for dtype in peaks
+                if all(dtype in spec.matmul_flops_per_second for spec in specs)
+            },
+            "memory_bandwidth_bytes_per_second": min(spec.memory_bandwidth_bytes_per_second for spec in specs),
+            "launch_seconds": max(spec.launch_seconds for spec in specs),
+        }
+    )
+
+
+def merge_component(measurements: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
+    """Take the largest of every figure, and the smallest number of repeats. One rank's disturbed device counts."""
+    assert len({measured.component for measured in measurements}) == 1, (
+        "the ranks run the same components in the same order"
+    )
+    slowest = max(measurements, key=lambda measured: measured.device_seconds)
+    return slowest.model_copy(
+        update={
+            "host_seconds": max(measured.host_seconds for measured in measurements),
+            "forward_device_seconds": max(measured.forward_device_seconds for measured in measurements),
+            "standard_error_seconds": max(measured.standard_error_seconds for measured in measurements),
+            "repeats": min(measured.repeats for measured in measurements),
+            "saved_bytes": max(measured.saved_bytes for measured in measurements),
+            "forward_peak_bytes": max(measured.forward_peak_bytes for measured in measurements),
+            "backward_peak_bytes": max(measured.backward_peak_bytes for measured in measurements),
+            **{name: _largest(getattr(measured, name) for measured in measurements) for name in OPTIONAL},
+            "conditions": _worst_conditions(slowest, measurements),
+        }
+    )
+
+
+def _worst_conditions(slowest: M, measurements: Sequence[M]) -> Conditions | None:
+    """Return the conditions of a rank whose device was disturbed, for which the others waited; else the slowest's."""
+    disturbed = (measured.conditions for measured in measurements if measured.contamination is not None)
+    return next(disturbed, slowest.conditions)
+
+
+def _largest(figures: Iterable[float | None]) -> float | None:
+    return max((figure for figure in figures if figure is not None), default=None)
+
+
+def merge_trial(trials: Sequence[TrialFinished]) -> TrialFinished:
+    """Merge the results of ranks that all had the same outcome."""
+    measurements = [finished.measurement for finished in trials]
+    components = zip(*(measurement.components for measurement in measurements), strict=True)
+    whole = [m.whole_model for m in measurements if m.whole_model is not None]
+    slowest = max(trials, key=lambda finished: finished.seconds)  # only its own phases add up to its time
+    merged = slowest.measurement.model_copy(
+        update={
+            "components": tuple(merge_component(ranks) for ranks in components),
+            "whole_model": _merge_whole_model(whole) if whole else None,
+        }
+    )
+    poisoned = any(finished.poisoned for finished in trials)
+    return slowest.model_copy(update={"measurement": merged, "poisoned": poisoned})
+
+
+def _merge_whole_model(measurements: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
+    """Take micro-step and communication of the slowest rank: the others' communication includes their wait for it."""
+    on_mesh = measurements[0].num_micro_batches is not None  # ranks then wait for each other, and update unlike shares
+    slowest = max(measurements, key=lambda whole: whole.mesh_step_seconds if on_mesh else whole.micro_step_seconds)
+    optimizer = [slowest] if on_mesh else measurements
+    return slowest.model_copy(
+        update={
+            "optimizer_seconds": max(whole.optimizer_seconds for whole in optimizer),
+            "standard_error_seconds": max(whole.standard_error_seconds for whole in measurements),
+            "peak_bytes": max(whole.peak_bytes for whole in measurements),
+            "reserved_bytes": max(whole.reserved_bytes for whole in measurements),
+            "repeats": min(whole.repeats for whole in measurements),
+            "conditions": _worst_conditions(slowest, measurements),
+        }
+    )

@@ -1,4 +1,4 @@
-"""Starts the ranks of a group with torch's elastic launcher, and reports a rank that ends."""
+"""The start of a group's ranks with torch's elastic launcher, and the report of a rank that ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTICE_SECONDS = 10.0
 
 
 def serve_group(parent: Parent) -> int:
-    """Run the ranks and their coordinator; ends this process and all ranks when one of them ends."""
+    """Run the ranks and their coordinator, and end this process and all ranks when one of them ends."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the coordinator reports it
     wait_for_open(parent.commands)
     store, port = host_store()
@@ -62,7 +62,7 @@ def serve_group(parent: Parent) -> int:
 
 
 def launch_config(num_ranks: int, port: int) -> LaunchConfig:
-    """One node whose ranks are never started again: a restart would silently repeat a trial that ran out of memory."""
+    """Return the launch of one node without restarts, which would silently repeat a trial that ran out of memory."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -1,4 +1,4 @@
-"""Messages between the processes of a group. Their store outlives each of the processes and each process group."""
+"""Messages between the processes of a group, in a store that outlives each process and each process group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import COMMANDS, REPLIES, Command, Reply
 
 _HOST = "127.0.0.1"
@@ -17,7 +17,7 @@ _REPLIES = "replies"
 
 
 def host_store() -> tuple[TCPStore, int]:
-    """A store that listens only on the loopback interface, and its port."""
+    """Return a store that listens only on the loopback interface, and its port."""
     listener = socket.create_server((_HOST, 0))
     port = int(listener.getsockname()[1])
     store = TCPStore(
@@ -32,7 +32,7 @@ def host_store() -> tuple[TCPStore, int]:
 
 
 def join_store(port: int) -> TCPStore:
-    """A new connection to the store. A connection that waits for a message cannot be used by another thread."""
+    """Return a new connection to the store. While a connection waits for a message, no other thread can use it."""
     return TCPStore(_HOST, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
 
 
@@ -47,7 +47,7 @@ class MessageQueue:
         self._store.queue_push(_command_key(rank), command.model_dump_json())
 
     def next_command(self, rank: int) -> Command:
-        """The next command to this rank. There is no time limit, since a rank ends with its group."""
+        """Return the next command to this rank. There is no time limit, because a rank ends with its group."""
         command = self._pop(_command_key(rank))
         assert command is not None
         return COMMANDS.validate_json(command)
@@ -57,7 +57,7 @@ class MessageQueue:
         self._store.queue_push(_REPLIES, f"{rank} {message.model_dump_json()}")
 
     def next_reply(self, seconds: float | None = None) -> tuple[int, Reply] | None:
-        """The next reply and its rank; None if none comes within `seconds` (None: there is no limit)."""
+        """Return the next reply and its rank; None if none comes within `seconds` (None: there is no limit)."""
         said = self._pop(_REPLIES, seconds)
         if said is None:
             return None

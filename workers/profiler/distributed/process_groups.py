@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.trial import TrialTask
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group
 from bexp.workers.instruments.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
 
 OPERATION_TIMEOUT = timedelta(hours=6)
-"""This is longer than any trial's deadline, because the deadline should end a rank that waits for another."""
+"""Longer than any trial's deadline, so that the deadline ends a rank that waits for another."""
 
 Strided = tuple[int, int, int]
 """How many ranks take part, the size of a group, and how far apart its members are."""
@@ -24,8 +24,8 @@ Strided = tuple[int, int, int]
 class ProcessGroups:
     """The process groups of all ranks. GPUs exchange data through NCCL, and hosts exchange numbers through gloo.
 
-    The default group is not bound to devices (`device_id`). If it were, `new_group` would split its communicator also
-    on ranks outside the new group, and for a gloo group only on those, which would then wait for ever.
+    The default group is not bound to devices (`device_id`). Otherwise `new_group` would split its communicator also on
+    ranks outside the new group. For a gloo group only those would split it, and wait for ever.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -68,11 +68,11 @@ class ProcessGroups:
             self._make_strided(key)
 
     def takes_part(self, task: TrialTask) -> bool:
-        """Whether this rank runs the trial, as the first ranks do. All ranks answer a trial that needs more ranks."""
+        """Return whether this rank runs the trial, as the first ranks do. All answer a trial that needs more ranks."""
         return self.rank < task.num_processes
 
     def rank_group(self, task: TrialTask) -> RankGroup:
-        """The ranks that run the trial, with this one among them; UnsupportedTrialError if there are too few."""
+        """Return the ranks that run the trial, this one included. Raises UnsupportedTrialError for too few ranks."""
         check_size(task, self.size)
         n = task.num_processes
         if n == 1:
@@ -149,21 +149,21 @@ class DistributedRankGroup:
         self._device = device
 
     def all_reduce_max(self, *values: float) -> tuple[float, ...]:
-        """The largest of each value over the ranks."""
+        """Return the largest of each value over the ranks."""
         shared = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._host_group)
         return tuple(shared.tolist())
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
-        """The ring of this rank. Ranks 0 to size - 1 form the first ring, the next ranks the second."""
+        """Return the ring of this rank. Ranks 0 to size - 1 form the first ring, the next ranks the second."""
         return ContextParallel(self._rings[size], layout)
 
     def strided(self, size: int, stride: int) -> dist.ProcessGroup | None:
-        """The group of this rank; None if it is alone."""
+        """Return the group of this rank; None if the rank is alone."""
         return None if size == 1 else self._strided[self.size, size, stride]
 
     def barrier(self, component: Component) -> Barrier | None:
-        """The barrier of the ring, or of all ranks if all communicate; None if the component does not."""
+        """Return the barrier of the ring, or of all ranks if all communicate; None without communication."""
         is_for_all = component.kind in {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE}
         if is_for_all or component.expert_parallel_size > 1:
             group = self.members

@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    gc.disable()  # collections amid an import go through all that is there already, and find next to nothing
+    gc.disable()  # collections amid an import visit all objects, and free next to nothing
     from bexp.workers.profiler.distributed.rank_device import serve_rank  # noqa: PLC0415 - it imports torch
 
     gc.enable()

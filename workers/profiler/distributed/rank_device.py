@@ -1,4 +1,4 @@
-"""Opens the device of one rank, and answers the coordinator's commands with it."""
+"""The device of one rank, and the coordinator's commands that the rank answers with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.model.base import Frozen
 from bexp.workers.devices.discovery import open_gpu
 from bexp.workers.instruments.device_instruments import freeze_imports
 from bexp.workers.instruments.device_monitor import DeviceMonitor
@@ -22,10 +22,10 @@ from bexp.workers.settings import read_settings
 
 
 def serve_rank(rank: int, devices: Sequence[str], port: int) -> int:
-    """Answer commands until the group is ended from outside; returns an exit status if the device cannot be used.
+    """Answer commands until the group is ended from outside; return an exit status if the device cannot be used.
 
     A rank goes on waiting for commands after a failed trial. The other ranks may wait for it in the middle of an
-    operation, and it cannot join them again; the coordinator's parent then ends the whole group.
+    operation that it cannot join again. The coordinator's parent then ends the whole group.
     """
     message_queue = MessageQueue(join_store(port))
 

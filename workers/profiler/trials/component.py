@@ -1,4 +1,4 @@
-"""Measures one component of a step: the seconds and the bytes of its passes."""
+"""The measurement of one component of a step: the seconds and the bytes of its passes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatch, TextBatches
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatch, TextBatches
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import BatchFigures, ComponentMeasurement
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import Passes
 from bexp.workers.instruments.device_instruments import Instruments
@@ -63,12 +63,12 @@ def measure_component(
 def new_width_seconds(
     instruments: Instruments, build: Callable[[TextBatch], AbstractContextManager[ComponentPasses]], usual: TextBatch
 ) -> float | None:
-    """Return what passes take longer when this process first runs rows of a width, near that of a usual micro-batch.
+    """Return the additional seconds of passes when this process first runs rows of a width near a usual micro-batch's.
 
-    It is None if the process has run all narrower widths.
+    The result is None if the process has run all narrower widths.
 
-    cuDNN's attention, for one, plans its kernels for each shape. Of two widths the smaller figure counts: in the first,
-    the allocator may have to ask for memory.
+    cuDNN's attention, for one, plans its kernels for each shape. The smaller figure of two widths counts, because the
+    allocator may have to ask for memory in the first.
     """
     found = []
     for _ in range(2):
@@ -148,7 +148,7 @@ def _measure(
 def _warm_up(instruments: Instruments, passes: ComponentPasses) -> ActivationBytes:
     """Run the passes until they are as fast as they get; return their memory.
 
-    On a CPU the pass whose memory is measured counts, and is enough if it is long.
+    On a CPU the pass whose memory is measured is a warm-up as well, and the only one if it is long.
     """
     if instruments.device.type != "cpu":
         instruments.timer.warm_up(passes)
@@ -163,7 +163,7 @@ def _warm_up(instruments: Instruments, passes: ComponentPasses) -> ActivationByt
 
 def _time_together(instruments: Instruments, passes: Passes) -> dict[str, float]:
     """Return the seconds of a block that ranks run together, with the host's waits."""
-    instruments.timer.warm_up(passes)  # other ranks have other numbers of rows
+    instruments.timer.warm_up(passes)  # ranks have different numbers of rows
     waited = instruments.timer.time_waiting(passes)
     if waited is None:
         timing = instruments.timer.time(passes)

@@ -1,4 +1,4 @@
-"""Measures the communication of gradients and parameters in a step, and how much it slows computation down."""
+"""The communication of gradients and parameters in a step, and how much it slows computation down."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.collectives import BUCKET_BYTES, CommunicationUnits, Unit, buffered_dtype
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.collectives import BUCKET_BYTES, CommunicationUnits, Unit, buffered_dtype
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.timestamps import mark_of
 from bexp.measure.timing import Timing, collector_paused
 from bexp.workers.instruments.device_instruments import Instruments
@@ -29,15 +29,15 @@ from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS
 
 COMPUTE_TOKENS = 4096
-"""Rows of the products that run beside the communication; at most a sequence's length."""
+"""Rows of the products that run during the communication; at most a sequence's length."""
 OUTLASTS = 2.0
-"""The time of the computation over the time of the communication beside it, if each runs alone."""
+"""The time of the computation over the time of the communication during it, if each runs alone."""
 LEAST_SECONDS = 4e-3
 """The least duration of the communication, which makes its beginning and its end negligible."""
 MOST_BLOCKS = 4096
 REPEATS = 5
 SECONDS = 2.0
-"""The seconds for the repeats. There are at least two repeats."""
+"""The seconds for the repeats, of which there are at least two."""
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -103,7 +103,7 @@ class _UnitCollectives:
         return [*gathered, _scatter(self._reduced, self._gradients, self._mean, self._members, async_op=True)]
 
     def copy(self) -> None:
-        """Copy what the device copies for these collectives.
+        """Make the copies for these collectives.
 
         Sharding copies gathered parameters out of a buffer, and gradients into one. Replicas reduce gradients in place.
         """
@@ -131,7 +131,7 @@ class _UnitCollectives:
         _wait(self.begin_backward())
 
     def run_chain(self, length: int) -> None:
-        """Does nothing, because units are timed one at a time."""
+        """Do nothing, because units are timed one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,9 @@ def measure_data_parallel_communication(
 ) -> ComponentMeasurement:
     """Measure the collectives of gradients and parameters in one step of the whole model.
 
-    The units are timed one after another, without computation beside them. Equal layers are timed once. The slowdown of
-    computation and the work of the host (see `measure_host_overhead`) are measured separately. All ranks must call this
-    at the same time.
+    The units are timed one after another, without computation at the same time. Equal layers are timed once. The
+    slowdown of computation and the work of the host (see `measure_host_overhead`) are measured separately. All ranks
+    must call this at the same time.
     """
     members = instruments.rank_group.members
     assert members is not None, "collectives need more than one process"
@@ -204,10 +204,10 @@ def measure_data_parallel_communication(
 def _measure_slowdown(
     instruments: Instruments, model: ExploredModel, collectives: _UnitCollectives, timing: Timing
 ) -> float:
-    """Seconds that computation loses for each second of communication, 0..1.
+    """The seconds by which each second of communication delays computation, 0..1.
 
-    Products of a layer's size run alone, and beside collectives that end before the products do. All collectives are
-    issued first; the back end runs them on streams or threads of its own.
+    Products of a layer's size run alone, and together with collectives that end before the products do. All collectives
+    are issued first; the back end runs them on streams or threads of its own.
     """
     multiply = _products(instruments, model)
     (seconds,) = instruments.rank_group.all_reduce_max(timing.device_seconds)
@@ -231,7 +231,7 @@ def _run(
     collectives: _UnitCollectives | None = None,
     rounds: int = 0,
 ) -> float:
-    """Seconds of the products beside the collectives of `rounds` passes."""
+    """Seconds of the products during the collectives of `rounds` passes."""
     mark = mark_of(instruments.device, alone=False)
     instruments.rank_group.all_reduce_max(0.0)  # all ranks begin together
     instruments.synchronize()
@@ -298,7 +298,7 @@ class HostOverhead:
 def measure_host_overhead(
     instruments: Instruments, target: ProfiledTarget, model: ExploredModel, request: ExplorationRequest
 ) -> HostOverhead:
-    """The host's work in a step of the whole model. All ranks must call this at the same time."""
+    """Measure the host's work in a step of the whole model. All ranks must call this at the same time."""
     number = CommunicationUnits.of(model).number
     seconds = []
     for together in (True, False):
@@ -310,7 +310,7 @@ def measure_host_overhead(
 
 
 def _seconds(instruments: Instruments, training: TrainingRun) -> tuple[float, float]:
-    """Return host seconds in each micro-step, and additional ones once per step: medians of several steps."""
+    """Return host seconds in each micro-step, and additional ones once per step, as medians of several steps."""
     training.begin()
     each, once = [], []
     with collector_paused():

@@ -1,7 +1,7 @@
-"""Measures an operation between devices of a mesh: all groups of a kind run it at the same time.
+"""The measurement of an operation between devices of a mesh: all groups of a kind run it at the same time.
 
-It carries activations and gradients that ranks gather or reduce, micro-batches from stage to stage, and tokens or
-weights between the ranks of experts.
+Such operations carry activations and gradients that ranks gather or reduce, micro-batches from stage to stage, and
+tokens or weights between the ranks of experts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import Component, ExchangeSpec, Operation
+from bexp.explorer.cost.components import Component, ExchangeSpec, Operation
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
@@ -56,7 +56,7 @@ class _MeshOperation:
             self._own, self._whole = draw(sum(self._sent)), draw(sum(self._received))
         elif asked.operation in {Operation.SEND, Operation.BROADCAST}:
             self._own, self._whole = draw(share * ranks), draw(share * ranks)
-        else:  # as blocks of ranks do it, because the host's time counts too
+        else:  # by the code of blocks that ranks share, because the host's time counts too
             shared, gathers = SequenceParallel(group), asked.operation is Operation.ALL_GATHER
             self._turns = (shared.gather, shared.reduce) if gathers else (shared.reduce, shared.gather)
             length = share if gathers else share * ranks
@@ -67,7 +67,7 @@ class _MeshOperation:
         self._barrier()
 
     def forward(self) -> None:
-        """Run the operation; a rank that has no group does nothing."""
+        """Run the operation, unless the rank has no group."""
         if self._group is None:
             return
         if self._turns is not None:
@@ -87,10 +87,10 @@ class _MeshOperation:
                 work.wait()
 
     def prepare_backward(self) -> None:
-        """The operation has no backward."""
+        """Do nothing, because the operation has no backward."""
 
     def backward(self) -> None:
-        """The operation has no backward."""
+        """Do nothing, because the operation has no backward."""
 
     def run_chain(self, length: int) -> None:
         """Run `length` operations in a row.

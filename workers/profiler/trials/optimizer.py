@@ -1,15 +1,15 @@
-"""Measures an optimizer step on one layer of each kind, the embedding and the head, and scales it to the model."""
+"""An optimizer step, measured on one layer of each kind, the embedding and the head, and scaled to the model."""
 
 from __future__ import annotations
 
 import gc
 import math
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
@@ -39,13 +39,13 @@ class _StepPasses:
         self._optimizer.zero_grad()
 
     def prepare_backward(self) -> None:
-        """Does nothing, because a step has no backward."""
+        """Do nothing, because a step has no backward."""
 
     def backward(self) -> None:
-        """Does nothing, because a step has no backward."""
+        """Do nothing, because a step has no backward."""
 
     def run_chain(self, length: int) -> None:
-        """Does nothing, because a model never steps several times in a row."""
+        """Do nothing, because a model never steps several times in a row."""
 
 
 def measure_optimizer(

@@ -1,4 +1,4 @@
-"""Runs the whole model as a trainer would, to check the figures that are composed from its components."""
+"""A run of the whole model as a trainer would run it, to check the figures that are composed from its components."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatches
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatches
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import MeshRun
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import WholeModelMeasurement
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import MeshRun
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timestamps import Mark
 from bexp.measure.timing import collector_paused, standard_error
@@ -36,7 +36,7 @@ from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 MIN_STEPS = 3
 MAX_STEPS = 10
 MAX_MESH_STEPS = 30
-"""Steps of several ranks, each with a host of its own, vary more."""
+"""The most steps of several ranks, which vary more, because each rank has a host process of its own."""
 TIMED_SECONDS = {"cuda": 1.5, "cpu": 3.0}
 """Steps are timed for so long. On a GPU two runs of a model differ by more than the steps of one run of this length."""
 
@@ -54,10 +54,10 @@ def _micro_steps(moments: Sequence[Mark]) -> list[float]:
 
 
 def _split(steps: Sequence[Sequence[Mark]]) -> tuple[list[float], list[float]]:
-    """Seconds of a typical micro-step of each step, and the seconds that all its micro-steps took beyond that.
+    """Seconds of a typical micro-step of each step, and the further seconds of all its micro-steps.
 
-    The second micro-step is typical. If the host is slower than the device, the first seems too short: the device had
-    to finish the optimizer before it began.
+    The second micro-step is typical. If the host is slower than the device, the first seems too short, because it began
+    only after the device had finished the optimizer.
     """
     micro_steps, once = [], []
     for moments in steps:
@@ -135,7 +135,7 @@ def run_mesh_model(
 
 
 class _Stepped(Protocol):
-    """A model in training, as far as its steps are timed."""
+    """A model in training whose steps are timed."""
 
     @property
     def graph_bytes(self) -> int: ...
@@ -177,7 +177,7 @@ def _run(
             (step_seconds,) = instruments.rank_group.all_reduce_max(training.begin())
             is_long = step_seconds > LONG_STEP_SECONDS[instruments.device.type]
             meter.reset_peak()
-            if not (cuda and is_long):  # a host's peak is that of a step with the optimizer's state
+            if not (cuda and is_long):  # on a host, the meter must see a step with the optimizer's state
                 step_seconds = _step_seconds(instruments, training)
             peak = meter.peak()
     if not cuda and compiles and not is_long:
@@ -211,7 +211,7 @@ def _step_error(marks: Sequence[Sequence[Mark]], micro_steps: list[float], batch
 
 
 def _split_texts(steps: Sequence[Sequence[Mark]], batches: TextBatches) -> tuple[list[float], list[float]]:
-    """Seconds of a micro-step of each step in the mean over an epoch, and what the first one took beyond its equal.
+    """Seconds of a micro-step of each step in the mean over an epoch, and the first one's seconds beyond its equal's.
 
     A step runs `batches.measured` after one of them, which comes first because the device may still run the optimizer.
     """

@@ -1,4 +1,4 @@
-"""Has a training command check that accumulation leaves its gradients as they are, for `bexp check-accumulation`."""
+"""The check whether accumulation changes the gradients of a training command, for `bexp check-accumulation`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckedCommand(CommandProcess):
     """A training command whose gradients are compared."""
 
     def check(self, batch_size: int | None, micro_batch_size: int | None) -> dict[str, Any]:
-        """The document of an `AccumulationCheck`, or `refused` with a sentence that says why there is none.
+        """Return the document of an `AccumulationCheck`, or `refused` with the reason why there is none.
 
         Raises:
             TrialFailedError: the training failed, hung or crashed.
@@ -54,7 +54,7 @@ class CheckedCommand(CommandProcess):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the command of the arguments, and print the verdict; returns the exit status."""
+    """Check the command of the arguments, and print the verdict; return the exit status."""
     parser = argparse.ArgumentParser(prog="bexp check-accumulation")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--micro-batch-size", type=int)
@@ -89,7 +89,7 @@ def _raise(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    for signal_number in (signal.SIGTERM, signal.SIGHUP):  # what the command has started is ended as well
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):  # so that the command's children are ended as well
         signal.signal(signal_number, _raise)
     try:
         sys.exit(main())

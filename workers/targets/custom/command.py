@@ -1,8 +1,8 @@
-"""The processes of a training command, as the profiler sees them: they answer like the process of a custom target.
+"""The processes of a training command, which answer the profiler like the process of a custom target.
 
-The command is run as it is. Each Python process of it loads `bexp.tune`, which sets sizes, times steps, and speaks over
-a Unix socket. A loop that it cannot set has its size in the command, as `{micro_batch_size}`, and is started anew for
-each size, as is one of several processes that is no Trainer's.
+The command is run unchanged. Each of its Python processes loads `bexp.tune`, which sets sizes, times steps, and speaks
+over a Unix socket. If the size of a loop cannot be set, it stands in the command as `{micro_batch_size}`. The command
+is then started anew for each size, and so is a loop of several processes without a Trainer.
 """
 
 from __future__ import annotations
@@ -10,33 +10,34 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.spelling import shortened
 from bexp.tune.environment import temporary_folder
-from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
+from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS, failures_in
 from bexp.tune.placeholders import APPLY
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
-from bexp.workers.targets.custom.descendants import started_with
-from bexp.workers.targets.custom.group import cause_of, forget_failures
 from bexp.workers.targets.custom.process import last_lines
 from bexp.workers.targets.custom.training_command import TrainingCommand, environment_of, locks_of
-from bexp.workers.targets.custom.training_line import TrainingLine
 
 TAIL_LINES, LAST_LINES = 100, 6
 EVALUATION_SECONDS = 60.0
@@ -54,7 +55,7 @@ NO_APPLY = "--apply is for transformers' Trainer, and needs a size that does not
 
 
 class CommandProcess:
-    """One start of the command, or one for each size. What has failed in any way is ended, and answers no more."""
+    """One start of the command, or one for each size. A start that has failed in any way is ended for good."""
 
     def __init__(self, command: TrainingCommand) -> None:
         self._command = command
@@ -63,15 +64,15 @@ class CommandProcess:
         self._devices = command.devices
         self._hello: dict[str, Any] = {}
         self._figures: dict[int, dict[str, Any]] = {}
-        self._coming: int | None = None  # the size whose figures this start will tell
+        self._coming: int | None = None  # the size whose figures this start will send
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reader: threading.Thread | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="bexp-tune-", dir=command.own_folder or temporary_folder()))
         self._line = TrainingLine(self._folder / "socket")
-        self._kills = 0  # by the kernel, before what is waited for
-        self._data: dict[str, Any] = {}  # what the measured size says of the data and of the processes
+        self._kills = 0  # by the kernel, before the present wait
+        self._data: dict[str, Any] = {}  # of the texts and the processes, as the measured size reports them
         self._has_ended = False
-        self._has_begun = self._has_served = False  # this start has said what it is, and has told figures
+        self._has_begun = self._has_served = False  # this start has described itself, and has sent figures
 
     @property
     def pid(self) -> int:
@@ -92,7 +93,7 @@ class CommandProcess:
         return self._command.has_size or not self._hello.get("takes_sizes")
 
     def ask(self, command: str, timeout_seconds: float, **arguments: Any) -> dict[str, Any]:
-        """Return the reply to a command, as that of a custom target's process.
+        """Return the reply to a command, like a custom target's process.
 
         Raises:
             TrialFailedError: the training failed, hung or crashed; its processes have been ended.
@@ -144,7 +145,7 @@ class CommandProcess:
         return {"dimensions": found}
 
     def _applicable(self) -> list[str]:
-        """What `bexp.apply` can do to the model of this command."""
+        """The values of APPLY that the model of this command can have."""
         values: list[str] | None = self._hello.get(APPLY)
         if values is None:
             raise TrialFailedError(Outcome.UNSUPPORTED, NO_APPLY)
@@ -177,11 +178,11 @@ class CommandProcess:
 
     @property
     def _first_size(self) -> int:
-        """What is measured first if the command has no size of its own: smaller ones take long, and show less."""
+        """The size to measure first if the command has none of its own: smaller ones take long, and show less."""
         return math.gcd(FIRST_SIZE, self._command.batch_size or FIRST_SIZE)
 
     def _evaluate(self, until: float) -> dict[str, Any] | None:
-        """What the Trainer needs to evaluate, if it can be asked. Its failure is none of the training."""
+        """The memory of the Trainer's evaluation, if it can be measured. Its failure is none of the training."""
         batch = self._hello.get("evaluation")
         if batch is None or self._popen is None:
             return None
@@ -198,9 +199,9 @@ class CommandProcess:
         return {**batch, "peak_bytes": reply.get("peak_bytes")}
 
     def _measure_first(self, size: int, until: float) -> int:
-        """Measure the command's own size, or half of it and so on, until one has memory; returns the size.
+        """Measure the command's own size, or half of it and so on, until one fits the memory; return the size.
 
-        The first trial of this size takes the figures.
+        The first trial of this size takes these figures.
         """
         while True:
             try:
@@ -230,8 +231,8 @@ class CommandProcess:
         return reply
 
     def _figures_of(self, size: int, until: float) -> dict[str, Any]:
-        """Ask for the figures of a size. A loop that came to its own end after other sizes is started once more."""
-        if self._hello["takes_sizes"]:  # also one whose size stands in the command waits to be asked
+        """Ask for the figures of a size. A loop that has ended by itself after other sizes is started once more."""
+        if self._hello["takes_sizes"]:  # even if its size stands in the command, the loop waits to be asked
             self._line.send({"command": "measure", "micro_batch_size": size})
         try:
             return self._receive(until)
@@ -242,7 +243,7 @@ class CommandProcess:
         return self._figures_of(size, until)
 
     def _start(self, size: int | None, until: float) -> None:
-        """Start the command, and wait for its training to say what it is."""
+        """Start the command, and wait until its training describes itself."""
         self._stop()
         self._has_begun = self._has_served = False
         forget_failures(self._folder)
@@ -281,7 +282,7 @@ class CommandProcess:
             self._coming = size or int(self._hello["micro_batch_size"])
 
     def _receive(self, until: float) -> dict[str, Any]:
-        """The next message of the training, which is watched meanwhile."""
+        """The next message of the training, while its process is watched."""
         self._kills = count_kernel_oom_kills()
         while (message := self._line.take()) is None:
             if time.monotonic() >= until:
@@ -291,21 +292,21 @@ class CommandProcess:
         return message
 
     def _explained(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
-        """The outcome and the reason of what the first process has said; another one may be the cause."""
+        """The outcome and the reason, by the first process's word unless another process is the cause."""
         if self._hello["num_devices"] == 1 or outcome is not Outcome.CRASHED or self._popen is None:
             return outcome, reason
         with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(END_SECONDS)  # what has started them says which one has ended
+            self._popen.wait(END_SECONDS)  # a launcher then says which process has ended
         return self._cause() or (outcome, reason)
 
     def _cause(self) -> tuple[Outcome, str] | None:
-        """What the process of a group that was the cause of its end says, or what is said of it."""
+        """The outcome and the reason of the process that caused the end of its group; None if that is not known."""
         if self._reader is not None:
             self._reader.join(END_SECONDS)
         return cause_of(self._folder, list(self._tail), kernel_killed=count_kernel_oom_kills() > self._kills)
 
     def _fail(self, status: int) -> None:
-        """Raise what the end of the command means."""
+        """Raise the error that the end of the command means."""
         if (cause := self._cause()) is not None:
             raise TrialFailedError(*cause)
         output = " | ".join(last_lines(self._tail, LAST_LINES))
@@ -324,12 +325,12 @@ class CommandProcess:
         others = started_with(str(self._line.path))
         with suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)
-        for other in others:  # those with a session of their own
+        for other in others:  # they may have a session of their own
             with suppress(psutil.NoSuchProcess):
                 other.kill()
         popen.kill()
         popen.wait(END_SECONDS)
-        psutil.wait_procs(others, END_SECONDS)  # the next trial needs what they hold
+        psutil.wait_procs(others, END_SECONDS)  # the next trial needs their memory and devices
         if self._reader is not None:
             self._reader.join(END_SECONDS)
             if popen.stdout is not None and not self._reader.is_alive():  # else somebody else holds the other end
@@ -344,3 +345,117 @@ class CommandProcess:
         with suppress(ValueError):  # it was closed
             for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
                 self._tail.append(shortened(line.decode(errors="replace").rstrip(), 400))
+
+
+def started_with(address: str) -> list[psutil.Process]:
+    """Return the processes that know a trial's socket, also those without their parent or outside its session."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(SOCKET) == address:
+                found.append(process)
+    return found
+
+
+_ROOT_CAUSE = re.compile(r"Root Cause.*?^\s*rank\s*: (\d+).*?^\s*exitcode\s*: (-?\d+)", re.DOTALL | re.MULTILINE)
+"""torchrun's text about the process that ended first."""
+_ENDED = re.compile(r"^\s*rank\s*: (\d+)", re.MULTILINE)
+"""torchrun's line for each process that did not end well."""
+_LOST = re.compile(r"(?:closed|reset) by peer|remote process exited|broken pipe", re.IGNORECASE)
+"""Texts of errors because another process is gone."""
+_OWN_LINE = re.compile(r"[WE]\d{4} ")
+"""The beginning of torchrun's own lines, which follow the training's."""
+_ELSE = re.compile(r"\[rank\d+\]:|\s|.*Warning: |terminate called ")
+"""The beginning of lines that are no process's last word: of an error that another one has raised, or of a warning."""
+
+
+def forget_failures(folder: Path) -> None:
+    """Remove the notes of failures in an earlier start."""
+    for path in failures_in(folder):
+        path.unlink()
+
+
+def cause_of(folder: Path, output: Sequence[str], *, kernel_killed: bool) -> tuple[Outcome, str] | None:
+    """Return the outcome and the reason of the process that caused the end; None if it is not known.
+
+    A lack of memory comes first, because the others fail after it. Next is the process that torchrun names, even if it
+    was killed or raised no error. Last is the first process that failed. torchrun may name a process that has only lost
+    its connection to another, which was still ending. Then the other process is the cause.
+    """
+    notes = []
+    for path in sorted(failures_in(folder), key=lambda path: path.stat().st_mtime_ns):
+        with suppress(ValueError):  # its process was ended while it wrote
+            notes.append(json.loads(path.read_text()))
+    text = "\n".join(output)
+    ended = _ROOT_CAUSE.search(text)
+    named = None if ended is None else int(ended[1])
+    causes = [note for note in notes if note["outcome"] == Outcome.OUT_OF_MEMORY]
+    causes += [note for note in notes if named in (None, note["rank"])]
+    lines = [line for line in takewhile(lambda line: not _OWN_LINE.match(line), output) if not _ELSE.match(line)]
+    silent = {int(rank) for rank in _ENDED.findall(text)} - {note["rank"] for note in notes}
+    if causes and silent and lines and _LOST.search(causes[0]["reason"]):
+        return Outcome.CRASHED, f"rank {min(silent)} ended first: {' '.join(last_lines(lines, 1))}"
+    if causes:
+        return Outcome(causes[0]["outcome"]), f"rank {causes[0]['rank']}: {causes[0]['reason']}"
+    if ended is None:
+        return None
+    status = int(ended[2])
+    return classify_exit(f"rank {named}", status, "" if status < 0 else " ".join(last_lines(lines, 1)), kernel_killed)
+
+
+POLL_SECONDS = 0.1
+
+
+class TrainingLine:
+    """A socket at `path` that speaks with one training at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._line: socket.socket | None = None
+        self._received = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message to the training, which has sent one before."""
+        assert self._line is not None, "the training has described itself"
+        with suppress(OSError):  # if it has ended, its output says why
+            self._line.sendall(json.dumps(message).encode() + b"\n")
+
+    def take(self) -> dict[str, Any] | None:
+        """Return the next message of those that were read; None if there is none."""
+        if b"\n" not in self._received:
+            return None
+        line, _, self._received = self._received.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def read(self) -> bool:
+        """Accept the training's connection, or read from it, for a moment; return whether anything came."""
+        waiting = self._listener if self._line is None else self._line
+        with selectors.DefaultSelector() as selector:
+            selector.register(waiting, selectors.EVENT_READ)
+            if not selector.select(POLL_SECONDS):
+                return False
+        if self._line is None:
+            self._line, _ = self._listener.accept()
+            return True
+        with suppress(OSError):
+            found = self._line.recv(1 << 16)
+            self._received += found
+            if found:
+                return True
+        time.sleep(POLL_SECONDS)  # the line has ended, and the process is about to
+        return False
+
+    def hang_up(self) -> None:
+        """Forget this training; another one may call."""
+        if self._line is not None:
+            self._line.close()
+        self._line, self._received = None, b""
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.hang_up()
+        self._listener.close()

@@ -1,4 +1,4 @@
-"""The process that measures a custom target, as the profiler sees it: commands, replies, deadlines, and its end."""
+"""The process that measures a custom target, seen from the profiler: commands, replies, deadlines, and its end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import IO, Any
 import psutil
 
 from bexp.child_process import module_command, safe_environment
+from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.spelling import shortened
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 
 TAIL_LINES = 20
 LAST_LINES = 3
-"""How many lines of a process's last output are told with its end."""
+"""How many lines of a process's last output are reported with its end."""
 END_SECONDS = 10.0
 
 
@@ -87,7 +87,7 @@ class TargetProcess:
         return reply
 
     def prepare(self, size: int, timeout_seconds: float) -> None:
-        """Nothing: the model is built when the process is opened."""
+        """Do nothing, because the model is built when the process is opened."""
 
     def end(self) -> None:
         """Kill the process with all that it has started, and wait for it."""
@@ -100,11 +100,11 @@ class TargetProcess:
         for reader in self._readers:
             reader.join(END_SECONDS)
         for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
-            with suppress(OSError):  # what was not written goes nowhere
+            with suppress(OSError):  # nobody reads what was not yet written
                 stream and stream.close()
 
     def _ended_status(self) -> int:
-        """The exit status of a process that has closed its output."""
+        """Return the exit status of a process that has closed its output."""
         deadline = time.monotonic() + END_SECONDS
         while self.alive and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.step import memory_limit, static_parts
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.step import memory_limit, static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import MAX_SETTINGS, ModelParts, Part
+from bexp.explorer.model.target import OWN_ATTENTION
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import OWN_ATTENTION
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.tune.placeholders import describe_choice
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
@@ -38,7 +38,7 @@ OPEN_SECONDS = 150.0
 
 @dataclass(frozen=True, slots=True)
 class TargetSource:
-    """Where a target comes from: its name, its version, and the file or module with the name in it."""
+    """The source of a target: its name, its version, and the file or module with its class."""
 
     name: str
     version: str
@@ -46,15 +46,15 @@ class TargetSource:
 
     @classmethod
     def of_file(cls, name: str, reference: str) -> TargetSource:
-        """The target of a file: `/home/me/train.py:Target`."""
+        """Return the source of a target in a file: `/home/me/train.py:Target`."""
         return cls(name, Path(reference).name, reference)
 
 
 class CustomTarget:
-    """One job's target on one device. Each exploration has a fresh process, and so has what follows a failure.
+    """One job's target on one device. Each exploration has a fresh process, and another one after a failure.
 
-    If a process is killed for no known reason before it has described the model, another one is started once. In a
-    trial that is the trial's outcome, and the parent of the profiler runs it once more.
+    If a process is killed for no known reason before it has described the model, another one is started once. A kill in
+    a trial is the trial's outcome, and the parent of the profiler runs the trial once more.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class CustomTarget:
         *,
         start: Callable[[], CommandProcess] | None = None,
     ) -> None:
-        """Refuse what no custom target can do. `start` starts what answers in place of a target's process.
+        """Check the request. `start` starts a command that answers instead of a target's process.
 
         Raises:
-            UnsupportedTrialError: the message says what.
+            UnsupportedTrialError: the request asks for something that no custom target can do.
         """
         for what, asked in (
             ("eval mode", request.mode == "eval"),
@@ -150,7 +150,7 @@ class CustomTarget:
         return self._request.budget.trial_timeout_seconds
 
     def _measure(self, candidate: Candidate, clock: PhaseClock) -> dict[str, Any]:
-        """The figures of a candidate's step; the components of one trial, which has one clock, share them."""
+        """Return the figures of a candidate's step, which the components of one trial share, as they share a clock."""
         if self._last is not None and self._last[0] is clock and self._last[1] == candidate:
             return self._last[2]
         self._last = None
@@ -166,7 +166,7 @@ class CustomTarget:
         return figures
 
     def _introduce_alive(self) -> dict[str, Any]:
-        """Return what a process says of the model. If it is killed for no known reason, another one is asked.
+        """Return a process's description of the model. If it is killed for no known reason, another one is asked.
 
         Both have OPEN_SECONDS together. After more than half of them another one would not be ready in time.
         """
@@ -188,12 +188,12 @@ class CustomTarget:
             raise TrialFailedError(error.outcome, f"{error}; before, {killed}, and it was started once more") from error
 
     def _introduce(self, until: float) -> dict[str, Any]:
-        """Start a process, which builds the model of the first choice, and return what it says of it."""
+        """Start a process, which builds the model of the first choice, and return its description."""
         self._choices = _choices(self._open(None, until)["dimensions"])
         return self._ask("describe", until)
 
     def _ask(self, command: str, until: float, **arguments: Any) -> dict[str, Any]:
-        """Return the reply of the process that is open, which has to come by then, and within a trial's deadline."""
+        """Return the reply of the open process, which has to come before `until` and within a trial's deadline."""
         assert self._process is not None, "it was opened"
         left = max(0.0, until - time.monotonic())
         return self._process.ask(command, min(self._deadline, left), **arguments)
@@ -249,7 +249,7 @@ class CustomTarget:
         )
 
     def _flops_per_token(self, introduction: Mapping[str, Any]) -> float:
-        """Operations of a token's forward pass: those of dense layers, or what the device could do in the seconds."""
+        """Operations of a token's forward pass: those of dense layers, or the most that its seconds allow."""
         seconds = introduction.get("seconds_per_token")
         if seconds is None or self._hardware is None:
             return 2.0 * float(introduction["num_parameters"])
@@ -257,7 +257,7 @@ class CustomTarget:
 
 
 def config_of(request: ExplorationRequest) -> dict[str, Any]:
-    """Return what a target builds its model from: the request's target_config, its config.json, or its model."""
+    """Return the configuration of a target's model: the request's target_config, its config.json, or its model."""
     if request.target_config is not None:
         return request.target_config
     return request.explored.as_config()

@@ -21,26 +21,27 @@ from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 from bexp.workers.settings import LOCAL_TARGET
 
 SUFFIX = ".json:command"
-"""What the reference of a command ends with: the file that describes it."""
+"""The end of a command's reference, which names the file that describes it."""
 SIZE_FIELD = "{micro_batch_size}"
 SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
-"""What keeps trackers from hearing of trials."""
+"""Variables that keep trials from trackers."""
 
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A command, the folder where it is run, and the values of each setting that is tried beside the size.
-
-    It runs on `devices`, if any are named. What trials need lies in `own_folder`, which goes when the person's own
-    command ends; default: a temporary one.
-    """
+    """A training command, and the settings to try with it."""
 
     arguments: tuple[str, ...]
     folder: str
+    """Where the command is run."""
     tries: Mapping[str, list[Any]]
+    """The values of each setting that is tried in addition to the size."""
     batch_size: int | None = None
+    """The batch that the person has stated."""
     own_folder: str | None = None
+    """For the files of trials; removed when the person's own command ends. Default: a temporary folder."""
     devices: tuple[str, ...] = ()
+    """Where the command runs, if the person has named devices."""
 
     @classmethod
     def read(cls, path: Path) -> TrainingCommand:
@@ -56,7 +57,7 @@ class TrainingCommand:
         return stands_in("micro_batch_size", self.arguments)
 
     def filled(self, choice: Mapping[str, Any], size: int | None) -> tuple[list[str], dict[str, Any]]:
-        """The arguments of a trial, and the settings that do not stand in them."""
+        """Return the arguments of a trial, and the settings that do not stand in them."""
         values = dict(choice)
         if size is not None:
             values |= {"micro_batch_size": size, "grad_accum_steps": self.steps(size)}
@@ -64,12 +65,12 @@ class TrainingCommand:
         return fill(self.arguments, values), left
 
     def steps(self, size: int) -> int:
-        """The accumulation steps of a size, by the batch that the person has stated."""
+        """Return the accumulation steps of a size, by the batch that the person has stated."""
         return max(1, (self.batch_size or size) // size)
 
 
 def environment_of(devices: Sequence[str]) -> dict[str, str]:
-    """The environment of the person who tunes, without what the service has added to it, and with the hook."""
+    """Return the environment of the person who tunes, without the service's additions, and with the hook."""
     ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
     added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
     added |= {LOCAL_TARGET, "PYTHONSAFEPATH"}
@@ -81,8 +82,9 @@ def environment_of(devices: Sequence[str]) -> dict[str, str]:
 
 @cache
 def locks_of(devices: tuple[str, ...]) -> DeviceLocks:
-    """Return the locks that keep other profilers from the devices of a command which the profiler does not own itself.
+    """Return the locks of a command's devices, which the profiler itself does not own.
 
-    This process takes them once, and keeps them: another one would take them between two starts of the command.
+    This process takes them once, and keeps them. Otherwise another one would take them between two starts of the
+    command.
     """
     return DeviceLocks([device_key(device, os.environ) for device in devices], directory=lock_folder(os.environ))

@@ -1,1 +1,1 @@
-"""The model in torch: the blocks that are timed by themselves, and the whole decoder that they compose to."""
+"""The model in torch: the blocks that are timed by themselves, and the whole decoder of them."""

@@ -1,4 +1,4 @@
-"""What every block of a layer has in common: a residual branch, tiles, recomputation, compilation."""
+"""The base of every block of a layer: a residual branch, tiles, recomputation, compilation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import BlockRecompute
+from bexp.explorer.cost.components import BlockRecompute
 from bexp.kernels.recomputation import recomputed
 from bexp.kernels.selective_recompute import selective_recompute
 from bexp.kernels.tiling import tiled
@@ -20,13 +20,13 @@ from bexp.workers.targets.reference.compilation import compiled
 class ResidualBlock(nn.Module, ABC):
     """`x + core(x)` for hidden states x (B, S, D).
 
-    `core` is the branch as a function of one tile. `branch` runs it with the block's tiling, `residual` adds x, and
+    `core` is the branch as a function of one tile. `branch` runs it with the block's tiling, and `residual` adds x.
     `forward` moreover recomputes all of it in backward if the block says so. Recomputation by operation is part of the
-    branch; where the block is tiled it is without effect, since each tile is recomputed as a whole.
+    branch. In a tiled block it is without effect, because each tile is recomputed as a whole.
     """
 
     recompute_to_the_end: ClassVar[bool] = False
-    """Whether something of the same layer follows this block, so that a recomputation of the layer runs all of it."""
+    """The layer continues after this block, so that a recomputation of the layer runs all of the block."""
 
     def __init__(self, *, recompute: BlockRecompute, training: bool, bta_tile: int | None = None) -> None:
         super().__init__()
@@ -36,36 +36,36 @@ class ResidualBlock(nn.Module, ABC):
         self.reduce: nn.Module | None = None
         """Sums the branches of ranks that share the block; None for a whole block."""
         self.waiting: Callable[[], AbstractContextManager[None]] | None = None
-        """Within its context the host waits for the device in forward, as in training; None if it never does."""
+        """The context in which the host waits for the device in forward, as in training; None if it never waits."""
         self.is_repeatable = True
-        """Whether it runs on its own output as well."""
+        """The block can run on its own output as well."""
         self._compiled_core: Callable[[Tensor], Tensor] | None = None
         self._compiled_sum: Callable[[Tensor], Tensor] | None = None
         self.train(training)
 
     @abstractmethod
     def core(self, x_BSD: Tensor) -> Tensor:
-        """The residual branch of one tile, its norm included."""
+        """Return the residual branch of one tile, its norm included."""
 
     def branch(self, x_BSD: Tensor) -> Tensor:
-        """The residual branch, tiled."""
+        """Return the residual branch, tiled."""
         return self._tiled(self._compiled_core or self._branch, x_BSD)
 
     def residual(self, x_BSD: Tensor) -> Tensor:
-        """`x + branch(x)`, tiled, never recomputed as a whole."""
+        """Return `x + branch(x)`, tiled, never recomputed as a whole."""
         return self._tiled(self._compiled_sum or self._sum, x_BSD)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """`x + branch(x)`."""
+        """Return `x + branch(x)`."""
         if self.recompute.is_whole and self.training:
             to_the_end = self.recompute_to_the_end or self.recompute is BlockRecompute.TO_THE_END
             return recomputed(self.residual, x_BSD, early_stop=not to_the_end)
         return self.residual(x_BSD)
 
     def compile_core(self) -> None:
-        """Compile what a tile runs. Tiling and recomputation stay outside, so that no graph grows with the batch.
+        """Compile the code of a tile. Tiling and recomputation stay outside, so that no graph grows with the batch.
 
-        Recomputation by operation cannot: what lies between the operations is the compiler's.
+        Recomputation by operation could not stay outside, because the compiler fuses the operations.
         """
         assert not self.recompute.by_operation, "the request refuses it"
         self._compiled_core = compiled(self.core)

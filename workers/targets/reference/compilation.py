@@ -1,4 +1,4 @@
-"""torch.compile as it is used here: static shapes, one block at a time."""
+"""torch.compile with static shapes, one block at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _RECOMPILE_LIMIT = 1 << 12
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` under torch.compile with static shapes.
+    """Return `function` under torch.compile with static shapes.
 
-    A profile compiles the same code for many shapes; torch's limit of a few would turn the later ones into eager
-    execution without a word, so it is lifted.
+    A profile compiles the same code for many shapes. torch's limit of a few is lifted, because beyond it code silently
+    runs eagerly.
     """
     import torch._dynamo.config as dynamo  # noqa: PLC0415 - takes seconds, and eager runs do not need it
 
@@ -27,6 +27,6 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def left_eager(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` kept out of the graph of a compiled caller."""
+    """Return `function`, kept out of the graph of a compiled caller."""
     wrapped: Callable[P, R] = torch.compiler.disable(function)
     return wrapped

@@ -1,4 +1,4 @@
-"""The whole model, to check against what its blocks compose to."""
+"""The whole model, to check the figures that are composed from its blocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind, block_recompute
-from bexp.explorer.spec.candidate import Candidate, recomputed_layers
-from bexp.explorer.spec.model import LayerKind, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind, block_recompute
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import recomputed_layers
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.recomputation import recomputed, recomputed_group
 from bexp.workers.targets.reference.attention_block import AttentionBlock
@@ -23,13 +24,13 @@ from bexp.workers.targets.reference.routes import device_routes
 
 
 class TakeUnit(Protocol):
-    """Takes a part of a model that has just been built; `is_last` if no other comes after it in forward."""
+    """A function that takes a part of a model that has just been built; `is_last` if forward ends with the part."""
 
     def __call__(self, unit: nn.Module, *, is_last: bool) -> None: ...  # noqa: D102 - its protocol says it
 
 
 def leave(unit: nn.Module, *, is_last: bool) -> None:
-    """Leave it as it is."""
+    """Leave the part as it is."""
 
 
 class DecoderLayer(nn.Module):
@@ -43,7 +44,7 @@ class DecoderLayer(nn.Module):
         self.recompute = recompute
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Hidden states (B, S, D) to the same shape."""
+        """Map hidden states (B, S, D) to the same shape."""
         return recomputed(self._run, x_BSD) if self.recompute else self._run(x_BSD)
 
     def _run(self, x_BSD: Tensor) -> Tensor:
@@ -77,15 +78,16 @@ def layer_components(candidate: Candidate) -> tuple[Component, dict[LayerKind, C
 class DecoderModel(nn.Module):
     """The model of `candidate` as a trainer would run it.
 
-    It is built of the blocks that the profiler times, by the same factory. A layer that the candidate recomputes keeps
-    its input alone, and so does a group of layers that run again as one. Its attention blocks share their rotary
-    tables, its expert blocks their routes, drawn as for a component. `model` is the variant that the candidate is for;
-    mode, loss, routing, execution and seed are the request's. With `context_parallel`, of the candidate's size and
-    layout, the model takes this rank's tokens of each sequence, and its loss is their mean: that of all tokens is the
-    mean over the ranks.
+    The model is built of the blocks that the profiler times, by the same factory. A layer that the candidate recomputes
+    keeps its input alone, and so does a group of layers that run again as one. The attention blocks share their rotary
+    tables, and the expert blocks their routes, drawn as for a component. `model` is the variant of the candidate; mode,
+    loss, routing, execution and seed are the request's.
 
-    `take_unit` is given each layer, the embedding and the head as soon as they are built, before there are more of
-    them; an embedding and a head that are tied are nobody's but the model's.
+    With `context_parallel`, of the candidate's size and layout, the model takes this rank's tokens of each sequence.
+    Its loss is their mean, and the loss of all tokens is the mean over the ranks.
+
+    `take_unit` gets each layer, the embedding and the head as soon as they are built, before the next one is. Embedding
+    and head that are tied stay with the model.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class DecoderModel(nn.Module):
             )
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """The mean cross entropy of a micro-batch, a float32 scalar."""
+        """Return the mean cross entropy of a micro-batch, a float32 scalar."""
         x_BSD = self.embedding(tokens_BS)
         if self._group_size is None:
             for layer in self.layers:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.targets.reference.compilation import compiled
 from bexp.workers.targets.reference.weights import Weights
 
@@ -16,7 +16,7 @@ from bexp.workers.targets.reference.weights import Weights
 class Embedding(nn.Module):
     """Tokens (B, S) to hidden states (B, S, D).
 
-    `positions` (S) are those of the tokens that will come, default 0, 1, 2 and so on.
+    `positions` (S) are those of the tokens in the forward pass, default 0, 1, 2 and so on.
     """
 
     positions: Tensor | None
@@ -44,7 +44,7 @@ class Embedding(nn.Module):
         return (self._compiled or self._embed)(tokens_BS)
 
     def compile_core(self) -> None:
-        """Compile it."""
+        """Compile the embedding."""
         self._compiled = compiled(self._embed)
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:

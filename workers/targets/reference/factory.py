@@ -1,4 +1,4 @@
-"""Blocks by component: what the profiler times."""
+"""The blocks that the profiler times, by component."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.attention_block import AttentionBlock
@@ -22,7 +22,7 @@ from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank
-from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
+from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, spread_loss_alone
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
 
@@ -38,14 +38,17 @@ def build_block(
     context_parallel: ContextParallel | None = None,
     experts_group: dist.ProcessGroup | None = None,
 ) -> Block:
-    """The module of `component`, with random weights on `device`, ready to run its micro-batch.
+    """Return the module of `component`, with random weights on `device`, ready to run its micro-batch.
 
     In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed. If
-    several devices share its experts, it is that of the busiest one, which runs without the others; within the context
-    of its `waiting`, it is that of this rank of `experts_group`.
+    several devices share its experts, the block is that of the busiest one, which runs without the others. Within the
+    context of its `waiting`, the block is that of this rank of `experts_group`.
+
     `w_tied` is the embedding's weight for a head that shares it. `context_parallel` is for attention that the component
-    spreads over several ranks, and tells an embedding its positions. ValueError for the optimizer, which is no block,
-    and for sequences that cannot be spread.
+    spreads over several ranks, and gives an embedding its positions.
+
+    Raises:
+        ValueError: the component is the optimizer, which is no block, or its sequences cannot be spread.
     """
     training = request.mode == "train"
     local_length = local_seq_length(model, component)
@@ -92,7 +95,7 @@ def build_block(
         loss = request.training.loss
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
         if component.tensor_parallel_size > 1:
-            lose_alone(block)
+            spread_loss_alone(block)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
     if request.plain_execution.compiles or component.is_compiled:
@@ -101,7 +104,7 @@ def build_block(
 
 
 def local_seq_length(model: ModelSpec, component: Component) -> int:
-    """How many tokens of a sequence a device has; ValueError if the devices cannot have equally many."""
+    """Return the tokens of a sequence on each device. Raises ValueError if devices cannot have equally many."""
     length, rest = divmod(model.seq_length, component.context_parallel_size)
     if rest:
         raise ValueError(f"{component.context_parallel_size} devices cannot share {model.seq_length} tokens equally")
@@ -116,7 +119,7 @@ def example_inputs(
     *,
     training: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Random inputs of the component's block: tokens, hidden states, or hidden states and targets.
+    """Return random inputs of the component's block: tokens, hidden states, or hidden states and targets.
 
     Hidden states are standard normal in the model's dtype and, in training, ask for their gradient.
     """
@@ -134,5 +137,5 @@ def example_inputs(
 def random_tokens(
     model: ModelSpec, shape: tuple[int, int], device: torch.device, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Token ids of the given shape, uniform over the vocabulary."""
+    """Return token ids of the given shape, uniform over the vocabulary."""
     return torch.randint(model.vocab_size, shape, device=device, generator=generator)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.selective_recompute import recomputable
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.mlp import MLP
@@ -33,6 +33,6 @@ class DenseFFN(ResidualBlock):
         self.train(training)
 
     def core(self, x_BSD: Tensor) -> Tensor:
-        """The branch of a tile."""
+        """Return the branch of a tile."""
         out: Tensor = self.mlp(recomputable(self.norm, x_BSD))
         return out

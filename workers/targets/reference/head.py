@@ -7,22 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.training import LossSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.training import LossSpec
 from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
 from bexp.workers.targets.reference.compilation import compiled
 from bexp.workers.targets.reference.norm import build_norm
 from bexp.workers.targets.reference.weights import Weights
 
 Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-"""Hidden states, projection, its bias and targets to the mean cross entropy."""
+"""Maps hidden states, projection, its bias and targets to the mean cross entropy."""
 
 
 class Head(nn.Module):
     """Hidden states (B, S, D) and targets (B, S) to the mean cross entropy, a float32 scalar.
 
-    `w_tied` is the embedding's weight, for a model that ties the two. A head that is built by itself makes its own.
-    `shared_loss` takes the place of the loss if ranks share the vocabulary.
+    `w_tied` is the embedding's weight, for a model that ties the two. Without it the head makes its own.
+    `shared_loss` replaces the loss if ranks share the vocabulary.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Head(nn.Module):
         self.train(training)
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         h_TD, targets_T = (self._compiled_norm or self._normalise)(x_BSD), targets_BS.flatten()
         if self.shared_loss is not None:
             return self.shared_loss(h_TD, self.w_vocab, self.b_vocab, targets_T)

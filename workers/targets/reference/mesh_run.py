@@ -1,4 +1,4 @@
-"""A model in training on a mesh of ranks: tensor parallelism, a pipeline, and data parallelism beside them."""
+"""A model in training on a mesh of ranks: tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
@@ -12,22 +12,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.shards import spread_expert_model
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import MeshRun, Schedule
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import MeshRun, Schedule
+from bexp.explorer.dimensions.recompute import recomputed_layers
+from bexp.explorer.meshes.shards import spread_expert_model, tensor_shard
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import torch_dtype
-from bexp.workers.targets.reference.factory import random_tokens
+from bexp.workers.targets.reference.block import ResidualBlock
+from bexp.workers.targets.reference.decoder import (
+    DecoderLayer,
+    TakeUnit,
+    layer_components,
+    leave,
+    share_rotary,
+    share_routes,
+)
+from bexp.workers.targets.reference.embedding import Embedding
+from bexp.workers.targets.reference.factory import build_block, random_tokens
+from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.spread_experts import build_spread_experts
-from bexp.workers.targets.reference.stage import DecoderStage
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess, spread_parameters
@@ -37,8 +49,8 @@ from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 class MeshTrainingRun:
     """This rank's stages of a model, with their optimizer and the micro-batches of a step.
 
-    Ranks are numbered as `bexp.explorer.cost_model.transfers` says. Replicas have equal parameters and different
-    data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
+    Ranks are numbered as `bexp.explorer.meshes.transfers` says. Replicas have equal parameters and different data.
+    Ranks that share blocks have one seed, so that their shards are alike and unsharded parameters equal.
     """
 
     graph_bytes = 0
@@ -122,7 +134,7 @@ class MeshTrainingRun:
             self._schedule = self._plan(model, candidate, run)
 
     def begin(self) -> float:
-        """Bring memory and communication to their steady state; returns the seconds of a step."""
+        """Bring memory and communication to their steady state; return the seconds of a step."""
         if self._schedule is None:
 
             def micro_step() -> None:
@@ -139,7 +151,7 @@ class MeshTrainingRun:
         return seconds
 
     def step(self) -> list[Mark]:
-        """Run a step; returns the moments before it, before the optimizer, and after it."""
+        """Run a step; return the moments before it, before the optimizer, and after it."""
         marks = [self._mark()]
         self.compute_gradients()
         marks.append(self._mark())
@@ -148,7 +160,7 @@ class MeshTrainingRun:
         return [*marks, self._mark()]
 
     def compute_gradients(self) -> None:
-        """Run forward and backward of all micro-batches, and exchange gradients; `losses` are then those of them."""
+        """Run forward and backward of all micro-batches, and exchange gradients; `losses` are then theirs."""
         self.losses = []
         if self._schedule is None:
             for number in range(self._number):
@@ -183,7 +195,7 @@ class MeshTrainingRun:
             torch._foreach_div_([gradients[parameter] for parameter in left], float(self._replicas.size()))
 
     def finish(self) -> None:
-        """Wait for the last step, and free what outlives the model."""
+        """Wait for the last step, and free memory that outlives the model."""
         self._instruments.synchronize()
         for parallel in self._parallel:
             parallel.finish()
@@ -240,3 +252,105 @@ class MeshTrainingRun:
         if mesh.schedule is Schedule.ONE_F_ONE_B:
             return Schedule1F1B(stages[0], self._number, mean, scale_grads=False)
         return ScheduleInterleaved1F1B(list(stages), self._number, mean, scale_grads=False)
+
+
+class DecoderStage(nn.Module):
+    """Layers `first` to `end` of `model` as a rank of a pipeline has them, with random weights.
+
+    The first stage has the embedding and takes tokens. The last has the head and returns the loss as a tensor of one
+    element. All others take and return hidden states. A model that ties embedding and head has one matrix if a stage
+    has both, and otherwise two, whose gradients must be summed: see `tied`.
+
+    `ranks` share the blocks; with one seed they draw unsharded parameters alike. `take_unit` is that of `DecoderModel`.
+    `experts` builds the blocks whose experts are spread over ranks.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        candidate: Candidate,
+        request: ExplorationRequest,
+        device: torch.device,
+        first: int,
+        end: int,
+        *,
+        generator: torch.Generator | None = None,
+        ranks: TensorParallel | None = None,
+        experts: Callable[[Component], MoEFFN] | None = None,
+        take_unit: TakeUnit = leave,
+    ) -> None:
+        super().__init__()
+        shard = tensor_shard(model, 1 if ranks is None else ranks.size)
+        m = candidate.micro_batch_size
+
+        def build(component: Component, w_tied: nn.Parameter | None = None) -> nn.Module:
+            return build_block(shard, component, request, device, generator=generator, w_tied=w_tied)
+
+        def end_of_model(kind: ComponentKind, w_tied: nn.Parameter | None = None) -> nn.Module:
+            return build(Component(kind=kind, micro_batch_size=m), w_tied)
+
+        self.embedding: nn.Module | None = None
+        shares_ends = model.tie_embeddings and first == 0 and end == model.num_layers
+        if first == 0:
+            embedding = end_of_model(ComponentKind.EMBEDDING)
+            assert isinstance(embedding, Embedding)
+            w_tied = embedding.w_tokens if shares_ends else None
+            self.embedding = embedding if ranks is None else ranks.embed(embedding)
+            if not shares_ends:
+                take_unit(self.embedding, is_last=False)
+        else:
+            w_tied = None
+        attention, ffns = layer_components(candidate)
+        recomputes = recomputed_layers(model, candidate.recompute)
+        self.layers = nn.ModuleList()
+        for i in range(first, end):
+            block, component = build(attention), ffns[model.layer_kinds[i]]
+            spreads = experts if component.kind is ComponentKind.MOE_FFN else None
+            ffn = build(component) if spreads is None else spreads(component)
+            assert isinstance(block, ResidualBlock)
+            assert isinstance(ffn, ResidualBlock)
+            if ranks is not None:
+                ranks.spread(block)
+                ranks.spread(ffn)
+            layer = DecoderLayer(block, ffn, parallel=model.parallel_residual, recompute=recomputes[i])
+            take_unit(layer, is_last=False)
+            self.layers.append(layer)
+        self.head: nn.Module | None = None
+        if end == model.num_layers:
+            head = end_of_model(ComponentKind.HEAD, w_tied)
+            assert isinstance(head, Head)
+            if ranks is not None:
+                ranks.spread_loss(head)
+            self.head = head
+            if not shares_ends:
+                take_unit(head, is_last=True)
+        self._has_copy = model.tie_embeddings and not shares_ends
+        self.train(request.mode == "train")
+        share_rotary(self)
+        if model.moe is not None:
+            routes_TK = device_routes(model, request.routing, m * model.seq_length, request.seed, device)
+            if ranks is not None and experts is not None:  # each rank routes its own tokens
+                routes_TK = routes_TK.chunk(ranks.size)[ranks.rank]
+            share_routes(self, routes_TK)
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """This stage's copy of a matrix that embedding and head share, if another stage has the other copy."""
+        ends = [end for end in (self.embedding, self.head) if end is not None]
+        if not self._has_copy or not ends:
+            return None
+        own = ends[0].w_tokens if self.head is None else ends[0].w_vocab
+        assert isinstance(own, nn.Parameter)
+        return own
+
+    def forward(self, x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """Map a micro-batch's tokens or hidden states to hidden states, or to the loss of `targets_BS`."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        if self.head is None:
+            return x
+        assert targets_BS is not None, "the last stage has targets"
+        loss: Tensor = self.head(x, targets_BS)
+        return torch.stack((loss,))  # fully_shard warns of views

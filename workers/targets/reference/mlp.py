@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.activations import activate
 from bexp.kernels.selective_recompute import recomputable
 from bexp.workers.targets.reference.weights import Weights
@@ -24,7 +24,7 @@ class MLP(nn.Module):
         self.b_out = weights.normal(model.hidden_size) if model.mlp_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) to the same shape."""
+        """Map (..., D) to the same shape."""
         pre = recomputable(self._project, x, product=True)
         h = activate(pre, self.activation, gated=self.gated)
         return F.linear(h, self.w_out, self.b_out)

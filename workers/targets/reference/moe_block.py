@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.kernels.experts.capacity import ExpertsWithCapacity
 from bexp.kernels.experts.expert_backend import ExpertFFN
 from bexp.kernels.experts.registry import expert_backend
@@ -24,8 +24,8 @@ class MoEFFN(ResidualBlock):
     """Experts behind a softmax router (Shazeer et al., 2017), with routes drawn beforehand.
 
     The router runs as in training: its matrix, softmax in float32, top-k, routing weights with their gradient. Only the
-    outcome of top-k is given: the scores of the drawn experts are raised above all others, so that a profile sees the
-    distribution that was asked for. `set_routes` must be called before the first forward, and for each batch shape.
+    result of top-k is given, so that a profile has the requested distribution. For that, the scores of the drawn
+    experts are raised above all others. `set_routes` must be called before the first forward, and for each batch shape.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class MoEFFN(ResidualBlock):
         self.train(training)
 
     def set_routes(self, routes_TK: Tensor) -> None:
-        """Each token's experts: int64 (B * S, top_k) on the block's device, distinct within a row."""
+        """Set each token's experts: int64 (B * S, top_k) on the block's device, distinct within a row."""
         assert routes_TK.shape[1] == self.top_k, "top_k experts a token"
         self.routes = routes_TK
 
     def spread(self, run_experts: ExpertFFN, w_router: nn.Parameter) -> None:
-        """Make this block one rank's, which has a part of the experts: `run_experts` computes all of the routes."""
+        """Make this the block of a rank with a part of the experts. `run_experts` computes all of the routes."""
         self.run_experts, self.w_router, self.is_spread = run_experts, w_router, True
 
     @property
     def spread_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The experts' matrices, if other ranks have others."""
+        """The experts' matrices, if ranks have different ones."""
         return (self.w_in, self.w_out) if self.is_spread else ()
 
     def core(self, x_BSD: Tensor) -> Tensor:
-        """The branch of a micro-batch."""
+        """Return the branch of a micro-batch."""
         h_BSD: Tensor = recomputable(self.norm, x_BSD)
         h_TD = h_BSD.flatten(0, 1)
         routes_TK, weights_TK, h_TD = self._route(h_TD)
@@ -86,7 +86,7 @@ class MoEFFN(ResidualBlock):
         return out.view(x_BSD.shape[0], -1, x_BSD.shape[2])
 
     def compile_core(self) -> None:
-        """Compile the branch; experts of several ranks, with a capacity, or that cannot be traced stay eager inside."""
+        """Compile the branch. Experts that are spread, have a capacity, or cannot be traced stay eager inside."""
         has_waits = self.is_spread or isinstance(self.run_experts, ExpertsWithCapacity)
         if has_waits or self.w_in.dtype not in self.backend.traceable_dtypes:
             self.run_experts = left_eager(self.run_experts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.targets.reference.weights import Weights
 
 EPSILON = 1e-6
@@ -37,6 +37,6 @@ class LayerNorm(nn.Module):
 
 
 def build_norm(model: ModelSpec, weights: Weights) -> RMSNorm | LayerNorm:
-    """The model's norm over its hidden size."""
+    """Return the model's norm over its hidden size."""
     kind = RMSNorm if model.norm == "rmsnorm" else LayerNorm
     return kind(model.hidden_size, weights)

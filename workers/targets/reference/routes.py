@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.routes import draw_batch_routes
-from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.routes import draw_batch_routes
+from bexp.explorer.model.routing import RoutingSpec
 
 
 def device_routes(model: ModelSpec, routing: RoutingSpec, num_tokens: int, seed: int, device: torch.device) -> Tensor:
-    """Expert indices (num_tokens, top_k) int64 for `model` on `device`, which repeat if there are many tokens."""
+    """Return expert indices (num_tokens, top_k) int64 for `model` on `device`, which repeat for many tokens."""
     assert model.moe is not None, "a model with experts"
     drawn = torch.from_numpy(draw_batch_routes(model.moe, routing, num_tokens, seed)).to(device)
     repeats = -(-num_tokens // drawn.shape[0])

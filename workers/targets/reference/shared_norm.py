@@ -33,7 +33,7 @@ def norm_over_ranks(
 
 
 def total_alone(own: Tensor) -> Tensor:
-    """Return what a rank has, without an exchange: its attention is timed by itself like this."""
+    """Return a rank's own tensor without an exchange, for the timing of its attention by itself."""
     return own
 
 

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.collectives import CommunicationUnits
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.collectives import CommunicationUnits
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.graphs.graphed_loss import GraphedLoss
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.passes import ModulePasses
+from bexp.measure.timestamps import Mark, mark_of
 from bexp.workers.instruments.back_ends import report_device
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape, torch_dtype
 from bexp.workers.instruments.ring import find_ring
 from bexp.workers.targets.reference.block import ResidualBlock
-from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.optimizer_parts import optimizer_parts
-from bexp.workers.targets.reference.training_run import ReferenceTrainingRun
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
 from bexp.workers.targets.target import Miniature, OptimizerPart
+from bexp.workers.training.choice import data_parallel
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.training.graphs import require_captured
+from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 
 class BlockPasses(ModulePasses):
@@ -61,7 +68,7 @@ class BlockPasses(ModulePasses):
         self._meet_waiting = meet_waiting
 
     def waiting(self) -> AbstractContextManager[None] | None:
-        """The context in which the host waits as the block says; None if it never does."""
+        """Return the context in which the host waits as the block says; None if it never does."""
         block = self.module
         if not isinstance(block, ResidualBlock) or block.waiting is None:
             return None
@@ -78,7 +85,7 @@ class BlockPasses(ModulePasses):
 
     @contextmanager
     def without_recomputation(self) -> Iterator[None]:
-        """The block without recomputation of the whole of it; its tiles and its single operations keep theirs."""
+        """Run the block without recomputing it as a whole; its tiles and single operations are still recomputed."""
         block = self.module
         if not isinstance(block, ResidualBlock) or not block.recompute.is_whole:
             yield
@@ -96,7 +103,7 @@ WIDTH, HEADS, TOKENS, WORDS = 64, 2, 16, 64
 
 
 def miniature_of(model: ModelSpec) -> ModelSpec:
-    """Return a small model of the same kind. Its FFNs are dense, because experts have as few parameter tensors."""
+    """Return a small model of the same kind, with dense FFNs, because experts have as few parameter tensors."""
     sizes = {
         "num_layers": NUM_LAYERS,
         "hidden_size": WIDTH,
@@ -129,7 +136,7 @@ class ReferenceTarget:
         return report_device(request.shapes, hardware, device, chooses_execution=chooses)
 
     def rest(self) -> int:
-        """Nothing is kept between trials."""
+        """Return 0, because nothing is kept between trials."""
         return 0
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
@@ -179,7 +186,7 @@ class ReferenceTarget:
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[OptimizerPart]:
-        """Embedding with head, and one layer of each kind."""
+        """Yield embedding with head, and one layer of each kind."""
         return optimizer_parts(self._instruments, _specified(model), candidate, request)
 
     @contextmanager
@@ -220,3 +227,201 @@ class ReferenceTarget:
 def _specified(model: ExploredModel) -> ModelSpec:
     assert isinstance(model, ModelSpec), "reference layers are built of a specification"
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class _SteppedTogether:
+    """Components whose parameters are stepped together, and how often the model has them."""
+
+    components: tuple[Component, ...]
+    count: int
+
+
+def optimizer_parts(
+    instruments: Instruments, model: ModelSpec, candidate: Candidate, request: ExplorationRequest
+) -> Iterator[OptimizerPart]:
+    """Yield embedding with head, and one layer of each kind, each with the request's optimizer."""
+    for part in _parts(model, candidate):
+
+        def build(part: _SteppedTogether = part) -> TrainingOptimizer:
+            parameters = _parameters(instruments, model, part, request)
+            optimizer = build_optimizer(parameters, request.training.optimizer, model.dtype)
+            if all(gradient is None for gradient in optimizer.gradients):
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+            return optimizer
+
+        yield OptimizerPart(part.count, build)
+
+
+def _parts(model: ModelSpec, candidate: Candidate) -> Iterator[_SteppedTogether]:
+    def component(kind: ComponentKind, backend: str | None = None) -> Component:
+        return Component(kind=kind, micro_batch_size=1, backend=backend)
+
+    yield _SteppedTogether((component(ComponentKind.EMBEDDING), component(ComponentKind.HEAD)), 1)
+    attention = component(ComponentKind.ATTENTION, candidate.attention_backend)
+    ffns = {
+        LayerKind.DENSE: component(ComponentKind.DENSE_FFN),
+        LayerKind.MOE: component(ComponentKind.MOE_FFN, candidate.expert_backend),
+    }
+    for kind, ffn in ffns.items():
+        if count := model.count_layers(kind):
+            yield _SteppedTogether((attention, ffn), count)
+
+
+def _parameters(
+    instruments: Instruments, model: ModelSpec, part: _SteppedTogether, request: ExplorationRequest
+) -> list[nn.Parameter]:
+    """The parameters of the part's blocks, each once. A tied projection counts with the embedding.
+
+    If training is sharded, the device has only its share of each parameter.
+    """
+    if request.devices.optimizer_shards == 1:
+        return _build_parameters(instruments.device, instruments.generator(request.seed), model, part, request)
+    generator = instruments.generator(request.seed)
+    shapes = _build_parameters(torch.device("meta"), None, model, part, request)
+    shares = [-(-parameter.numel() // request.devices.optimizer_shards) for parameter in shapes]
+    dtype = torch_dtype(model.dtype)
+    return [
+        nn.Parameter(torch.empty(share, dtype=dtype, device=instruments.device).normal_(0.0, 0.02, generator=generator))
+        for share in shares
+    ]
+
+
+def _build_parameters(
+    device: torch.device,
+    generator: torch.Generator | None,
+    model: ModelSpec,
+    part: _SteppedTogether,
+    request: ExplorationRequest,
+) -> list[nn.Parameter]:
+    eager = request.model_copy(update={"execution": Execution.EAGER, "executions": None})  # no block is run
+    parameters: dict[int, nn.Parameter] = {}
+    tied: nn.Parameter | None = None
+    for component in part.components:
+        block = build_block(model, component, eager, device, generator=generator, w_tied=tied)
+        if component.kind is ComponentKind.EMBEDDING and model.tie_embeddings:
+            tied = next(p for p in block.parameters() if p.shape == (model.vocab_size, model.hidden_size))
+        parameters |= {id(parameter): parameter for parameter in block.parameters()}
+    return list(parameters.values())
+
+
+class ReferenceTrainingRun:
+    """A model with its optimizer and its micro-batches. Eval mode has no optimizer and no backward.
+
+    The ranks of a group have the same parameters and train together, sharded or replicated as the request says. The
+    ranks of a ring share the sequences of a micro-batch, and each ring has different sequences. If `together` is false,
+    each rank trains a model alone and communicates nothing.
+    """
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        model: ModelSpec,
+        candidate: Candidate,
+        request: ExplorationRequest,
+        *,
+        together: bool = True,
+    ) -> None:
+        generator = instruments.generator(request.seed)
+        self._instruments = instruments
+        self._trains = request.mode == "train"
+        self._mark = mark_of(instruments.device, alone=instruments.rank_group.size == 1)
+        group, training = instruments.rank_group, request.training
+        self.is_data_parallel = self._trains and group.size > 1 and together
+        self._parallel = data_parallel(
+            group.members if self.is_data_parallel else None,
+            instruments.device,
+            training.sharding,
+            torch_dtype(model.dtype),
+            torch_dtype(training.optimizer.gradient_dtype(model.dtype)),
+        )
+        size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
+        ring = find_ring(instruments, model, size, layout, candidate.attention_backend)
+        decoder = DecoderModel(
+            model,
+            candidate,
+            request,
+            instruments.device,
+            generator=generator,
+            context_parallel=ring,
+            take_unit=self._parallel.take,
+        )
+        self._model = self._parallel.wrap(decoder)
+        self._graphed: GraphedLoss | None = None
+        if self._trains and request.execution_of(candidate).replays:
+            self._graphed = GraphedLoss(decoder, decoder.forward)
+        self.optimizer: TrainingOptimizer | None = None
+        if self._trains:
+            self.optimizer = build_optimizer(decoder.parameters(), training.optimizer, model.dtype)
+        shape = (candidate.micro_batch_size, model.seq_length)
+        drawn = instruments.generator(request.seed + 1 + group.rank // size) if group.size > 1 else generator
+
+        def tokens() -> Tensor:
+            whole = random_tokens(model, shape, instruments.device, drawn)
+            return whole if ring is None else ring.shard(whole)
+
+        number = DATA_PARALLEL_MICRO_STEPS if self.is_data_parallel else MICRO_STEPS
+        self._batches: list[tuple[Tensor, Tensor]] = [(tokens(), tokens()) for _ in range(number)]
+        self.num_micro_steps = number
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that CUDA graphs hold for their activations."""
+        return 0 if self._graphed is None else self._graphed.held_bytes
+
+    def begin(self) -> float:
+        """Prepare, and run a step of one micro-step; return an estimate of a whole step in seconds."""
+        seconds: list[float] = []
+
+        def timed_micro_step() -> None:
+            self._instruments.synchronize()
+            started = time.perf_counter()
+            self.micro_step(len(self._batches) - 1)
+            self._instruments.synchronize()
+            seconds.append(time.perf_counter() - started)
+
+        if self._graphed is not None:
+            self.micro_step(0)
+            require_captured(self._graphed)
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self._parallel.prepare(self.optimizer, timed_micro_step)  # may run micro-steps, and leave gradients
+        if not seconds:
+            timed_micro_step()
+        self.update()
+        return seconds[-1] * len(self._batches)
+
+    def step(self) -> list[Mark]:
+        """Run a step; return the moments before each micro-step, before the optimizer, and after it."""
+        marks = [self._mark()]
+        for i in range(len(self._batches)):
+            self.micro_step(i)
+            marks.append(self._mark())
+        self.update()
+        return [*marks, self._mark()]
+
+    def finish(self) -> None:
+        """Wait for the last step, and free memory that outlives the model."""
+        self._instruments.synchronize()
+        self._parallel.finish()
+
+    def update(self) -> None:
+        """Step the optimizer and set the gradients to zero."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def micro_step(self, number: int) -> None:
+        """Run forward and backward of one micro-batch of a step."""
+        tokens, targets = self._batches[number]
+        with self._parallel.micro_step(is_last=number == len(self._batches) - 1):
+            with torch.set_grad_enabled(self._trains):
+                if self._graphed is not None:
+                    loss = self._graphed(tokens_BS=tokens, targets_BS=targets)
+                else:
+                    loss = self._model(tokens, targets)
+            if self._trains:
+                (loss / len(self._batches)).backward()
+            del loss

@@ -1,9 +1,9 @@
 """Blocks that several ranks share, with tensor and sequence parallelism.
 
-Each rank has the blocks of one device of a mesh (`bexp.explorer.cost_model.shards`), which are also timed alone.
-Between blocks a rank has 1 / size of a micro-batch's tokens. A block gathers all of them behind its norm, and its
-partial results are summed and scattered (Korthikanti et al., 2022, arXiv:2205.05198). Embedding and head have a part of
-the vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).
+Each rank has the blocks of one device of a mesh (`bexp.explorer.meshes.shards`), which are also timed alone.
+Between blocks a rank has 1 / size of a micro-batch's tokens. A block gathers all tokens behind its norm. Its partial
+results are summed and scattered (Korthikanti et al., 2022, arXiv:2205.05198). Embedding and head have a part of the
+vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.embedding import Embedding
@@ -34,14 +34,14 @@ _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather
 _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
-"""Names of parameters that every rank has whole: norms, what follows a sum, routers, learned positions."""
+"""Names of parameters that every rank has whole: norms, biases after a sum, routers, learned positions."""
 
 
 class SequenceParallel:
     """The ranks of a group, each of which has a part of a micro-batch's tokens between blocks.
 
     The tokens (B, S) count row by row. Rank r of N has those from r * B * S / N on, with the shape (B, S / N, D). A row
-    of a part is a row of the micro-batch only if B is 1. All that runs between blocks treats each token alike.
+    of a part is a row of the micro-batch only if B is 1. Operations between blocks treat each token alike.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -73,7 +73,7 @@ class SequenceParallel:
         return out_BSD
 
     def total(self, own: Tensor) -> Tensor:
-        """Return the sum over the ranks, without a graph. A few numbers are gathered sooner than they are reduced."""
+        """Return the sum over the ranks, without a graph. Gathering few numbers is faster than reducing them."""
         each = own.new_empty((self.size, *own.shape))
         _gather(each.view(-1), own.contiguous().view(-1), group=self.group)
         return each.sum(dim=0)
@@ -83,7 +83,7 @@ class TensorParallel(SequenceParallel):
     """The ranks that share the blocks of a device mesh's stage, seen from one of them."""
 
     def __init__(self, group: dist.ProcessGroup, model: ModelSpec) -> None:
-        """`model` is the whole model."""
+        """Take the whole model as `model`."""
         super().__init__(group)
         self._vocab_size = model.vocab_size
         self._share = -(-model.vocab_size // self.size)
@@ -114,7 +114,7 @@ class TensorParallel(SequenceParallel):
         """Return an embedding of this rank's part of the vocabulary, for all tokens."""
         return VocabularyEmbedding(embedding, self.vocabulary, self)
 
-    def lose(self, head: Head) -> None:
+    def spread_loss(self, head: Head) -> None:
         """Make a head with this rank's part of the vocabulary return the loss of all tokens."""
         head.norm = _Gathered(head.norm, self)
         first, end = self.vocabulary
@@ -122,12 +122,12 @@ class TensorParallel(SequenceParallel):
 
     @property
     def vocabulary(self) -> tuple[int, int]:
-        """The first token of this rank, and the end; the last rank may have fewer than others, and padding."""
+        """The first token of this rank, and the end; the last rank may have fewer tokens than others, and padding."""
         first = min(self._vocab_size, self.rank * self._share)
         return first, min(self._vocab_size, first + self._share)
 
     def sum_gradients(self, module: nn.Module, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Sum the gradients of what every rank has whole: each has computed those of its heads or its tokens."""
+        """Sum the gradients of whole parameters, of which each rank has those of its heads or its tokens."""
         present = [gradients[parameter] for parameter in whole_parameters(module) if parameter in gradients]
         if not present:
             return
@@ -136,8 +136,8 @@ class TensorParallel(SequenceParallel):
         torch._foreach_copy_(present, list(torch._utils._unflatten_dense_tensors(flat, present)))
 
 
-def lose_alone(head: Head) -> None:
-    """Make a head with a part of the vocabulary compute what it does among ranks, without the exchange.
+def spread_loss_alone(head: Head) -> None:
+    """Make a head with a part of the vocabulary run its code for several ranks, without the exchange.
 
     A rank's head is timed by itself like this. Targets are tokens of this part.
     """
@@ -163,7 +163,7 @@ def _vocabulary_loss(
 
 
 def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that every rank has whole: those of `WHOLE`, but for norms that span all ranks' heads."""
+    """Yield the parameters that every rank has whole: those of `WHOLE`, except norms that span all ranks' heads."""
     blocks = [each for each in module.modules() if isinstance(each, AttentionBlock) and each.norm_over_ranks]
     parts = {norm.weight for block in blocks for norm in (block.q_norm, block.k_norm) if norm is not None}
     for name, parameter in module.named_parameters():
@@ -223,8 +223,8 @@ class _SharedExperts(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """An embedding of tokens `first` to `end`, which is zero for all others.
 
-    `ranks` have the other tokens. Without them it does what it does among ranks, for all tokens and without the
-    exchange: a rank's embedding is timed by itself like this.
+    `ranks` have the other tokens. Without `ranks` the embedding runs the same code for all tokens, without the
+    exchange. A rank's embedding is timed by itself like this.
     """
 
     def __init__(self, embedding: Embedding, vocabulary: tuple[int, int], ranks: SequenceParallel | None) -> None:
@@ -250,7 +250,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class _CollectiveFunction(Function):
-    """A collective whose gradients go `back`, neither of which makes a graph."""
+    """A collective whose gradients go `back`. Neither direction makes a graph."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -266,9 +266,9 @@ class _CollectiveFunction(Function):
 class _VocabularyLoss(Function):
     """The mean cross entropy of logits whose vocabulary is spread over ranks, chunk by chunk of the tokens.
 
-    As in `bexp.kernels.loss`, gradients are computed while a chunk's logits exist, and scaled in backward. Those of the
-    hidden states are this rank's part of a sum. `targets_T` count from this rank's first token, so that other ranks'
-    are negative or too large; logits from `num_valid` on are padding.
+    As in `bexp.kernels.loss`, gradients are computed while a chunk's logits exist, and scaled in backward. Gradients of
+    the hidden states are this rank's part of a sum. `targets_T` count from this rank's first token, so that other
+    ranks' targets are negative or too large. Logits from `num_valid` on are padding.
     """
 
     @staticmethod
@@ -314,7 +314,7 @@ def _shared_losses(logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: 
     """Return a chunk's summed loss over all ranks' vocabularies, and replace this rank's logits by their gradient.
 
     Ranks exchange two numbers for each token: the logarithm of the sum of their exponentials, and the target's logit,
-    which one of them has. One float32 tensor of the logits' shape is alive besides them, and is rounded once.
+    which one of them has. In addition to the logits one float32 tensor of their shape is alive, and is rounded once.
     """
     if num_valid < logits_TV.shape[1]:
         logits_TV[:, num_valid:] = torch.finfo(logits_TV.dtype).min

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
-_STANDARD_DEVIATION = 0.02  # as GPT-2 and its successors draw theirs
+_STANDARD_DEVIATION = 0.02  # as in GPT-2 and its successors
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Makes a block's parameters: their format, their device, and whether they are trained."""
+    """The maker of a block's parameters, with their format, their device, and whether they are trained."""
 
     dtype: torch.dtype
     device: torch.device
@@ -26,19 +26,19 @@ class Weights:
     def of(
         cls, model: ModelSpec, device: torch.device, training: bool, generator: torch.Generator | None = None
     ) -> Weights:
-        """Parameters in the model's dtype; frozen in eval mode, so that no forward keeps a graph."""
+        """Return a maker of parameters in the model's dtype; frozen in eval mode, so that no forward keeps a graph."""
         return cls(torch_dtype(model.dtype), device, training, generator)
 
     def normal(self, *shape: int) -> nn.Parameter:
-        """Normally distributed, without a copy on the host."""
+        """Return a normally distributed parameter, drawn without a copy on the host."""
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         weight.normal_(0.0, _STANDARD_DEVIATION, generator=self.generator)
         return nn.Parameter(weight, requires_grad=self.trained)
 
     def ones(self, *shape: int) -> nn.Parameter:
-        """All one, for the scale of a norm."""
+        """Return a parameter of ones, for the scale of a norm."""
         return nn.Parameter(torch.ones(shape, dtype=self.dtype, device=self.device), requires_grad=self.trained)
 
     def zeros(self, *shape: int) -> nn.Parameter:
-        """All zero, for the offset of a norm."""
+        """Return a parameter of zeros, for the offset of a norm."""
         return nn.Parameter(torch.zeros(shape, dtype=self.dtype, device=self.device), requires_grad=self.trained)

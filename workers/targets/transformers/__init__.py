@@ -9,8 +9,8 @@
     shell.forward().backward(); shell.clear_gradients()
     model, batch = builder.whole(), builder.batch(micro_batch_size)      # model(**batch, use_cache=False)
 
-A model is the **shell** (the real model with its layers stubbed: embedding, norm, head and loss as the library computes
-them) and one **layer of each kind**, replayed with the arguments that the model gives it. `self_check.py` compares both
-with the whole model on a tiny configuration of the same type. If `check.by_parts` is false, it is refused.
-`settings.prepare` is called with every model that is built, before its first use.
+A model is the **shell** and one **layer of each kind**. The shell is the real model with its layers stubbed: embedding,
+norm, head and loss as the library computes them. A layer is replayed with the arguments that the model gives it.
+`self_check.py` compares both with the whole model on a tiny configuration of the same type. A model is refused if
+`check.by_parts` is false. `settings.prepare` is called with every model that is built, before its first use.
 """

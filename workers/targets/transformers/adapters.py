@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bexp.explorer.spec.training import LoRASpec, lora_arguments
+from bexp.explorer.model.training import LoRASpec, lora_arguments
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 
 
 def add_adapters(model: Any, spec: LoRASpec, *, is_quantized: bool = False) -> None:
-    """Wrap what `spec` names in `model` in place with `peft.get_peft_model`, and freeze everything else.
+    """Wrap the modules that `spec` names in `model` in place with `peft.get_peft_model`, and freeze everything else.
 
-    Both matrices of an adapter are random, as they are after the first steps; peft's own start is a zero matrix, whose
-    partner gets no gradient. Adapters of half-precision weights are in float32, which is peft's default. A model that
-    `is_quantized` is prepared for that as peft does: what is not quantised is cast to float32, and embeddings hand on
-    a gradient.
+    Both matrices of an adapter are random, as they are after the first steps. But peft starts with a zero matrix, whose
+    partner gets no gradient. Adapters of half-precision weights are in float32, which is peft's default. If the model
+    `is_quantized`, it is prepared as by peft: other weights are cast to float32, and embeddings hand on a gradient.
 
     Raises:
         UnsupportedModelError: peft is missing or refuses the model, or a name matches nothing.
@@ -47,7 +46,7 @@ _NAMED = ("target_modules", "target_parameters", "modules_to_save")
 
 
 def _unmatched(spec: LoRASpec, wrapped: Any, config: Any) -> dict[str, list[str]]:
-    """The names that nothing has, by field. peft refuses a list only if all of its names match nothing.
+    """The names that match no module, by field. peft refuses a list only if all of its names match nothing.
 
     peft replaces names of experts that the library has merged into one tensor; those are no longer in `config`.
     """

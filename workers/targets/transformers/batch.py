@@ -1,4 +1,4 @@
-"""Random micro-batches: token ids and labels, with what tells texts of unequal length apart."""
+"""Random micro-batches: token ids and labels, with masks or positions that separate texts of unequal length."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 
 _SPECIAL = re.compile(r".*(token_id|token_index|_index)")
 _IGNORED_LABEL = -100
 
 
 def make_batch(config: Any, texts: TextBatch, device: torch.device, *, seed: int = 0) -> dict[str, Tensor]:
-    """`input_ids` and `labels`, (rows, width), uniform over the ordinary tokens of the vocabulary.
+    """Return `input_ids` and `labels`, (rows, width), uniform over the ordinary tokens of the vocabulary.
 
     Padded rows have an `attention_mask`, and packed ones `position_ids` that begin anew with each text, as collators of
-    the library make them: labels of padding, and of the first token of a packed text, are ignored by the loss.
-    Flattened rows are one row. Ids that the configuration gives a special meaning are never drawn.
+    the library make them. The loss ignores labels of padding, and of the first token of a packed text. Flattened rows
+    are one row. Ids that the configuration gives a special meaning are never drawn.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + texts.size)
     ordinary = _ordinary_tokens(config)
@@ -53,12 +53,12 @@ def arranged(texts: TextBatch, attention: str | None, *, flattens: bool) -> Text
 
 
 def is_flattened(attention: str | None) -> bool:
-    """Whether an attention of the library keeps packed texts apart in one row alone."""
+    """Return whether an attention of the library keeps packed texts apart only if all are in one row."""
     return (attention or "").startswith("flash_attention")
 
 
 def _positions(row: tuple[int, ...], width: int) -> Tensor:
-    """The position of each token in its text; what is left of the row counts as a text."""
+    """The position of each token in its text; the rest of the row counts as a text."""
     return torch.cat([torch.arange(n) for n in (*row, width - sum(row))])
 
 

@@ -1,4 +1,4 @@
-"""Whether two tensors are the same but for rounding."""
+"""The comparison of two tensors that may differ by rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DifferenceError(AssertionError):
 
 
 def require_equal(what: str, actual: Tensor | None, expected: Tensor | None) -> None:
-    """DifferenceError if the two differ by more than rounding, or one of them is missing and the other not zero."""
+    """Raise DifferenceError if two tensors differ by more than rounding, or one is missing and the other not zero."""
     if actual is None or expected is None:
         there = actual if actual is not None else expected
         if there is not None and float(there.abs().max()) > _ABSOLUTE:
@@ -35,6 +35,6 @@ def require_equal(what: str, actual: Tensor | None, expected: Tensor | None) -> 
 
 
 def require_all_equal(what: str, pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> None:
-    """DifferenceError for the first (name, actual, expected) that differs."""
+    """Raise DifferenceError for the first (name, actual, expected) that differs."""
     for name, actual, expected in pairs:
         require_equal(f"{what} of {name}", actual, expected)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from bexp.explorer.spec.base import RuleError
-from bexp.explorer.spec.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
-from bexp.explorer.spec.spelling import did_you_mean, shortened
-from bexp.explorer.spec.target import OWN_TARGET
+from bexp.explorer.model.base import RuleError
+from bexp.explorer.model.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
+from bexp.explorer.model.spelling import did_you_mean, shortened
+from bexp.explorer.model.target import OWN_TARGET
 from bexp.transformers.layers import config_depth
 
 MINIMUM_VERSION = (5, 0)
@@ -31,16 +31,15 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What the library makes of a raw configuration.
-
-    config:      a PreTrainedConfig with `use_cache` off, no remote code and no quantization
-    model_class: the class that AutoModelForCausalLM builds for it
-    """
+    """A raw configuration as the library understands it."""
 
     model_type: str
     config: Any
+    """A PreTrainedConfig with `use_cache` off, no remote code and no quantization."""
     model_class: type
+    """The class that AutoModelForCausalLM builds for it."""
     version: str
+    """Of the library."""
     seq_length: int
 
     @property
@@ -49,9 +48,9 @@ class ResolvedConfig:
         return self.config.get_text_config(decoder=True)
 
     def without_balancing_loss(self) -> ResolvedConfig:
-        """The configuration of the parts: the routers' balancing loss reads the routers of all layers of a whole model.
+        """Return the configuration of the parts, because the routers' balancing loss needs the routers of all layers.
 
-        The loss is small beside the layers: it reads one number for each token and expert.
+        That loss is small compared with the layers: it reads one number for each token and expert.
         """
         if not getattr(self.text_config, "output_router_logits", False):
             return self
@@ -61,7 +60,7 @@ class ResolvedConfig:
 
 
 def library_version() -> str | None:
-    """The installed transformers' version, or None where there is none."""
+    """Return the installed transformers' version; None where there is none."""
     try:
         import transformers  # noqa: PLC0415 - optional, and slow to import
     except ImportError:
@@ -71,7 +70,7 @@ def library_version() -> str | None:
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """The library's warnings and log lines below errors are held back, and the earlier level comes back afterwards."""
+    """Silence the library's warnings and log lines below errors within the context."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -84,11 +83,12 @@ def quiet_library() -> Iterator[None]:
 
 
 def resolve_config(raw: Mapping[str, Any], seq_length: int) -> ResolvedConfig:
-    """`raw` (the content of a config.json) as the installed library understands it.
+    """Return `raw` (the content of a config.json) as the installed library understands it.
 
-    UnsupportedModelError if transformers is missing or too old, if `raw` breaks a rule of what a request may hold,
-    names a type that the library does not know or that has no causal language model, holds a value that the class
-    refuses, or states more than MAX_CONFIG_LAYERS layers.
+    Raises:
+        UnsupportedModelError: transformers is missing or too old, or `raw` breaks a rule of requests. Or `raw` names a
+            type that is unknown or has no causal language model. Or it has a value that the class refuses, or more than
+            MAX_CONFIG_LAYERS layers.
     """
     version = _checked_version()
     kept = {name: value for name, value in raw.items() if name not in _NO_PART_OF_TRAINING}
@@ -106,9 +106,9 @@ def resolve_config(raw: Mapping[str, Any], seq_length: int) -> ResolvedConfig:
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """A configuration of the same class with `values` (a dict as `to_dict` returns it), `use_cache` off.
+    """Return a configuration of the same class with `values` (a dict as `to_dict` returns it), `use_cache` off.
 
-    UnsupportedModelError if the class refuses them.
+    Raises UnsupportedModelError if the class refuses them.
     """
     arguments = {name: value for name, value in values.items() if name != "model_type"}
     with quiet_library():
@@ -125,7 +125,7 @@ def _without_cache(config: Any) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """The type and the message of `error` on one line of at most 300 characters."""
+    """Return the type and the message of `error` on one line of at most 300 characters."""
     return shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
@@ -157,9 +157,9 @@ def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -
 
 
 def _same_class(architectures: Any) -> str:
-    """Which type to write where `architectures` names a class of the library beside a type of its own; empty if none.
+    """Advice to write another type, where `architectures` names a class of the library; empty if it names none.
 
-    Kimi-K2, for example, is published as `kimi_k2` with DeepSeek-V3's class.
+    Kimi-K2, for example, is published with a type of its own, `kimi_k2`, and DeepSeek-V3's class.
     """
     from transformers.models.auto.modeling_auto import (  # noqa: PLC0415 - transformers is optional
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bexp.explorer.spec.parts import Float8Layers
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.parts import Float8Layers
+from bexp.explorer.model.spelling import shortened
 from bexp.transformers.float8 import convertible
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Float8, Settings, SettingsError

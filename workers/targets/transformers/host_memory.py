@@ -1,14 +1,14 @@
-"""Whether the host's memory holds what a trial would keep there."""
+"""The check whether the host's memory can hold a trial's activations."""
 
 from __future__ import annotations
 
 import torch
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.part_costs import part_of
-from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.part_costs import part_of
+from bexp.explorer.cost.step import GIB
+from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.measure import host_limits
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.transformers.passes import LayerPasses
@@ -20,7 +20,7 @@ def require_host_memory(passes: LayerPasses, component: Component, model: Explor
     Layers of other kinds count in proportion to their expected bytes.
 
     Raises:
-        TrialFailedError: it could not; the outcome is a lack of memory.
+        TrialFailedError: the host could not hold them; the outcome is a lack of memory.
     """
     assert isinstance(model, ModelParts), "this target describes its model by its parts"
     passes.prepare_forward()
@@ -34,10 +34,10 @@ def require_host_memory(passes: LayerPasses, component: Component, model: Explor
 
 
 def full_host(num_bytes: int, need: str) -> str | None:
-    """Why `num_bytes` do not fit in the host's memory, in words that begin with `need`; None if they do."""
+    """Return why `num_bytes` do not fit in the host's memory, in words that begin with `need`; None if they do."""
     release = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
     if release is not None and torch.accelerator.is_available():
-        release()  # what earlier trials pinned
+        release()  # memory that earlier trials pinned
     free = host_limits.available_bytes()
     if num_bytes <= free:
         return None

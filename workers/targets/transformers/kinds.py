@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers, and which of them are alike."""
+"""The layers among a model's modules, and the kinds of layers that are alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_NUMBER = re.compile(r".*(layer|block|depth).*(idx|ids?|index|number|num)|id
 
 
 def find_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers of a causal language model in order. UnsupportedModelError if none is found."""
+    """Return the decoder layers of a causal language model in order. Raises UnsupportedModelError if there is none."""
     layers = decoder_layers(model)
     if not layers:
         raise UnsupportedModelError(f"no list of layers was found in {type(model).__name__}")
@@ -24,11 +24,11 @@ def find_layers(model: Any) -> list[nn.Module]:
 
 
 def kind_names(layers: Sequence[nn.Module], config: Any) -> list[str]:
-    """The kind of each layer: layers with the same name cost the same.
+    """Return the kind of each layer, by a name: layers with the same name cost the same.
 
-    Layers are alike if class, parameter and buffer shapes, the entries of the configuration's lists by layer (such as
-    `layer_types`) and the switches inside the modules agree. Numbers that merely count the layers, and factors that
-    depend on the depth, do not matter.
+    Layers are alike if their class, the shapes of parameters and buffers, and the switches inside the modules agree. So
+    must the entries of the configuration's lists by layer, such as `layer_types`. Numbers that merely count the layers,
+    and factors that depend on the depth, do not matter.
     """
     keys = _keys(layers, config)
     order = list(dict.fromkeys(keys))
@@ -59,7 +59,7 @@ def _keys(layers: Sequence[nn.Module], config: Any) -> list[Hashable]:
 
 
 def _counting(attributes: list[dict[str, Hashable]]) -> set[str]:
-    """Names of whole numbers that differ in every layer: they number the layers."""
+    """Names of whole numbers that differ in every layer, because they number the layers."""
     if len(attributes) < 2:
         return set()
     names = set().union(*attributes)

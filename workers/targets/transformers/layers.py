@@ -16,9 +16,10 @@ from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors
 class BuiltLayer:
     """A layer alone on its device, with the arguments of one micro-batch.
 
-    module: the layer, real weights in training or eval mode as the settings say
-    hidden: its hidden states in, a leaf that requires grad in training
-    inputs: every argument that gets a gradient; `hidden` is among them
+    Attributes:
+        module: the layer with real weights, in training or eval mode as the settings say.
+        hidden: its hidden states in, a leaf that requires grad in training.
+        inputs: every argument that gets a gradient, `hidden` among them.
     """
 
     def __init__(
@@ -40,18 +41,18 @@ class BuiltLayer:
         self._gradients: tuple[Tensor, ...] = ()
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Runs the layer; the outputs that the rest of the model computes with, the hidden states first."""
+        """Run the layer; return the outputs that the rest of the model uses, the hidden states first."""
         return self.followed(self.forward_all())
 
     def forward_all(self) -> Any:
-        """Runs the layer; everything that it returns, as it returns it."""
+        """Run the layer; return its whole output."""
         with torch.set_grad_enabled(self.settings.training), self.settings.autocast(self.device):
             return self.module(*self.args, **self.kwargs)
 
     def followed(self, output: Any) -> tuple[Tensor, ...]:
-        """The tensors of a layer's output that the rest of the model computes with.
+        """Return the tensors of a layer's output that the rest of the model uses.
 
-        They are those whose places the self-check has found, else those with the shape of the hidden states.
+        The self-check knows their places; else they are those with the shape of the hidden states.
         """
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         if self._followed:
@@ -60,13 +61,13 @@ class BuiltLayer:
         return tuple(alike or [tensor for tensor in floating if tensor.requires_grad] or floating)
 
     def backward(self, outputs: tuple[Tensor, ...]) -> None:
-        """Adds to the gradients of inputs and parameters; the gradient that comes in is random and made once."""
+        """Add to the gradients of inputs and parameters; the incoming gradient is random and made once."""
         taken = tuple(tensor for tensor in outputs if tensor.requires_grad)
         if len(self._gradients) != len(taken):
             self._gradients = tuple(torch.randn_like(tensor) for tensor in taken)
         torch.autograd.backward(taken, self._gradients)
 
     def clear_gradients(self) -> None:
-        """Drops the gradients of inputs and parameters."""
+        """Drop the gradients of inputs and parameters."""
         for tensor in [*self.inputs, *self.module.parameters()]:
             tensor.grad = None

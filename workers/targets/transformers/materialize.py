@@ -1,4 +1,4 @@
-"""A whole model that is built layer by layer, so that each can be sharded or quantised before there is another."""
+"""A whole model that is built layer by layer, so that each can be sharded or quantised before the next is built."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.quantized import Quantizer
 
-_SPREAD = 0.02  # of what the class itself does not initialise
+_SPREAD = 0.02  # of weights that the class itself does not initialise
 
 
 def build_by_layers(
     resolved: ResolvedConfig, settings: BuildSettings, device: torch.device, take: Callable[[nn.Module], None]
 ) -> Any:
-    """Return the whole model on `device`. `take` is given each decoder layer as soon as its weights are there.
+    """Return the whole model on `device`. `take` gets each decoder layer as soon as the layer has its weights.
 
-    A model that is quantised is prepared when all of its weights are there, as after loading a checkpoint.
+    A quantised model is prepared when all of its weights exist, as after loading a checkpoint. Weights are drawn by the
+    class's own `_init_weights` from `settings.seed`, so every process draws the same. They differ from those that
+    `build_model` draws from this seed.
 
-    Weights are drawn by the class's own `_init_weights` from `settings.seed`, so every process draws the same. They
-    are not those that `build_model` draws from this seed. UnsupportedModelError if the class fails to build, or if two
-    layers share a weight.
+    Raises:
+        UnsupportedModelError: the class fails to build, or two layers share a weight.
     """
     is_quantized = settings.quantization is not None
     model = build_model(resolved, replace(settings, prepare=None) if is_quantized else settings, META)

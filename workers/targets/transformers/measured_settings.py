@@ -4,52 +4,54 @@ from __future__ import annotations
 
 from typing import cast
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.transformers.settings import ON_HOST, Float8, Loss, Settings
+from bexp.explorer.cost.back_end import BackEnd, marked_values
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
+from bexp.explorer.dimensions.dimension import CodePart
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.transformers.settings import Float8, Settings
 
 BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",
     BlockRecompute.ACTIVATIONS: "activations",
     BlockRecompute.PROJECTIONS: "projections",
-    BlockRecompute.OFFLOAD: ON_HOST,
+    BlockRecompute.OFFLOAD: Recompute.OFFLOAD,
 }
 WHOLE_LAYER = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
 """What recomputes a layer alone as a whole; a group runs to its end."""
 
-_LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
-
 
 def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
     """What a candidate sets on a whole model."""
-    return Settings(
+    values = {choice.name: getattr(candidate, choice.fields[0]) for choice in CHOICES}
+    own = {name: value for name, value in values.items() if value is not None}
+    return Settings.of(
+        {EXECUTION.name: request.plain_execution} | own,
         attention=candidate.attention_backend,
         experts=candidate.expert_backend,
         recompute=candidate.recompute.value,
         bta_tile=candidate.bta_tile,
-        loss=_LOSSES.get(candidate.loss, "library"),
-        compile=request.execution_of(candidate).compiles,
-        graph=request.execution_of(candidate).replays,
         allocator=request.allocator,
-        kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
         float8=float8_of(request),
     )
 
 
 def settings_of_component(component: Component, request: ExplorationRequest) -> Settings:
     """What a component sets on the shell or on a layer; recomputation of a layer as a whole is left out."""
+    backend = component.backend or BackEnd()
     if component.kind is ComponentKind.SHELL:
-        return Settings(loss=_LOSSES.get(component.setting, "library"))
-    assert component.backend is not None, "a layer names its attention"
-    return Settings(
+        found = marked_values(CodePart.SHELL, (backend.setting or "").split("+"))
+        return Settings.of({choice.name: value for choice, value in found if value is not None})
+    found = marked_values(CodePart.LAYER, backend.marks)
+    stated = {EXECUTION.name: request.plain_execution.captured}
+    return Settings.of(
+        stated | {choice.name: value for choice, value in found if value is not None},
         attention=component.attention,
         experts=component.experts,
         recompute=BY_OPERATION.get(component.recompute, "none"),
         bta_tile=component.bta_tile,
-        compile=request.plain_execution.compiles or component.is_compiled,
-        kernels="liger" if component.backend.liger else "library",
         float8=float8_of(request),
     )
 

@@ -1,4 +1,4 @@
-"""A model of the library, built layer by layer where it is wanted: on the meta device, on a real one, or in parts."""
+"""A model of the library, built layer by layer on the meta device, on a real one, or in parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.spec.quantization import Quantization
-from bexp.explorer.spec.training import Precision
+from bexp.explorer.model.quantization import Quantization
+from bexp.explorer.model.training import Precision
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 from bexp.workers.targets.transformers.quantized import quantize
 
@@ -30,33 +30,39 @@ UPCAST_EMBEDDINGS = {
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How a model is built and run.
-
-    precision: `pure` keeps parameters in `dtype`, except those that the class always keeps in float32; `autocast` keeps
-               them in float32 and runs under autocast of `dtype`; `master` keeps all of them in `dtype`, and the
-               optimizer has float32 master weights; `upcast` casts norms, embeddings, output layer and routers to
-               float32, as Axolotl does, and runs under autocast of `dtype`; those of float8 build as `pure` does
-    attention: the library's name of an attention implementation, or None for its default
-    experts:   the library's name of an experts implementation, or None for its default
-    prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device; what it
-               draws follows from `seed`
-    mixed:     whether `pure` parameters run under autocast of `dtype` as well, because some are in float32
-    quantization: how linear layers that are on a device are quantised, before `prepare`; None: not at all
-    """
+    """Settings by which a model is built and run."""
 
     precision: Precision = "pure"
+    """The number formats of parameters and products.
+
+    - `pure` keeps parameters in `dtype`, except those that the class always keeps in float32.
+    - `autocast` keeps them in float32 and runs under autocast of `dtype`.
+    - `master` keeps all of them in `dtype`, and the optimizer has float32 master weights.
+    - `upcast` casts norms, embeddings, output layer and routers to float32, as Axolotl does, and runs under autocast.
+    - The recipes of float8 build as `pure` does.
+    """
     dtype: torch.dtype = torch.bfloat16
     attention: str | None = None
+    """The library's name of an attention implementation; None for its default."""
     experts: str | None = None
+    """The library's name of an experts implementation; None for its default."""
     training: bool = True
+    """In training mode, not eval mode."""
     seed: int = 0
+    """Of random weights."""
     prepare: Callable[[Any], None] | None = None
+    """Changes a model in place once it is built (patches, adapters, frozen weights), on any device.
+
+    Its random numbers follow from `seed`.
+    """
     mixed: bool = False
+    """`pure` parameters run under autocast of `dtype` as well, because some are in float32."""
     quantization: Quantization | None = None
+    """How linear layers that are on a device are quantised, before `prepare`; None: not at all."""
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """The dtype that parameters are created in."""
+        """The dtype of parameters when they are created."""
         return torch.float32 if self.precision == "autocast" else self.dtype
 
     @property
@@ -71,7 +77,7 @@ class BuildSettings:
         return self.precision == "master"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context that a forward runs in on `device`."""
+        """Return the context in which a forward runs on `device`."""
         if self.precision not in ("autocast", "upcast") and not self.mixed:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.dtype)
@@ -79,7 +85,7 @@ class BuildSettings:
 
 @dataclass
 class Construction:
-    """Notes the layers of the given classes in the order in which a model constructs them.
+    """Notes of the layers of the given classes, in the order in which a model constructs them.
 
     `device_of(number)` says where layer `number` is created; the rest of the model is created on the device that is
     current. Class constructors are wrapped while the context is open, so no two may be open at the same time.
@@ -91,7 +97,7 @@ class Construction:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Constructions inside the context are noted in `built`."""
+        """Note constructions inside the context in `built`."""
         own = {one: one.__dict__.get("__init__") for one in self.classes}
         wrapped = {one: self._wrapped(one.__init__) for one in self.classes}
         try:
@@ -115,6 +121,7 @@ class Construction:
             state.built.append(module)
             with state.device_of(len(state.built) - 1):
                 original(module, *args, **kwargs)
+            _skip_drawing(module)
 
         return construct
 
@@ -125,11 +132,13 @@ def build_model(
     device: torch.device,
     construction: Construction | None = None,
 ) -> Any:
-    """A causal language model with random weights on `device`, as `from_config` makes it.
+    """Return a causal language model with random weights on `device`, as `from_config` makes it.
 
     The weights are drawn by the class's own `_init_weights` and from `settings.seed`, so they resemble the start of a
-    training run. With a `construction` its layers lie where that says. The caller's random state is kept.
-    UnsupportedModelError if the class fails to build, or refuses an implementation.
+    training run. A `construction` says where the layers lie. The caller's random state is kept.
+
+    Raises:
+        UnsupportedModelError: the class fails to build, or refuses an implementation.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - transformers is optional
 
@@ -164,8 +173,16 @@ def build_model(
     return model.train(settings.training)
 
 
+def _skip_drawing(layer: nn.Module) -> None:
+    """Have the library draw nothing for what lies on the meta device, which takes it milliseconds a tensor."""
+    for module in layer.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own and all(tensor.device == META for tensor in own):
+            module._is_hf_initialized = True  # type: ignore[assignment]  # as the library marks what it has drawn
+
+
 def _upcast(model: Any) -> None:
-    """Casts what Axolotl casts, by the names of modules, before it trains all weights."""
+    """Cast the modules that Axolotl casts, by their names, before it trains all weights."""
     embeddings = UPCAST_EMBEDDINGS.get(model.config.model_type, "embed_tokens")
     for name, module in model.named_modules():
         is_embedding = (embeddings in name or "lm_head" in name) and hasattr(module, "weight")
@@ -174,7 +191,7 @@ def _upcast(model: Any) -> None:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Casts what the class never lowers, as loading a checkpoint in `dtype` does."""
+    """Cast parameters that the class always keeps in float32, as loading a checkpoint in `dtype` does."""
     if dtype not in (torch.float16, torch.bfloat16):
         return
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

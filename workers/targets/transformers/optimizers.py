@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.optimizers import BITSANDBYTES, LIBRARY, TORCHAO
+from bexp.explorer.model.optimizers import BITSANDBYTES, LIBRARY, TORCHAO
 from bexp.transformers.offload import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 
@@ -56,7 +56,7 @@ def make_optimizer(
     else:
         kind = module.Lion if name.startswith("lion") else module.AdamW
         made = kind(parameters, lr=learning_rate, betas=BETAS, weight_decay=0.0, optim_bits=bits)
-    if bits == 8:  # by their places, because the manager would hold on to a module that it is told
+    if bits == 8:  # by their places, because the manager would hold on to a registered module
         kept = {id(each.weight) for each in embeddings}
         places = (place for place, parameter in enumerate(parameters) if id(parameter) in kept)
         module.GlobalOptimManager.get_instance().index2config.update({(0, i): {"optim_bits": 32} for i in places})
@@ -79,7 +79,7 @@ def state_bytes(optimizer: Any) -> int:
 
 
 def host_bytes(optimizer: Any) -> int:
-    """Return what torchao's optimizer keeps in the host's memory: states, and pinned weights and gradients."""
+    """Return the bytes of torchao's optimizer in the host's memory: states, and pinned weights and gradients."""
     pinned = [tensor for weight in optimizer.param_d2h_map.values() for tensor in (weight, weight.grad)]
     return sum(map(pinned_bytes, pinned)) + sum(map(state_bytes, optimizer.optim_dict.values()))
 
@@ -97,7 +97,7 @@ def _of_torch(name: str, parameters: list[nn.Parameter], learning_rate: float) -
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a tensor consists of: codes and scales of a quantized one, or itself."""
+    """The tensors of which a tensor consists: codes and scales of a quantized one, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Whether a model keeps packed texts apart: each must train as it does alone."""
+"""The check whether a model keeps packed texts apart: each must train as it does alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
@@ -18,9 +18,9 @@ from bexp.workers.targets.transformers.config import ResolvedConfig, one_line, q
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 
 MOST_LEAKED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""How much of the difference between texts in one and texts alone may be left, by the number format.
+"""The most that may be left of the difference between texts joined to one and texts alone, by the number format.
 
-Texts that are packed into one without any marks have all of it. The rounding of bfloat16 makes a small part of it.
+Texts that are packed without any marks have all of that difference. The rounding of bfloat16 makes a small part of it.
 """
 LEAK = "attention reaches across packed texts"
 
@@ -46,7 +46,8 @@ def require_apart(
 ) -> None:
     """Compare packed texts with the same texts one by one: logits, loss, and gradients of a tiny model.
 
-    `prepare` changes the model once it is built. Each difference is judged beside that of the same tokens as one text.
+    `prepare` changes the model once it is built. Each difference is judged as a share of that of the same tokens as one
+    text.
 
     Raises:
         LeakError: a text sees another one, or its positions do not begin anew.
@@ -78,8 +79,8 @@ def find_leak(
 ) -> str | None:
     """Return why packed texts of `tiny` do not train as they do alone with an attention on a device; None if they do.
 
-    Kernels that have no float32 are compared in bfloat16. Quantised weights compute in bfloat16 too, whatever the
-    attention; they and their adapters are left out.
+    Kernels without float32 are compared in bfloat16. Quantised weights and their adapters are left out, because they
+    compute in bfloat16 with any attention.
     """
     if build.quantization is not None:
         build = replace(build, quantization=None, prepare=None, mixed=False)

@@ -1,4 +1,4 @@
-"""The parts of a model: the parameters of each, and what a token costs there."""
+"""The parts of a model: the parameters of each, and the cost of a token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.parts import LayerPart, Part
+from bexp.explorer.model.parts import LayerPart, Part
 from bexp.transformers.experts import expert_modules
 
 _LINEAR_MIXER = re.compile(r".*(Linear|Lightning|Mamba|DeltaNet|ShortConv|Retention|Rwkv|LSTM|Recurrent).*")
@@ -19,11 +19,11 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 
 
 LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
-"""For each logit: what the library's loss keeps, and what it holds beyond that at its peak."""
+"""For each logit, the bytes that the library's loss keeps, and the further bytes at its peak."""
 
 
 def shell_part(model: Any, layers: Sequence[nn.Module], config: Any, hidden_bytes_per_token: int) -> Part:
-    """What is outside of `layers`: embedding, norm, head; a tied head is counted once, and its FLOPs are counted."""
+    """Return the part outside of `layers`: embedding, norm, head. A tied head counts once, with its FLOPs."""
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     weight = getattr(model.get_output_embeddings(), "weight", None)
     return Part(
@@ -37,11 +37,11 @@ def shell_part(model: Any, layers: Sequence[nn.Module], config: Any, hidden_byte
 def layer_part(
     name: str, count: int, layer: nn.Module, config: Any, *, seq_length: int, saved_bytes_per_token: float
 ) -> LayerPart:
-    """One layer of a kind, which may lie on the meta device and stands for `count` layers; each tensor counts once.
+    """Return one layer of a kind, which may lie on the meta device and represents `count` layers.
 
-    A token's FLOPs are 2 for each weight that it is multiplied with (top_k of the experts), and those of a sequence
-    attention's scores and their product with the values, causal. `saved_bytes_per_token` estimates what the backward
-    pass keeps.
+    Each tensor counts once. A token's FLOPs are 2 for each weight that it is multiplied with (top_k of the experts).
+    Those of a sequence are attention's scores and their product with the values, causal. `saved_bytes_per_token`
+    estimates the memory for the backward pass.
     """
     attention = _attention_flops(layer, config, seq_length) if has_attention(layer) else 0.0
     return LayerPart(
@@ -67,7 +67,7 @@ def _sizes(parameters: Iterable[Tensor]) -> dict[str, int]:
 
 
 def used_matrices(layer: nn.Module, config: Any) -> list[tuple[Tensor, float]]:
-    """Each weight of two axes or more, with the share of it that one token is multiplied with."""
+    """Return each weight of two axes or more, with the share of it that one token is multiplied with."""
     num_experts, top_k = _experts(config)
     matrices = []
     for path, module in layer.named_modules():
@@ -81,7 +81,7 @@ def used_matrices(layer: nn.Module, config: Any) -> list[tuple[Tensor, float]]:
 
 
 def matrix_width(layer: nn.Module, config: Any) -> float:
-    """The numbers that go in and out of a layer's matrices for one token; saved activations grow with it."""
+    """Return how many numbers go in and out of a layer's matrices for one token; saved activations grow with it."""
     _, top_k = _experts(config)
     width = 0.0
     for weight, share in used_matrices(layer, config):
@@ -92,20 +92,20 @@ def matrix_width(layer: nn.Module, config: Any) -> float:
 
 
 def has_attention(layer: nn.Module) -> bool:
-    """Whether a layer compares every token with every other, by the names of its classes."""
+    """Return whether a layer compares every token with every other, by the names of its classes."""
     names = [type(module).__name__ for module in layer.children()]
     names += [type(module).__name__ for child in layer.children() for module in child.children()]
     return any(_ATTENTION.fullmatch(name) and not _LINEAR_MIXER.fullmatch(name) for name in names)
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of distinct tensors."""
+    """Return the bytes of distinct tensors."""
     unique = {id(tensor): tensor for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
 def dtype_bytes(dtype: torch.dtype) -> int:
-    """Bytes of one number."""
+    """Return the bytes of one number."""
     return torch.empty((), dtype=dtype, device="meta").element_size()
 
 

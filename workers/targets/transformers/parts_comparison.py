@@ -1,14 +1,15 @@
-"""The parts of a tiny model, compared with what crosses the borders of its layers in a whole pass."""
+"""The parts of a tiny model, compared with the tensors that cross the borders of its layers in a whole pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
@@ -22,7 +23,7 @@ from bexp.workers.targets.transformers.trees import tensors_of
 
 
 def bytes_saved_by(part: BuiltLayer) -> int:
-    """Bytes of the distinct storages that one forward of `part` keeps for autograd; its parameters do not count."""
+    """Return the bytes of the storages that one forward of `part` keeps for autograd, without its parameters."""
     parameters = {tensor.untyped_storage().data_ptr() for tensor in part.module.parameters()}
     storages: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed storage's address may come again
@@ -43,15 +44,16 @@ CPU = torch.device("cpu")
 
 
 class OtherLayerError(DifferenceError):
-    """A layer of the same kind does not stand for this one."""
+    """A layer of the same kind does not represent this one."""
 
 
 class PartsComparison:
-    """Compares layers and shell, each built alone, with one whole model on the CPU.
+    """The comparison of layers and shell, each built alone, with one whole model on the CPU.
 
-    kinds:                 the kind of each layer
-    followed_outputs:      by kind, the places of the outputs that get a gradient
-    saved_bytes_per_token: by kind, what a layer keeps for its backward pass; known once layers were replayed
+    Attributes:
+        kinds: the kind of each layer.
+        followed_outputs: by kind, the places of the outputs that get a gradient.
+        saved_bytes_per_token: by kind, the bytes that a layer keeps for its backward pass, once layers were replayed.
     """
 
     def __init__(self, tiny: ResolvedConfig, settings: BuildSettings, model: Any, layers: Sequence[nn.Module]) -> None:
@@ -62,7 +64,7 @@ class PartsComparison:
         self.kinds = tuple(kind_names(layers, model.config))
         self.followed_outputs: dict[str, tuple[int, ...]] = {}
         self.saved_bytes_per_token: dict[str, float] = {}
-        self._separate = False  # each layer is built on its own, since one does not stand for another
+        self._separate = False  # each layer is built on its own, because one does not represent another
         self._runs: dict[TextBatch, ReferenceRun] = {}
         self._layer_gradients: dict[int, dict[int, Tensor]] = {}
         self._builder: PartsBuilder | None = None
@@ -73,7 +75,7 @@ class PartsComparison:
         self._builder = None
 
     def reference(self, texts: TextBatch | int) -> ReferenceRun:
-        """The whole model's pass with a micro-batch of these texts, or of so many full sequences."""
+        """Return the whole model's pass with a micro-batch of these texts, or of so many full sequences."""
         texts = self._texts(texts)
         if texts not in self._runs:
             self._runs[texts] = run_reference(self.model, self.layers, make_batch(self.tiny.config, texts, CPU))
@@ -83,9 +85,11 @@ class PartsComparison:
         return TextBatch.whole(texts, self.tiny.seq_length) if isinstance(texts, int) else texts
 
     def replay_all(self, texts: TextBatch | int) -> None:
-        """Replay every layer alone: same outputs, and same gradients of arguments and parameters.
+        """Replay every layer alone, and require the same outputs and gradients of arguments and parameters.
 
-        DifferenceError if not; OtherLayerError if a layer differs that another one of its kind stands for.
+        Raises:
+            OtherLayerError: a layer differs from the one that represents its kind.
+            DifferenceError: any other result differs.
         """
         texts = self._texts(texts)
         run = self.reference(texts)
@@ -135,11 +139,12 @@ class PartsComparison:
         for (name, own), parameter in zip(part.module.named_parameters(), self.layers[index].parameters(), strict=True):
             if own.grad is not None:
                 gradients[id(parameter)] = own.grad.clone()
-            if id(parameter) not in self._shared():
+            if id(parameter) not in self._shared:
                 require_equal(f"gradient of layer {index}, {name}", own.grad, run.gradients.get(id(parameter)))
 
+    @cached_property
     def _shared(self) -> set[int]:
-        """Parameters that more than one layer, or a layer and the shell, hold: their gradients are compared as sums."""
+        """Parameters that several layers, or a layer and the shell, hold: their gradients are compared as sums."""
         seen: dict[int, int] = {}
         for layer in self.layers:
             for parameter in layer.parameters():
@@ -147,7 +152,7 @@ class PartsComparison:
         return {key for key, count in seen.items() if count > 1}
 
     def require_shell(self, size: int) -> None:
-        """DifferenceError unless the shell has the model's logits and loss, and its backward reaches the embedding."""
+        """Require that the shell has the model's logits and loss, and that its backward reaches the embedding."""
         self._shell_gradients(self.reference(size), size)
         part = self._parts().shell(size)
         loss = part.forward()
@@ -180,7 +185,7 @@ class PartsComparison:
                     tensor.copy_(theirs[name])
 
     def require_sum(self, texts: TextBatch | int) -> None:
-        """DifferenceError unless the gradients of layers and shell add up to the model's."""
+        """Require that the gradients of layers and shell add up to the model's."""
         run = self.reference(texts)
         self.replay_all(texts)
         total = self._shell_gradients(run, texts)
@@ -203,7 +208,7 @@ class PartsComparison:
 
 
 def _require_same_arguments(index: int, part: BuiltLayer, record: LayerRecord) -> None:
-    """The skeleton hands over what the model does, but for hidden states and what is computed from them."""
+    """Require the model's own arguments of the skeleton, except hidden states and what is computed from them."""
     ours = list(tensors_of((part.args, part.kwargs)))
     theirs = list(tensors_of((record.call.args, record.call.kwargs)))
     if len(ours) != len(theirs):
@@ -214,7 +219,7 @@ def _require_same_arguments(index: int, part: BuiltLayer, record: LayerRecord) -
 
 
 def _take_values(part: BuiltLayer, record: LayerRecord) -> None:
-    """The true hidden states, and all that depends on them, in place of those that the skeleton computed."""
+    """Replace the skeleton's hidden states, and all that depends on them, by the true ones."""
     if hidden_states(record.call.args, record.call.kwargs).shape != part.hidden.shape:
         raise DifferenceError("the hidden states have another shape")
     with torch.no_grad():

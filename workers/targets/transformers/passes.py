@@ -1,4 +1,4 @@
-"""What is timed of a transformers model: one layer, or the shell, with the settings of a component."""
+"""The timed parts of a transformers model: one layer, or the shell, with the settings of a component."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bexp.workers.targets.transformers.shell import ShellPart
 class LayerPasses(ModulePasses):
     """A layer with its captured arguments. `recompute` is a policy that recomputes all of it in backward, or None.
 
-    Its memory is measured without that recomputation, since the composition adds it.
+    Its memory is measured without that recomputation, because the composition adds it.
     """
 
     def __init__(self, part: BuiltLayer, build: BuildSettings, settings: Settings, *, recompute: str | None) -> None:
@@ -44,12 +44,12 @@ class LayerPasses(ModulePasses):
         return [*super().existing_tensors(), *scales_of(self._layer)]
 
     def without_recomputation(self) -> AbstractContextManager[None]:
-        """Within the context, the layer keeps what it computes."""
+        """Return a context in which the layer keeps its activations."""
         return self._kept() if self._recomputed is not None else nullcontext()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that the last forward took for what backward needs."""
+        """Bytes of the host's memory that the last forward took for backward."""
         forward = self._layer.forward
         return forward.host_bytes if isinstance(forward, OnHost) else 0
 
@@ -103,7 +103,7 @@ class _UnderAutocast(nn.Module):
         self._autocast = autocast
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns."""
+        """Return the layer's output."""
         with self._autocast:
             return self.layer(*args, **kwargs)
 
@@ -113,7 +113,7 @@ class _Shell(nn.Module):
 
     def __init__(self, part: ShellPart) -> None:
         super().__init__()
-        self._part = part  # no module, so that the layers that wait elsewhere are not its parameters
+        self._part = part  # not a submodule, so that layers elsewhere are not among the parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those outside the layers."""
@@ -126,12 +126,12 @@ class _Shell(nn.Module):
         return (b for b in self._part.model.buffers() if id(b) not in inside)
 
     def train(self, mode: bool = True) -> _Shell:
-        """Sets the model's mode."""
+        """Set the model's mode."""
         self._part.model.train(mode)
         return self
 
     def forward(self) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         return self._part.forward()
 
 

@@ -12,19 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatch
-from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
-from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
-from bexp.explorer.spec.lengths import PACKED
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.dimension import Choice, CodePart
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
+from bexp.explorer.model.lengths import PACKED
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.graphs.recorder import CudaRecorder
 from bexp.graphs.training_state import TrainingState
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import OURS, expert_modules
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import ON_HOST, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.batch import arranged, is_flattened
 from bexp.workers.targets.transformers.builder import PartsBuilder
@@ -66,7 +70,6 @@ PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 NAMED_EXPERTS = ("eager", "batched_mm")
 """On a GPU these are tried when a request names them: a loop over experts, and a gather of weights for every token."""
-LIGER_LOSS = "liger"
 NAME_IT = "a request has to name it"
 _REFUSALS = (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
 
@@ -177,28 +180,28 @@ class SettingsProbe:
             name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=only_when_named
         )
 
-    def kernel_supports(self) -> tuple[BackendSupport, ...]:
-        """What the request's choice of kernels can have here; empty without a choice."""
-        if self._space.kernel_choices == (None,):
-            return ()
-        reason = self._difference(Settings(kernels="liger"))
-        return (
-            BackendSupport(name=Kernels.LIBRARY, usable=True),
-            BackendSupport(name=Kernels.LIGER, usable=reason is None, reason=reason, stock=False, only_when_named=True),
-        )
+    def choice_supports(self) -> dict[str, tuple[BackendSupport, ...]]:
+        """Which values of each choice can be had here, by dimension; without those where there is nothing to choose."""
+        found = {choice.name: self._supports(choice) for choice in CHOICES if choice is not EXECUTION}
+        found[EXECUTION.name] = self.execution_supports()
+        return {name: supports for name, supports in found.items() if supports}
 
-    def loss_supports(self) -> tuple[BackendSupport, ...]:
-        """Which losses can be had here; empty if the request names them, and liger's is not among them."""
-        if LIGER_LOSS not in self._space.losses:
-            is_named = self._request.losses is not None
-            return () if is_named else tuple(BackendSupport(name=name, usable=True) for name in self._space.losses)
-        shell = self._builder.shell(1)
-        reason = self._differs(lambda: results_of_shell(shell), shell.model, Settings(loss="liger"))
-        named = [name for name in self._space.losses if name != LIGER_LOSS]
-        return (
-            *(BackendSupport(name=name, usable=True) for name in named),
-            BackendSupport(name=LIGER_LOSS, usable=reason is None, reason=reason, stock=False, only_when_named=True),
-        )
+    def _supports(self, choice: Choice[Any]) -> tuple[BackendSupport, ...]:
+        values = self._space.values_of(choice)
+        if values == (choice.plain,):
+            return ()
+        return tuple(self._support(choice, value) for value in dict.fromkeys((choice.plain, *values)))
+
+    def _support(self, choice: Choice[Any], value: Any) -> BackendSupport:
+        if not choice.is_tried(value):
+            return BackendSupport(name=value, usable=True)
+        settings = Settings.of({choice.name: value})
+        if choice.part is CodePart.SHELL:
+            shell = self._builder.shell(1)
+            reason = self._differs(lambda: results_of_shell(shell), shell.model, settings)
+        else:
+            reason = self._difference(settings)
+        return BackendSupport(name=value, usable=reason is None, reason=reason, stock=False, only_when_named=True)
 
     def execution_supports(self) -> tuple[BackendSupport, ...]:
         """The executions that can be had here, if there is a choice; for graphs, a layer of each kind is captured."""
@@ -268,7 +271,7 @@ class SettingsProbe:
         """Why what layers save cannot lie in the host's memory; None if it can."""
         if self._device.type == "cpu":
             return "the host's memory is the device's own"
-        return self.refusal(Settings(recompute=ON_HOST))
+        return self.refusal(Settings(recompute=Recompute.OFFLOAD))
 
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""

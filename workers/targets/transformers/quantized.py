@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bexp.explorer.spec.optimizers import BITSANDBYTES
-from bexp.explorer.spec.quantization import Quantization
+from bexp.explorer.model.optimizers import BITSANDBYTES
+from bexp.explorer.model.quantization import Quantization
 from bexp.out_of_memory import is_out_of_memory
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 from bexp.workers.targets.transformers.optimizers import EXTRAS
@@ -33,7 +33,7 @@ def require_library(quantization: Quantization) -> None:
 
 
 class Quantizer:
-    """Replaces linear layers of a model as transformers does when it loads one, and quantises their weights.
+    """Quantised linear layers in place of a model's own, as transformers makes them when it loads a model.
 
     The layers that transformers chooses are replaced at once. Their weights are quantised by `convert`, which may
     follow layer by layer; until then they are in `plain_of`.
@@ -73,7 +73,7 @@ class Quantizer:
             self._waiting[id(module)] = (name, module, plain[name])
 
     def plain_of(self, module: nn.Module) -> nn.Module:
-        """The layer whose weights a replaced one waits for; `module` itself if it is no such layer."""
+        """Return the plain layer with the weights of a replaced one; `module` itself if it was not replaced."""
         return self._waiting[id(module)][2] if id(module) in self._waiting else module
 
     def convert(self, modules: Iterable[nn.Module]) -> None:
@@ -100,7 +100,7 @@ class Quantizer:
             module.bias = None if bias is None else nn.Parameter(bias.data, requires_grad=False)
 
     def finish(self) -> None:
-        """Tell the model that it is quantised. Layers that still wait are plain ones again."""
+        """Mark the model as quantised. Layers without converted weights are plain ones again."""
         for name, _, plain in self._waiting.values():
             self._model.set_submodule(name, plain)
         self._waiting.clear()
@@ -119,12 +119,12 @@ def quantize(model: Any, quantization: Quantization, device: torch.device) -> No
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight has been quantised."""
+    """Return whether a weight has been quantised."""
     return getattr(weight, "quant_state", None) is not None or weight.dtype is torch.int8
 
 
 def own_scales(module: nn.Module) -> list[Tensor]:
-    """What bitsandbytes keeps beside a module's own weight: statistics of four bits, scales and a view of eight."""
+    """Return bitsandbytes' tensors for a module's own weight: statistics of four bits, scales and a view of eight."""
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized(weight):
         return []
@@ -137,7 +137,7 @@ def own_scales(module: nn.Module) -> list[Tensor]:
 
 
 def keeps_inputs(part: BuiltLayer) -> bool:
-    """Whether quantised layers in `part` keep what they are given where recomputation cannot free it.
+    """Return whether quantised layers in `part` keep their inputs where recomputation cannot free them.
 
     Recomputation replaces the tensors that an operation saves through autograd. Those of bitsandbytes with eight bits
     are attributes of the operation.
@@ -162,17 +162,17 @@ def keeps_inputs(part: BuiltLayer) -> bool:
 
 
 def scales_of(module: nn.Module) -> list[Tensor]:
-    """The tensors beside the quantised weights in `module` that are neither parameters nor buffers."""
+    """Return the tensors of quantised weights in `module` that are neither parameters nor buffers."""
     return [tensor for part in module.modules() for tensor in own_scales(part)]
 
 
 def held_tensors(module: nn.Module) -> list[Tensor]:
-    """Every tensor that `module` holds: parameters, buffers, and the scales of quantised weights."""
+    """Return every tensor that `module` holds: parameters, buffers, and the scales of quantised weights."""
     return [*module.parameters(), *module.buffers(), *scales_of(module)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of distinct storages that are on a device."""
+    """Return the bytes of distinct storages that are on a device."""
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors if not one.is_meta}
     return sum(storages.values())
 

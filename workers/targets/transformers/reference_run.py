@@ -16,7 +16,7 @@ from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors
 
 
 class _Gate(torch.autograd.Function):
-    """A copy, so that gradients on the two sides of a layer's border are told apart."""
+    """A copy that separates the gradients on the two sides of a layer's border."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class _Gate(torch.autograd.Function):
 
 @dataclass
 class LayerRecord:
-    """What crossed a layer's border: its call and its output, and the floating-point tensors in and out."""
+    """A layer's call and its output, with the floating-point tensors that crossed its border."""
 
     call: LayerCall
     output: Any
@@ -47,27 +47,25 @@ class LayerRecord:
         return tuple(_gradient(tensor) for tensor in self.outputs)
 
     def stand_in(self) -> LayerStandIn:
-        """What replaces this layer in the shell."""
+        """Return the replacement of this layer in the shell."""
         return LayerStandIn(self.output, self.input_gradients)
 
 
 @dataclass
 class ReferenceRun:
-    """The result of one whole forward and backward pass.
-
-    num_calls: how often each layer was called
-    gradients: by the parameter's id, copies
-    """
+    """The result of one whole forward and backward pass."""
 
     loss: Tensor
     logits: Tensor
     records: dict[int, LayerRecord]
     num_calls: list[int]
+    """How often each layer was called."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    """Copies, by the parameter's id."""
 
 
 def run_reference(model: Any, layers: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> ReferenceRun:
-    """Runs `model` forward and backward on `batch` and records every layer's border; gradients are cleared after."""
+    """Run `model` forward and backward on `batch`, record every layer's border, and clear the gradients."""
     records: dict[int, LayerRecord] = {}
     num_calls = [0] * len(layers)
 
@@ -99,7 +97,7 @@ def run_reference(model: Any, layers: Sequence[nn.Module], batch: Mapping[str, T
 
 
 def run_plain(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
-    """The loss of `model` on `batch`, and its gradients by parameter id. Its gradients are cleared after."""
+    """Return the loss of `model` on `batch`, and its gradients by parameter id, which are then cleared."""
     with quiet_library():
         loss = model(**batch, use_cache=False).loss
     loss.backward()
@@ -107,7 +105,7 @@ def run_plain(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[int
 
 
 def taken_gradients(module: nn.Module) -> dict[int, Tensor]:
-    """The gradients of a module's parameters by the parameter's id, taken away from them."""
+    """Take the gradients of a module's parameters away, and return them by the parameter's id."""
     gradients = {}
     for parameter in module.parameters():
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""A raw configuration, resolved and described: what the search needs to know of a model."""
+"""A raw configuration, resolved and described for the search."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.formats.model_types import reserved_positions
-from bexp.explorer.spec.parts import LayerPart, Part
+from bexp.explorer.model.parts import LayerPart, Part
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
@@ -38,17 +38,17 @@ from bexp.workers.targets.transformers.shrink import shrink
 from bexp.workers.targets.transformers.tiny import tiny_config
 
 GENEROUS_SAVED_WIDTHS = 34
-"""Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
+"""Hidden widths that a layer keeps for each token, where nothing better is known (Korthikanti et al., 2022)."""
 TINY_POSITIONS = 16
 MORE_TOKENS = 24
-"""Tokens that a model with so many positions may not take."""
+"""A number of tokens for which a model with TINY_POSITIONS may have no positions."""
 
 
 def require_positions(resolved: ResolvedConfig) -> None:
-    """UnsupportedModelError if the sequence is longer than `max_position_embeddings` and the class cannot run it.
+    """Raise UnsupportedModelError if the sequence exceeds `max_position_embeddings` and the class cannot run it.
 
-    Types like RoBERTa keep some of the positions for themselves. A class with a table of positions fails there; one
-    with rotary positions or none runs on. A tiny model of the type shows which it is.
+    Types like RoBERTa reserve some of the positions. A class with a table of positions fails beyond its end; one with
+    rotary positions or none runs on. A tiny model of the type shows which it is.
     """
     stated = getattr(resolved.text_config, "max_position_embeddings", None)
     reserved = reserved_positions(resolved.text_config.to_dict())
@@ -99,10 +99,10 @@ def resolve(
     settings: BuildSettings | None = None,
     max_parameters: int | None = None,
 ) -> ResolvedModel:
-    """The model that `raw` (a config.json's content) describes, built on the meta device.
+    """Return the model that `raw` (a config.json's content) describes, built on the meta device.
 
-    UnsupportedModelError, with the library's version, if it cannot be built, is larger than allowed, or has no
-    positions for `seq_length` tokens.
+    Raises:
+        UnsupportedModelError: it cannot be built, is larger than allowed, or has no positions for `seq_length` tokens.
     """
     config = resolve_config(raw, seq_length)
     require_positions(config)
@@ -116,15 +116,12 @@ def resolve(
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model of the installed library, known by its parts.
-
-    config: the resolved configuration
-    model:  the model on the meta device
-    """
+    """A model of the installed library, described by its parts."""
 
     config: ResolvedConfig
     settings: BuildSettings
     model: Any
+    """On the meta device."""
 
     @cached_property
     def layers(self) -> list[nn.Module]:
@@ -141,7 +138,7 @@ class ResolvedModel:
 
     @cached_property
     def check(self) -> SelfCheck:
-        """What a tiny model of this type can do; the check runs on the CPU for some seconds, at first use."""
+        """The abilities of a tiny model of this type; the check runs on the CPU for some seconds, at first use."""
         try:
             return self_check(self.tiny, self.settings.prepare)
         except UnsupportedModelError as error:
@@ -149,11 +146,11 @@ class ResolvedModel:
 
     @cached_property
     def group_problem(self) -> str | None:
-        """Why groups of layers cannot be recomputed as one, found on the tiny model; None if they can."""
+        """The reason why groups of the tiny model's layers cannot be recomputed as one; None if they can."""
         return find_group_problem(self.tiny, self.settings.prepare)
 
     def find_leak(self, device: torch.device, attention: str, *, flattened: bool) -> str | None:
-        """Why packed texts do not train as they do alone, found on the tiny model; None if they do."""
+        """Return why packed texts of the tiny model do not train as they do alone; None if they do."""
         return find_leak(self.tiny, self.settings, device, attention, flattened=flattened)
 
     @cached_property
@@ -163,7 +160,7 @@ class ResolvedModel:
 
     @property
     def shell_part(self) -> Part:
-        """What is outside the layers."""
+        """The part outside the layers."""
         config = self.model.config.get_text_config(decoder=True)
         return shell_part(self.model, self.layers, config, self.hidden_bytes_per_token)
 
@@ -188,7 +185,7 @@ class ResolvedModel:
         return {name: self._refusal("get_correct_experts_implementation", name) for name in _EXPERTS}
 
     def builder(self, device: torch.device, settings: BuildSettings | None = None) -> PartsBuilder:
-        """Makes this model's parts on `device`; settings other than the resolved ones may change how they compute."""
+        """Return a builder of this model's parts on `device`, with `settings` in place of the resolved ones."""
         return PartsBuilder(
             self.config.without_balancing_loss(),
             self.kinds,
@@ -222,9 +219,9 @@ class ResolvedModel:
         )
 
     def _saved_bytes(self, index: int, config: Any) -> float | None:
-        """What the tiny layer of the same place keeps, scaled to the full layer's widths and number format.
+        """The bytes that the tiny layer of the same place keeps, scaled to the full layer's widths and number format.
 
-        It serves to leave out what cannot fit, and is generous to neither side.
+        The estimate serves to leave out candidates that cannot fit, and errs to neither side.
         """
         if index >= len(self.check.kinds):
             return None

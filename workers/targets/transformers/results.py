@@ -1,4 +1,4 @@
-"""What a layer or the shell computes, and whether settings change it by more than rounding."""
+"""The results of a layer or the shell, and the check whether settings change them by more than rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOVED_TOKENS = 4
 
 
 def results_of(part: BuiltLayer) -> dict[str, Tensor]:
-    """Return what a layer computes: its outputs and, in training, the gradients of its inputs and parameters."""
+    """Return a layer's outputs and, in training, the gradients of its inputs and parameters."""
     outputs = part.forward()
     results = {f"output {place}": tensor.detach().clone() for place, tensor in enumerate(outputs)}
     if part.settings.training:

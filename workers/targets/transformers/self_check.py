@@ -1,31 +1,28 @@
-"""Whether a model's parts compute what the model computes, on a tiny model of the same type."""
+"""The check that a model's parts compute the same as the model, on a tiny model of the same type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
-from bexp.transformers.settings import SettingsError
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.transformers.experts import expert_modules
+from bexp.transformers.recompute import chosen_layers
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.targets.transformers.batch import make_batch
-from bexp.workers.targets.transformers.comparison import DifferenceError
+from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
 from bexp.workers.targets.transformers.config import ResolvedConfig, one_line, quiet_library
-from bexp.workers.targets.transformers.feature_checks import (
-    check_batch_tiles,
-    check_checkpointing,
-    check_experts_interface,
-    check_layer_groups,
-)
 from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.parts_comparison import CPU, OtherLayerError, PartsComparison
-from bexp.workers.targets.transformers.reference_run import taken_gradients
+from bexp.workers.targets.transformers.reference_run import run_plain, taken_gradients
 
-PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # what measuring by parts needs
+PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # needed to measure by parts
 FEATURES = (*PARTS, "uniform_layers", "padded_text", "checkpointing", "batch_tiles", "experts_interface")
 _SETTINGS = BuildSettings(precision="pure", dtype=torch.float32)
 _SIZES = (1, 2)
@@ -33,19 +30,18 @@ _SIZES = (1, 2)
 
 @dataclass
 class SelfCheck:
-    """What a tiny model of a type can and cannot do.
-
-    failures:             why a feature is missing; a feature that is not named works
-    saved_bytes_per_token: by kind, what the tiny layer keeps for its backward pass (float32)
-    hidden_per_token:     numbers in the hidden states of one token at a layer's border
-    followed_outputs:     by kind, the places of the outputs that get a gradient (among the floating-point ones)
-    """
+    """The abilities of a tiny model of a type."""
 
     failures: dict[str, str] = field(default_factory=dict)
+    """Why a feature is missing; a feature that is not named works."""
     kinds: tuple[str, ...] = ()
+    """Of each layer."""
     saved_bytes_per_token: dict[str, float] = field(default_factory=dict)
+    """By kind, the bytes that the tiny layer keeps for its backward pass (float32)."""
     hidden_per_token: int = 0
+    """Numbers in the hidden states of one token at a layer's border."""
     followed_outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By kind, the places of the outputs that get a gradient (among the floating-point ones)."""
 
     @property
     def by_parts(self) -> bool:
@@ -59,7 +55,7 @@ class SelfCheck:
 
 
 def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = None) -> SelfCheck:
-    """Checks every feature on `tiny`, a small configuration, in float32 on the CPU.
+    """Check every feature on `tiny`, a small configuration, in float32 on the CPU.
 
     `prepare` changes each model once it is built, as in `BuildSettings`.
     """
@@ -73,7 +69,7 @@ def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = Non
 
 
 def _settings(prepare: Callable[[Any], None] | None) -> BuildSettings:
-    """Return how the models are built: without dropout of adapters, because random values cannot be compared."""
+    """Return settings without dropout of adapters, because random values cannot be compared."""
 
     def without_dropout(model: Any) -> None:
         if prepare is not None:
@@ -105,7 +101,7 @@ class _Check:
         self.comparison: PartsComparison  # once the layers are found
 
     def result(self) -> SelfCheck:
-        """Runs the checks in order; one that fails is noted, and those that need it fail with it."""
+        """Run the checks in order, and note failures. A check that needs a failed one fails with it."""
         self._try("runs", self._check_whole)
         self._try("layers", self._check_layers, needs=("runs",))
         self._try("layer_replay", self._check_replay, needs=("runs", "layers"))
@@ -141,14 +137,14 @@ class _Check:
         return make_batch(self.tiny.config, texts, CPU)
 
     def _batches(self, size: int) -> list[dict[str, Tensor]]:
-        """Without padding and, where the model takes it, with."""
+        """Micro-batches without padding and, where the model takes it, with."""
         whole = [self._batch(size)]
         return whole if "padded_text" in self.found.failures else [*whole, self._batch(_padded(self.tiny))]
 
     def _check_whole(self) -> None:
         self.model = build_model(self.tiny, self.settings, CPU)
         if not self.model.get_input_embeddings().weight.requires_grad:
-            # The checks tell by their gradients which tensors follow from the hidden states, the first layer's too.
+            # Gradients show the checks which tensors follow from the hidden states, the first layer's too.
             self.model.enable_input_require_grads()
         with torch.enable_grad():
             loss = self.model(**self._batch(2), use_cache=False).loss
@@ -199,3 +195,109 @@ class _Check:
 def _padded(tiny: ResolvedConfig) -> TextBatch:
     """Two texts, of which one is padded."""
     return TextBatch(((tiny.seq_length,), (max(1, tiny.seq_length // 2),)), tiny.seq_length)
+
+
+_CHECK = "bexp_self_check"
+
+
+def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
+    """Recompute half of the layers as `bexp.apply` does: the loss and the gradients must not change.
+
+    Raises DifferenceError, SettingsError, or an error of the library if they do, or if other layers run twice.
+    """
+    expected, settings = run_plain(model, batch), Settings(recompute="partial_50")
+    chosen = chosen_layers(settings, len(layers))
+    counts = [0] * len(layers)
+    inner = [next(iter(layer.children()), None) for layer in layers]
+    hooks = [
+        module.register_forward_pre_hook(_counter(counts, i)) for i, module in enumerate(inner) if module is not None
+    ]
+    try:
+        actual = _run_with(model, settings, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    once = min(counts)
+    again = {index for index, count in enumerate(counts) if count >= 2 * once}
+    if again != chosen:
+        raise DifferenceError(f"layers {sorted(again)} were recomputed instead of {sorted(chosen)}")
+    _require_same_run(model, actual, expected)
+
+
+def check_layer_groups(model: Any, batch: Mapping[str, Tensor]) -> None:
+    """Recompute pairs of layers as one. Raises DifferenceError or SettingsError unless loss and gradients stay."""
+    expected = run_plain(model, batch)
+    _require_same_run(model, _run_with(model, Settings(recompute="groups_2"), batch), expected)
+
+
+def check_batch_tiles(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Run attention (and recurrent mixers) sequence by sequence.
+
+    Raises DifferenceError or SettingsError unless loss and gradients stay.
+    """
+    for batch in batches:
+        expected = run_plain(model, batch)
+        _require_same_run(model, _run_with(model, Settings(bta_tile=1), batch), expected)
+
+
+def check_experts_interface(
+    tiny: ResolvedConfig, settings: BuildSettings, model: Any, batch: Mapping[str, Tensor]
+) -> None:
+    """Run `grouped_mm` and a function of our own in place of the class's experts.
+
+    Raises DifferenceError if the model has no experts, does not call the function, or computes something else.
+    """
+    experts = expert_modules(model)
+    if not experts:
+        raise DifferenceError("no experts that take the library's experts interface")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - transformers is optional
+
+    calls = 0
+    grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return grouped(*args, **kwargs)
+
+    ALL_EXPERTS_FUNCTIONS[_CHECK] = ours
+    try:
+        eager = _with_experts(tiny, replace(settings, experts="eager"), model)
+        expected = run_plain(eager, batch)
+        changed = _with_experts(tiny, replace(settings, experts=_CHECK), model)
+        actual = run_plain(changed, batch)
+    finally:
+        ALL_EXPERTS_FUNCTIONS.pop(_CHECK)
+    if calls < len(experts):
+        raise DifferenceError(f"{len(experts)} experts modules, {calls} calls of the function that was set")
+    names = {id(own): id(other) for own, other in zip(changed.parameters(), eager.parameters(), strict=True)}
+    _require_same_run(eager, (actual[0], {names[key]: value for key, value in actual[1].items()}), expected)
+
+
+def _with_experts(tiny: ResolvedConfig, settings: BuildSettings, model: Any) -> Any:
+    changed = build_model(tiny, settings, torch.device("cpu"))
+    changed.load_state_dict(model.state_dict())
+    return changed
+
+
+def _run_with(model: Any, settings: Settings, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+    applied = set_up(model, settings)
+    try:
+        return run_plain(model, batch)
+    finally:
+        applied.undo()
+
+
+def _require_same_run(
+    model: nn.Module, actual: tuple[Tensor, dict[int, Tensor]], expected: tuple[Tensor, dict[int, Tensor]]
+) -> None:
+    require_equal("loss", actual[0], expected[0])
+    names = model.named_parameters()
+    require_all_equal("gradient", ((name, actual[1].get(id(p)), expected[1].get(id(p))) for name, p in names))
+
+
+def _counter(counts: list[int], index: int) -> Callable[..., None]:
+    def count(*_: Any) -> None:
+        counts[index] += 1
+
+    return count

@@ -14,20 +14,20 @@ from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
 
 
 class Bridge(torch.autograd.Function):
-    """Stands where a layer was: gives known outputs forward, and known gradients (or the incoming one) backward."""
+    """A stand-in for a layer, with known outputs forward, and known gradients (or the incoming one) backward."""
 
     @staticmethod
     def forward(
         ctx: Any, gradients: Sequence[Tensor | None] | None, outputs: Sequence[Tensor], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """`outputs`, as new tensors."""
+        """Return `outputs` as new tensors."""
         ctx.gradients = gradients
         ctx.shapes = [tensor.shape for tensor in inputs]
         return tuple(tensor.view_as(tensor) for tensor in outputs)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
-        """The gradients that were given, else for each input the first incoming gradient of its shape."""
+        """Return the gradients that were given, else for each input the first incoming gradient of its shape."""
         if ctx.gradients is not None:
             return None, None, *ctx.gradients
         gradients = [
@@ -38,20 +38,18 @@ class Bridge(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LayerStandIn:
-    """What stands for a layer when the shell is compared with the whole model.
-
-    output:    the layer's true output
-    gradients: for each floating-point tensor among its arguments, the true gradient, or None
-    """
+    """The replacement of a layer when the shell is compared with the whole model."""
 
     output: Any
+    """The layer's true output."""
     gradients: tuple[Tensor | None, ...]
+    """The true gradient, or None, of each floating-point tensor among its arguments."""
 
 
 class ShellPart:
     """The model with its layers taken out, for one micro-batch.
 
-    Each layer hands its hidden states on; the last one gives the hidden states of a real layer's output, so that head
+    Each layer hands its hidden states on. The last one gives the hidden states of a real layer's output, so that head
     and loss work on values like the model's. The backward pass goes through the head, and then through the embedding if
     that is trained.
     """
@@ -68,11 +66,11 @@ class ShellPart:
         return self.skeleton.model
 
     def forward(self) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         return self._run(self._step_aside).loss  # type: ignore[no-any-return]  # an output class of the library
 
     def forward_with(self, stand_ins: Sequence[LayerStandIn]) -> Any:
-        """The model's output with each layer replaced by its stand-in."""
+        """Return the model's output with each layer replaced by its stand-in."""
 
         def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()]
@@ -81,7 +79,7 @@ class ShellPart:
         return self._run(handle)
 
     def clear_gradients(self) -> None:
-        """Drops the gradients of the model's parameters."""
+        """Drop the gradients of the model's parameters."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -97,10 +95,10 @@ class ShellPart:
 
 
 def bridged(output: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> Any:
-    """`output` with its floating-point tensors computed from `inputs` as far as autograd can see."""
+    """Return `output` with its floating-point tensors computed from `inputs`, as autograd sees it."""
     floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs):
-        # The embedding is frozen. What the layers return needs a gradient all the same, because they are trained.
+        # The embedding is frozen, but the layers are trained, so their outputs need a gradient all the same.
         inputs = [*inputs, torch.empty(0, requires_grad=True)]
         gradients = None if gradients is None else [*gradients, None]
     made = iter(Bridge.apply(gradients, floating, *inputs))  # type: ignore[no-untyped-call]  # untyped in torch

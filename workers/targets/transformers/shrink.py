@@ -52,7 +52,7 @@ _WIDTH_NAMES = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim")
 
 
 def shrink(raw: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """`raw` (a configuration as a dict) with at most `num_layers` layers and small sizes, in every nested part.
+    """Return `raw` (a configuration as a dict) with at most `num_layers` layers and small sizes, in every nested part.
 
     The first layers are kept, so `num_layers` decides which kinds there are. Dropouts and jitter become zero,
     token ids fit the vocabulary, and head counts keep their grouping. The result is for the same configuration class.
@@ -117,7 +117,7 @@ def _size(name: str, value: int, raw: Mapping[str, Any], num_layers: int) -> int
 
 
 def _fit_heads(raw: Mapping[str, Any], shrunk: dict[str, Any]) -> None:
-    """As many key and value heads as query heads, where the full configuration has that."""
+    """Set as many key and value heads as query heads, where the full configuration has that."""
     heads = next((name for name in ("num_attention_heads", "n_heads", "num_heads") if _is_int(raw.get(name))), None)
     for name in ("num_key_value_heads", "num_kv_heads", "num_query_groups"):
         if heads is not None and name in raw and raw[name] in (None, raw[heads]):
@@ -132,7 +132,7 @@ def _fit_heads(raw: Mapping[str, Any], shrunk: dict[str, Any]) -> None:
 
 
 def _fit_state_space(shrunk: dict[str, Any]) -> None:
-    """As many state-space heads as the expanded width holds."""
+    """Set as many state-space heads as the expanded width holds."""
     for heads, head_dim, expand in (
         ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
         ("mamba_num_heads", "mamba_head_dim", "expand"),
@@ -145,7 +145,7 @@ def _fit_state_space(shrunk: dict[str, Any]) -> None:
 
 
 def _fit_rotary(shrunk: dict[str, Any]) -> None:
-    """Lists of rotary factors and sections with the length or the sum that the smaller head needs."""
+    """Give lists of rotary factors and sections the length or the sum that the smaller head needs."""
     for name in ("rope_parameters", "rope_scaling"):
         rotary = shrunk.get(name)
         if not isinstance(rotary, dict):

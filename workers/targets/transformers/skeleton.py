@@ -1,4 +1,4 @@
-"""The real model with one layer of each kind on the device: it hands every layer its true arguments."""
+"""The real model with one layer of each kind on the device, which hands every layer its true arguments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Reached(Exception):  # noqa: N818 - it ends a forward that has done its work
-    """What was wanted of the layers is known, so that the rest of the model need not run."""
+    """Enough of the layers has run, so that the rest of the model need not run."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How a model calls a layer: its arguments, as the model passes them."""
+    """A model's call of a layer, with the arguments as the model passes them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -35,7 +35,7 @@ class LayerCall:
         return hidden_states(self.args, self.kwargs)
 
     def with_hidden(self, values: Tensor) -> LayerCall:
-        """The call with other hidden states of the same shape."""
+        """Return the call with other hidden states of the same shape."""
         own = self.hidden
         assert values.shape == own.shape, "hidden states of the same micro-batch size"
         replaced = values.to(own.device, own.dtype).requires_grad_(own.requires_grad)
@@ -46,7 +46,7 @@ class LayerCall:
 class Skeleton:
     """A model of which one layer of each kind is real; the others lie on the meta device and are never run.
 
-    `representatives` gives for each layer the index of the layer that stands for it; `classes` are the layers' classes.
+    `representatives` has for each layer the index of the layer that represents it; `classes` are the layers' classes.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Skeleton:
     def _construct(
         self, resolved: ResolvedConfig, classes: frozenset[type[nn.Module]], real: set[int]
     ) -> tuple[Any, list[int]]:
-        """The model with those layers on the device whose place in the order of construction is in `real`.
+        """Return the model with those layers on the device whose place in the order of construction is in `real`.
 
         Also returns that place for each layer.
         """
@@ -101,7 +101,7 @@ class Skeleton:
         return model, [places[id(layer)] for layer in layers]
 
     def call(self, batch: Mapping[str, Tensor], index: int) -> LayerCall:
-        """How the model calls a representative for `batch`. The forward ends there."""
+        """Return the model's call of a representative for `batch`. The forward ends there."""
         calls: list[LayerCall] = []
 
         def taken(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,10 +114,10 @@ class Skeleton:
         return calls[0]
 
     def outputs(self, batch: Mapping[str, Tensor]) -> dict[int, Any]:
-        """What each representative returns for `batch`, by its index.
+        """Return the output of each representative for `batch`, by its index.
 
-        The one of the last layer has its values. In the others, tensors that the hidden states replace have none.
-        UnsupportedModelError if two layers of a kind are called with arguments of different shapes.
+        The last layer's output has its values. In the others, tensors that the hidden states replace have none.
+        Raises UnsupportedModelError if two layers of a kind are called with arguments of different shapes.
         """
         returned: dict[int, Any] = {}
         last = self.representatives[-1]
@@ -130,10 +130,11 @@ class Skeleton:
         return returned
 
     def _walk(self, batch: Mapping[str, Tensor], taken: Handler) -> None:
-        """One forward up to the last layer, or until `taken` ends it; it is called once for each representative.
+        """Run forward up to the last layer, or until `taken`, called once for each representative, ends it.
 
-        UnsupportedModelError if a layer is called more than once or never, or if two layers of a kind are called with
-        arguments of different shapes.
+        Raises:
+            UnsupportedModelError: a layer is called more than once or never, or two layers of a kind are called with
+                arguments of different shapes.
         """
         signatures: dict[int, Any] = {}
         outputs: dict[int, Any] = {}
@@ -160,13 +161,13 @@ class Skeleton:
         raise UnsupportedModelError(f"the model does not call its layer {missing[0]}")
 
     def run(self, batch: Mapping[str, Tensor]) -> Any:
-        """The model's own forward, in the precision of the settings."""
+        """Run the model's own forward, in the precision of the settings."""
         with quiet_library(), torch.set_grad_enabled(self.settings.training), self.settings.autocast(self.device):
             return self.model(**batch, use_cache=False)
 
     @contextmanager
     def stubbed(self, handle: Handler) -> Iterator[None]:
-        """Inside the context, `handle(index, args, kwargs)` runs in place of each layer's forward."""
+        """Run `handle(index, args, kwargs)` in place of each layer's forward within the context."""
         try:
             for index, layer in enumerate(self.layers):
                 layer.forward = _stub(index, handle)
@@ -187,7 +188,7 @@ class Skeleton:
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden states among a layer's arguments: by name, else the first floating-point tensor with axes."""
+    """Return the hidden states among a layer's arguments: by name, else the first floating-point tensor with axes."""
     named = kwargs.get("hidden_states")
     if isinstance(named, Tensor):
         return named
@@ -198,7 +199,7 @@ def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def passed_through(output: Any, hidden: Tensor) -> Any:
-    """`output` with `hidden` in place of every tensor of its shape; other tensors go to its device."""
+    """Return `output` with `hidden` in place of every tensor of its shape; other tensors go to its device."""
 
     def replaced(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and tensor.shape == hidden.shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -11,19 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.request_texts import text_batches
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.lengths import PACKED
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.routing import RoutingSpec
+from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.lengths import PACKED
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.routing import RoutingSpec
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import ON_HOST, Settings, SettingsError
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
@@ -31,9 +35,8 @@ from bexp.workers.targets.transformers.adapters import add_adapters
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.describe import describe_parts, with_quantized_weights
 from bexp.workers.targets.transformers.float8 import compare_float8
-from bexp.workers.targets.transformers.host_memory import require_host_memory
+from bexp.workers.targets.transformers.host_memory import full_host, require_host_memory
 from bexp.workers.targets.transformers.materialize import build_by_layers
 from bexp.workers.targets.transformers.measured_settings import (
     BY_OPERATION,
@@ -43,8 +46,8 @@ from bexp.workers.targets.transformers.measured_settings import (
     settings_of_component,
 )
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
-from bexp.workers.targets.transformers.optimizer_state import with_optimizer_state
 from bexp.workers.targets.transformers.packing import LEAK
+from bexp.workers.targets.transformers.parts import num_bytes
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.quantized import require_library
@@ -55,13 +58,13 @@ from bexp.workers.targets.transformers.training_run import (
     TransformersTrainingRun,
     embeddings_of,
 )
-from bexp.workers.targets.transformers.weight_bytes import count_quantized
+from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up, count_quantized
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 
 
 class TransformersTarget:
-    """One job's model on one device. Everything it builds is released at the end of a context."""
+    """One job's model on one device. All parts that it builds are released at the end of a context."""
 
     def __init__(self, request: ExplorationRequest, instruments: Instruments) -> None:
         """Resolve the configuration.
@@ -93,7 +96,7 @@ class TransformersTarget:
         self._builder: PartsBuilder | None = None
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
-        """Every setting is tried at micro-batch 1, after the class has passed a check of its parts.
+        """Try every setting at micro-batch 1, after the class has passed a check of its parts.
 
         Raises:
             UnsupportedTrialError: the class cannot be measured by its parts.
@@ -109,7 +112,7 @@ class TransformersTarget:
             leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
-        kernels, losses = probe.kernel_supports(), probe.loss_supports()
+        choices = probe.choice_supports()
         named, checkpointing = set(self._request.recompute or ()), probe.layer_recompute_refusal()
         parts = describe_parts(
             self._resolved,
@@ -119,9 +122,9 @@ class TransformersTarget:
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
                     for name in BY_OPERATION.values()
-                    if name != ON_HOST
+                    if name != Recompute.OFFLOAD
                 },
-                ON_HOST: probe.offload_refusal(),
+                Recompute.OFFLOAD: probe.offload_refusal(),
                 **{
                     policy.value: checkpointing or self._resolved.group_problem
                     for policy in named
@@ -142,20 +145,18 @@ class TransformersTarget:
             hardware=hardware,
             attention_backends=attention,
             expert_backends=experts,
-            kernels=kernels,
-            executions=probe.execution_supports(),
-            losses=losses,
+            choices=choices,
             default_attention=probe.default_attention,
             default_experts=default if default in usable else next(iter(usable), None),
             parts=parts,
         )
 
     def rest(self) -> int:
-        """The weights of the parts stay on the device."""
+        """Return the bytes of the parts' weights, which stay on the device."""
         return 0 if self._builder is None else self._builder.rest()
 
     def check(self, candidate: Candidate, model: ExploredModel) -> None:
-        """Every setting was tried before the job began; a trial tries it again at its own size."""
+        """Do nothing: every setting was tried before the job began, and a trial tries it again at its own size."""
 
     @contextmanager
     def component(
@@ -165,7 +166,7 @@ class TransformersTarget:
         request: ExplorationRequest,
         batch: TextBatch | None = None,
     ) -> Iterator[ComponentPasses]:
-        """A layer or the shell, with the component's settings."""
+        """Build a layer or the shell, with the component's settings."""
         builder = self._parts()
         settings = settings_of_component(component, self._request)
         if settings.compile:
@@ -186,7 +187,7 @@ class TransformersTarget:
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         try:
-            if settings.recompute == ON_HOST:
+            if settings.policy is Recompute.OFFLOAD:
                 require_host_memory(passes, component, model)
             yield passes
         finally:
@@ -196,12 +197,12 @@ class TransformersTarget:
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[OptimizerPart]:
-        """The trained parameters of the shell, and those of one layer of each kind."""
+        """Yield the trained parameters of the shell, and those of one layer of each kind."""
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
         return self._optimizer_parts(model, request)
 
     def _optimizer_parts(self, model: ModelParts, request: ExplorationRequest) -> Iterator[OptimizerPart]:
-        # Master weights: it converts all gradients before it steps. The others keep temporaries of all parameters.
+        # With master weights all gradients are converted before a step. The others keep temporaries of all parameters.
         at_once = self._device.type == "cuda" and request.training.optimizer.name in ("adagrad", "rmsprop")
         adds_up = self._build.keeps_master_weights or at_once
         if model.shell.trainable_bytes:
@@ -215,21 +216,21 @@ class TransformersTarget:
     def training_run(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest
     ) -> Iterator[TransformersTrainingRun]:
-        """The whole model, set up as `bexp.apply` does it."""
+        """Build the whole model, set up as by `bexp.apply`."""
         self._parts().release()
-        self._instruments.settle(release=True)  # else the peak and the reserved memory count what the parts held
+        self._instruments.settle(release=True)  # else the peak and the reserved memory include that of the parts
         settings, size = settings_of(candidate, request), candidate.micro_batch_size
         batches = text_batches(request, size)
         if settings.compile:
             torch.compiler.reset()  # as above
-        # One comes first that is not timed: the optimizer may still run beside it.
+        # The first micro-batch is not timed, because the optimizer may still run at the same time.
         texts = [TextBatch.whole(size, request.seq_length)] if batches is None else list(batches.measured)
         texts = texts if batches is None else [texts[0], *texts]
         yield self._train(self._resolved.config, settings, texts, request, together=True)
 
     @contextmanager
     def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
-        """The configuration of the self-check."""
+        """Build a model of the self-check's configuration."""
         tiny = self._resolved.tiny
         run = self._train(tiny, Settings(), [TextBatch.whole(1, tiny.seq_length)], request, together=together)
         yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
@@ -262,7 +263,7 @@ class TransformersTarget:
         *,
         together: bool,
     ) -> TransformersTrainingRun:
-        """A whole model in training; one micro-batch is used again and again. The ranks have different data."""
+        """A whole model in training, with the same micro-batches in each step. The ranks have different data."""
         group, dtype = self._instruments.rank_group, self._build.parameter_dtype
         is_data_parallel = together and self._build.training and group.size > 1
         sharding = request.training.sharding
@@ -305,7 +306,7 @@ class TransformersTarget:
             if shards > 1:
                 trained = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in trained]
             known = self._request.training.optimizer.of_library
-            if known is not None and known.is_on_host:  # its hooks stay on what it was given
+            if known is not None and known.is_on_host:  # its hooks stay on its parameters
                 trained = [nn.Parameter(p.detach().clone()) for p in trained]
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
@@ -318,7 +319,7 @@ class TransformersTarget:
 
 @lru_cache(maxsize=2)
 def _resolved(config: str, seq_length: int, build: BuildSettings) -> ResolvedModel:
-    """The model of a configuration in JSON. The next job often asks about the same one, and a check takes seconds."""
+    """The model of a configuration in JSON, cached because the next job often has the same and checks take seconds."""
     return resolve(json.loads(config), seq_length, settings=build)
 
 
@@ -332,7 +333,7 @@ def _shell_parameters(part: Any) -> list[nn.Parameter]:
 
 
 def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
-    """Raise UnsupportedTrialError for what a request asks for and this target would leave out in silence."""
+    """Raise UnsupportedTrialError for parts of a request that this target would leave out in silence."""
     sharded = request.mode == "train" and request.space.highest_sharding is not Sharding.NONE
     if sharded and request.training.precision == "autocast":
         raise UnsupportedTrialError(
@@ -343,3 +344,78 @@ def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
         raise UnsupportedTrialError("a routing is drawn with target 'bexp' only: here the model's own routers decide")
     if max(request.devices.context_parallel_sizes) > 1:
         raise UnsupportedTrialError("context parallelism is measured with target 'bexp' only")
+
+
+def describe_parts(
+    resolved: ResolvedModel, *, tiles: str | None, checkpointing: str | None, named: Mapping[str, str | None]
+) -> ModelParts:
+    """Return the parts of a model. The arguments say why it has no tiles, checkpoints, or policies by name."""
+    parameters = list({id(p): p for p in resolved.model.parameters()}.values())
+    policies = [Recompute.NONE]
+    if checkpointing is None:
+        policies += [policy for policy in Recompute if policy.layer_share > 0]
+    policies += [Recompute(name) for name, reason in named.items() if reason is None]
+    refused = {"tiles": tiles, "checkpointing": checkpointing, **named}
+    return ModelParts(
+        target=TRANSFORMERS,
+        target_version=resolved.config.version,
+        name=resolved.config.model_type,
+        class_name=resolved.config.model_class.__name__,
+        dtype=DType.BFLOAT16,
+        seq_length=resolved.config.seq_length,
+        layers=resolved.kinds,
+        kinds=resolved.layer_parts,
+        shell=resolved.shell_part,
+        output_bytes_per_token=resolved.hidden_bytes_per_token,
+        num_parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=num_bytes(parameters),
+        trainable_bytes=num_bytes(p for p in parameters if p.requires_grad),
+        policies=tuple(policies),
+        tiles=tiles is None,
+        unavailable={name: reason for name, reason in refused.items() if reason is not None},
+    )
+
+
+def with_quantized_weights(parts: ModelParts, found: PartWeights) -> ModelParts:
+    """Return the parts with the bytes that quantised weights really have."""
+    kinds = [kind.model_copy(update={"parameter_bytes": _total(found.layers[kind.name])}) for kind in parts.kinds]
+    weights = add_up([(1, found.shell), *((parts.layers.count(name), layer) for name, layer in found.layers.items())])
+    return parts.model_copy(
+        update={
+            "kinds": tuple(kinds),
+            "shell": parts.shell.model_copy(update={"parameter_bytes": _total(found.shell)}),
+            "parameter_bytes": sum(one.num_bytes for one in weights),
+            "weights": weights,
+        }
+    )
+
+
+def _total(weights: WeightsByKind) -> int:
+    return sum(one.num_bytes for one in weights.values())
+
+
+def with_optimizer_state(parts: ModelParts, name: str, optimizers: Iterable[OptimizerPart]) -> ModelParts:
+    """Return a model's parts with the bytes after a step of each of `optimizers`, as often as the model has it.
+
+    Raises:
+        UnsupportedTrialError: the optimizer does not work here, or the host cannot hold its state.
+    """
+    on_device = on_host = 0
+    for part in optimizers:
+        try:
+            optimizer = part.build()
+            assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
+            with torch.compiler.set_stance("force_eager"):  # compiled code has the same state, after seconds
+                optimizer.step()
+        except UnsupportedTrialError:
+            raise
+        except Exception as error:  # a library that is broken in any way
+            short = shortened(" ".join(str(error).split()), 200) or type(error).__name__
+            raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {short}") from error
+        on_device += part.count * optimizer.state_bytes
+        on_host += part.count * optimizer.host_bytes
+        for parameter in optimizer.parameters:
+            parameter.grad = None
+    if on_host and (reason := full_host(on_host, f"optimizer '{name}' needs")) is not None:
+        raise UnsupportedTrialError(reason)
+    return parts.model_copy(update={"optimizer_state_bytes": on_device, "optimizer_host_bytes": on_host or None})

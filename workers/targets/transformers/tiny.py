@@ -18,10 +18,10 @@ _MOST_LAYERS = 12
 
 
 def tiny_config(resolved: ResolvedConfig, kinds: Sequence[str] = ()) -> ResolvedConfig:
-    """`resolved` with small sizes and the first layers, enough of them to have every kind that `kinds` names.
+    """Return `resolved` with small sizes and the first layers, enough of them to have every kind that `kinds` names.
 
-    `kinds` is the kind of each layer of the full model. At most twelve layers are kept. UnsupportedModelError if the
-    class refuses the small sizes.
+    `kinds` is the kind of each layer of the full model. At most twelve layers are kept. Raises UnsupportedModelError if
+    the class refuses the small sizes.
     """
     values = shrink(resolved.config.to_dict(), num_layers_for(kinds))
     derived = {name: value for name, value in values.items() if name != "rope_parameters"}
@@ -34,7 +34,7 @@ def tiny_config(resolved: ResolvedConfig, kinds: Sequence[str] = ()) -> Resolved
 
 
 def num_layers_for(kinds: Sequence[str]) -> int:
-    """How many of the first layers have every kind, from four to twelve."""
+    """Return how many of the first layers have every kind, from four to twelve."""
     firsts = [kinds.index(kind) for kind in set(kinds)]
     return min(max([_FEWEST_LAYERS, *(first + 1 for first in firsts)]), _MOST_LAYERS)
 

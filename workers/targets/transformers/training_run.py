@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.optimizers import LIBRARY, OptimizerName
-from bexp.explorer.spec.training import OptimizerSpec
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.optimizers import LIBRARY, OptimizerName
+from bexp.explorer.model.training import OptimizerSpec
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.transformers.graph import graphed
 from bexp.workers.targets.transformers.model import BuildSettings
@@ -24,7 +24,7 @@ MAX_GRADIENT_NORM = 1.0
 """TrainingArguments.max_grad_norm's default."""
 LEARNING_RATE = 5e-5
 """TrainingArguments.learning_rate's default. At AdamW's own, 1e-3, a router of experts soon loses its balance on random
-texts, which layers that are measured alone keep."""
+texts, while layers that are measured alone keep theirs."""
 
 
 def embeddings_of(model: nn.Module) -> list[nn.Embedding]:
@@ -33,13 +33,16 @@ def embeddings_of(model: nn.Module) -> list[nn.Embedding]:
 
 
 class TrainerOptimizer:
-    """The Trainer's: gradients are clipped by their norm, then fused AdamW, SGD or an optimizer of LIBRARY steps.
+    """The Trainer's optimizer: gradients are clipped by their norm, then fused AdamW, SGD or one of LIBRARY steps.
 
-    States of AdamW and SGD have the format of the parameters, and there are no master weights. With `master_weights`,
-    the step is that of DeepSpeed's `bf16`: all gradients are converted to float32 and freed after the step, which
-    changes float32 master weights and moments, and the parameters become their copy in bfloat16. Gradients are dropped
-    after each step, unless `keeps_gradients`: then they wait to be filled anew. An optimizer in the host's memory takes
-    gradients there as backward makes them, so that they are not clipped; kept ones go there within the step.
+    States of AdamW and SGD have the format of the parameters, and there are no master weights.
+
+    With `master_weights`, the step is that of DeepSpeed's `bf16`. All gradients are converted to float32, and freed
+    after the step. The step changes float32 master weights and moments, and copies them to bfloat16 parameters.
+
+    Gradients are dropped after each step, unless `keeps_gradients`: then they wait to be filled anew. An optimizer in
+    the host's memory takes gradients there as backward makes them, so they are not clipped. Kept ones go there within
+    the step.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class TrainerOptimizer:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that it keeps, after a step."""
+        """Bytes of the host's memory that the optimizer keeps, after a step."""
         return host_bytes(self._optimizer) if self._is_on_host else 0
 
     @property
@@ -89,7 +92,7 @@ class TrainerOptimizer:
         if not self._is_on_host:
             nn.utils.clip_grad_norm_(self.parameters, MAX_GRADIENT_NORM)
         elif self._keeps_gradients:
-            torch.autograd.backward(self.parameters, self.gradients)  # runs the hooks that take them to the host
+            torch.autograd.backward(self.parameters, self.gradients)  # runs the hooks that move gradients to the host
         self._optimizer.step()
 
     def zero_grad(self) -> None:
@@ -102,7 +105,7 @@ class TrainerOptimizer:
 class TransformersTrainingRun:
     """Micro-steps of one model, with accumulated gradients, then the optimizer. Eval mode has forwards alone.
 
-    `parallel` says how the ranks train together; the units inside `model` were given to it before.
+    `parallel` says how the ranks train together. It has taken the units inside `model` before.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class TransformersTrainingRun:
         return 0 if self._graphed is None else self._graphed.loss.held_bytes
 
     def begin(self) -> float:
-        """Prepare, and run a step of one micro-step; returns what a whole step would take by it, in seconds."""
+        """Prepare, and run a step of one micro-step; return an estimate of a whole step in seconds."""
         seconds: list[float] = []
 
         def timed_micro_step() -> None:
@@ -153,14 +156,14 @@ class TransformersTrainingRun:
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
         if self._optimizer is not None:
-            self._parallel.prepare(self._optimizer, timed_micro_step)  # may run some, and leave gradients
+            self._parallel.prepare(self._optimizer, timed_micro_step)  # may run micro-steps, and leave gradients
         if not seconds:
             timed_micro_step()
         self.update()
         return seconds[-1] * self.num_micro_steps
 
     def step(self) -> list[Mark]:
-        """One step; returns the moments before each micro-step, before the optimizer, and after it."""
+        """Run one step; return the moments before each micro-step, before the optimizer, and after it."""
         marks = [self._mark()]
         for number in range(self.num_micro_steps):
             self.micro_step(number)
@@ -169,7 +172,7 @@ class TransformersTrainingRun:
         return [*marks, self._mark()]
 
     def finish(self) -> None:
-        """Wait for the device, and free what outlives the model."""
+        """Wait for the device, and free memory that outlives the model."""
         self._synchronize()
         self._parallel.finish()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """`tree` with `function` applied to each tensor; tuples, lists and mappings are rebuilt, other objects stay."""
+    """Apply `function` to each tensor of `tree`. Tuples, lists and mappings are rebuilt, other objects stay."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -23,7 +23,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Every tensor of `tree`, in order."""
+    """Yield every tensor of `tree`, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -35,7 +35,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A copy with values of its own; an expanded axis stays expanded, and `requires_grad` is kept."""
+    """Return a copy with values of its own; an expanded axis stays expanded, and `requires_grad` is kept."""
     narrow = tensor.detach()
     shape = narrow.shape
     for axis, stride in enumerate(narrow.stride()):
@@ -46,7 +46,7 @@ def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def signature(tree: Any) -> Any:
-    """What two layers' arguments must share to be of one kind: structure, shapes and dtypes of tensors."""
+    """Return structure, shapes and dtypes of tensors, which the arguments of layers of one kind share."""
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), str(tree.dtype))
     if isinstance(tree, (tuple, list)):

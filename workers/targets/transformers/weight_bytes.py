@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from bexp.explorer.spec.quantization import Quantization, WeightBytes, WeightKind
-from bexp.explorer.spec.spelling import shortened
+from bexp.explorer.model.quantization import Quantization, WeightBytes, WeightKind
+from bexp.explorer.model.spelling import shortened
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.layers import token_mixers
@@ -28,7 +28,7 @@ _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class PartWeights:
-    """The bytes by kind of a layer of each kind of layer, by its name, and of what is outside the layers."""
+    """The bytes by kind of weights: of a layer of each kind, by its name, and of the part outside the layers."""
 
     layers: dict[str, WeightsByKind]
     shell: WeightsByKind
@@ -47,7 +47,7 @@ def count_quantized(builder: PartsBuilder, quantization: Quantization) -> PartWe
         found = PartWeights(layers, _shell_weights(skeleton.model, skeleton.layers))
         for name in kinds:
             part = builder.layer(name, 1)
-            for _ in range(2):  # some adapters on eight bits compute once, and then no more
+            for _ in range(2):  # some adapters on eight bits fail at the second pass
                 results_of(part)
     except UnsupportedModelError as error:
         raise UnsupportedTrialError(str(error)) from error
@@ -90,7 +90,7 @@ def _shell_weights(model: nn.Module, layers: Iterable[nn.Module]) -> WeightsByKi
 
 
 def add_up(parts: Iterable[tuple[int, WeightsByKind]]) -> tuple[WeightBytes, ...]:
-    """The bytes by kind of parts that occur so many times."""
+    """Return the bytes by kind of parts that occur so many times."""
     counted = list(parts)
     totals = [
         WeightBytes(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.model.training import Sharding
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.rank_group import RankGroup
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Conditions,
@@ -18,8 +20,6 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.workers.process.protocol import (
     Command,
     ComponentMeasured,
@@ -33,8 +33,13 @@ from bexp.workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from bexp.workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
-from bexp.workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
+from bexp.workers.profiler.distributed.coordinator import (
+    Coordinator,
+    GroupEndedError,
+    merge_component,
+    merge_hardware,
+    merge_trial,
+)
 from tests.workers.profiler.samples import candidate, components_of, plan
 from tests.workers.profiler.test_session import HARDWARE
 

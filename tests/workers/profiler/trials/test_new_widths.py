@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.workers.profiler.trials import component
 from bexp.workers.profiler.trials.component import new_width_seconds
 

@@ -3,11 +3,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_layer
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.parameters import count_embedding, count_head, count_layer
+from bexp.explorer.model.model import DType, ModelSpec
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.model import DType, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingPasses
 from bexp.workers.instruments.device_instruments import Instruments

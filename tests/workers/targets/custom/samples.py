@@ -7,14 +7,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.options import Budget
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
+from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.targets.process import Served, answer
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.instruments.phases import PhaseClock

@@ -12,8 +12,7 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import CommandProcess
-from bexp.workers.targets.custom.group import cause_of
+from bexp.workers.targets.custom.command import CommandProcess, cause_of
 from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.waits import PATIENCE_SECONDS
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import LOCAL
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.model.target import LOCAL
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.process.profiler import Profiler

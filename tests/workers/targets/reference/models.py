@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import ModelSpec, MoESpec
+from bexp.explorer.model.model import ModelSpec, MoESpec
 
 CPU = torch.device("cpu")
 

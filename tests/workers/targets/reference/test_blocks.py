@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.cost.components import BlockRecompute
+from bexp.explorer.model.model import ModelSpec
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.ffn_block import DenseFFN

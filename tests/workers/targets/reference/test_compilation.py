@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels import router
 from bexp.workers.targets.reference import compilation
 from bexp.workers.targets.reference.decoder import DecoderModel

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.decomposition import Decomposer
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.decomposition import Decomposer
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
 from bexp.kernels.context_parallel.ring import Ring

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from tests.bexp.kernels.references import relative_error

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.parameters import (
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.parameters import (
     count_attention,
     count_dense_ffn,
     count_embedding,
     count_head,
     count_moe_ffn,
 )
-from bexp.explorer.spec.model import LayerKind
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.routes import draw_routes
-from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.model.model import LayerKind
+from bexp.explorer.model.routes import draw_routes
+from bexp.explorer.model.routing import RoutingSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.training import LossSpec
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.training import LossSpec
 from bexp.kernels.causal_loss import causal_cross_entropy
 from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
 from bexp.workers.targets.reference.head import Head

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import BlockRecompute, ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.decoder import DecoderModel

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
-from bexp.explorer.spec.model import ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS
+from bexp.explorer.model.model import ModelSpec, MoESpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import Splits
-from bexp.workers.targets.reference.local_peers import LocalPeers
-from bexp.workers.targets.reference.spread_experts import build_busiest_rank
+from bexp.workers.targets.reference.spread_experts import LocalPeers, build_busiest_rank
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(

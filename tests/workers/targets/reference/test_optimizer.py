@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.training import OptimizerSpec
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import OptimizerSpec
 from bexp.workers.training.optimizer import OptimizerSettings, TrainingOptimizer, build_optimizer
 from tests.bexp.kernels.references import relative_error
 

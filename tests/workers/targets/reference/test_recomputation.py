@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.decomposition import Decomposer
-from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute
-from bexp.explorer.spec.model import LayerKind, ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.decomposition import Decomposer
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.decoder import DecoderLayer, DecoderModel

@@ -9,26 +9,26 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
-from bexp.explorer.cost_model.mesh_state import HeldParameters
-from bexp.explorer.cost_model.shards import shard_of, spread_expert_model
-from bexp.explorer.cost_model.transfers import Transfers
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import Mesh
-from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.training import LossSpec
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer
+from bexp.explorer.meshes.shards import shard_of, spread_expert_model
+from bexp.explorer.meshes.step import HeldParameters
+from bexp.explorer.meshes.transfers import Transfers
+from bexp.explorer.model.model import DType, LayerKind, ModelSpec, MoESpec
+from bexp.explorer.model.training import LossSpec
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.mesh_run import DecoderStage
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
-from bexp.workers.targets.reference.stage import DecoderStage
 from bexp.workers.targets.reference.target import BlockPasses
-from bexp.workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
+from bexp.workers.targets.reference.tensor_parallel import TensorParallel, spread_loss_alone, whole_parameters
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(
@@ -154,7 +154,7 @@ def test_the_loss_of_a_part_of_the_vocabulary_needs_one_float32_copy_of_a_chunk(
     num_tokens, vocabulary = 64, 4096
     model = MODEL.model_copy(update={"vocab_size": vocabulary})
     head = Head(model, loss=LossSpec(kind="chunked", chunk_tokens=128), device=CPU, training=True)
-    lose_alone(head)
+    spread_loss_alone(head)
     x = torch.randn(2, num_tokens // 2, 64, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(vocabulary, (2, num_tokens // 2))
     with byte_meter(CPU, (*head.parameters(), x, targets)) as meter:

@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.cost_model.composition import decomposer_of
-from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.explorer.cost.composition import decomposer_of
+from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.training import Sharding
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials import data_parallel_communication
-from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.measured_settings import settings_of
 from bexp.workers.targets.transformers.self_check import SelfCheck
-from bexp.workers.targets.transformers.target import TransformersTarget
+from bexp.workers.targets.transformers.target import TransformersTarget, describe_parts
 from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.waits import PATIENCE_SECONDS

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.target import TransformersTarget
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import bexp
-from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.event_messages import adapted_experts_event
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.parts import ModelParts
 from bexp.transformers import experts
 from bexp.workers.instruments.failures import UnsupportedTrialError, classify
 from bexp.workers.targets.transformers.probe import SettingsProbe

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bexp.explorer.cost_model.text_batches import TextBatch
-from bexp.workers.targets.transformers.describe import describe_parts
+from bexp.explorer.cost.text_batches import TextBatch
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
+from bexp.workers.targets.transformers.target import describe_parts
 
 pytest.importorskip("transformers")
 
@@ -80,6 +83,21 @@ def test_preparation_reaches_every_model_that_is_built() -> None:
     part = resolved.builder(CPU).layer(resolved.kinds[0], 1)
     part.backward(part.forward())
     assert {name.split(".")[0] for name, p in part.module.named_parameters() if p.grad is not None} == {"self_attn"}
+
+
+def test_no_values_are_drawn_for_layers_that_are_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialization = import_module("transformers.initialization")
+    drawn: list[torch.device] = []
+    draw: Callable[..., Tensor] = initialization.normal_
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        drawn.append(tensor.device)
+        return draw(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(initialization, "normal_", noted)
+    layer = resolve(SLIDING, 24).builder(CPU).layer("Gemma3DecoderLayer[full_attention]", 1)
+    assert set(drawn) == {CPU}
+    assert all(parameter.std() > 0 for name, parameter in layer.module.named_parameters() if "proj" in name)
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed")

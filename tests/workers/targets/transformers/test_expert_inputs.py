@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.transformers.experts import expert_modules
-from bexp.workers.targets.transformers import expert_inputs
+from bexp.workers.targets.transformers import builder as building
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import quiet_library
 from bexp.workers.targets.transformers.model import BuildSettings
@@ -70,7 +70,7 @@ def test_a_layer_alone_spreads_tokens_over_experts_as_the_layers_of_its_model_do
 
 
 def test_sequences_of_a_micro_batch_differ_until_they_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_inputs, "MOST_SEQUENCES", 2)
+    monkeypatch.setattr(building, "MOST_SEQUENCES", 2)
     resolved = _resolved("olmoe")
     builder = resolved.builder(CPU)
     hidden = builder.layer(resolved.kinds[0], 3).hidden
@@ -82,7 +82,7 @@ def test_sequences_of_a_micro_batch_differ_until_they_repeat(monkeypatch: pytest
 
 
 def test_no_layer_beyond_the_deepest_is_run_for_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_inputs, "DEEPEST_LAYER", 1)
+    monkeypatch.setattr(building, "DEEPEST_LAYER", 1)
     resolved = _resolved("olmoe")
     builder = resolved.builder(CPU)
     embedding = builder.skeleton.model.get_input_embeddings()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.float8 import compare_float8
 from tests.bexp.transformers import fake_torchao

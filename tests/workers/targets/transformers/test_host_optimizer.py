@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.optimizers import OptimizerName
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.optimizers import OptimizerName
 from bexp.measure import host_limits
 from bexp.transformers.offload import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import ModelParts
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.parts import ModelParts
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.trials.component import measure_component
 from bexp.workers.profiler.trials.optimizer import measure_optimizer

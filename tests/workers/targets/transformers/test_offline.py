@@ -11,9 +11,9 @@ import pytest
 
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.profiler import Profiler
-from tests.explorer.spec.test_config_rules import NAMES
+from tests.explorer.model.test_config_rules import NAMES
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.optimizers import LIBRARY, LIBRARY_NAMES
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.optimizers import make_optimizer, state_bytes
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer

@@ -11,18 +11,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.request import ExplorationRequest
 from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.builder import PartsBuilder
-from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.measured_settings import settings_of
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
+from bexp.workers.targets.transformers.target import describe_parts
 from tests.bexp.transformers import fake_liger
 from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, request_for
 
@@ -137,8 +137,7 @@ def space(resolved: ResolvedModel, builder: PartsBuilder, asked: ExplorationRequ
     report = DeviceReport(
         hardware=HARDWARE,
         attention_backends=probe.attention_supports(),
-        kernels=probe.kernel_supports(),
-        losses=probe.loss_supports(),
+        choices=probe.choice_supports(),
         default_attention="sdpa",
         parts=describe_parts(resolved, tiles="none", checkpointing=None, named={}),
     )
@@ -188,7 +187,7 @@ def test_ligers_loss_is_a_choice_where_it_computes_the_same(
     fake_liger.install(monkeypatch)
     asked = request_for(losses=["liger", "library"], micro_batch_size=2, recompute=["none"])
     found = space(resolved, builder, asked)
-    assert [settings_of(candidate, asked).loss for candidate in found] == ["liger", "library"]
+    assert [settings_of(candidate, asked).loss for candidate in found] == ["library", "liger"]
     fake_liger.install(monkeypatch, norm_factor=1.5)
     assert {candidate.loss for candidate in space(resolved, builder, asked)} == {"library"}
     with pytest.raises(EmptySpaceError, match=r"no usable loss with .* \(liger: loss: off by"):

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from bexp.explorer.cost_model.part_costs import PartsDecomposer
-from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.quantization import ARGUMENTS, describe_weights
+from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.parts import ModelParts
+from bexp.explorer.model.quantization import ARGUMENTS, describe_weights
 from bexp.measure.memory import measure_memory
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers import quantized

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from bexp.workers.targets.transformers.config import resolve_config
+from bexp.workers.targets.transformers.config import quiet_library, resolve_config
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+from bexp.workers.targets.transformers.parts_comparison import PartsComparison
 from bexp.workers.targets.transformers.self_check import PARTS, self_check
 from bexp.workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
 
@@ -42,6 +45,28 @@ def test_dropout_of_adapters_is_off_in_the_check() -> None:
 
     resolved = resolve_config({"model_type": "llama"}, TINY_SEQ_LENGTH)
     assert self_check(tiny_config(resolved), drops).by_parts
+
+
+def test_layers_of_many_parameters_are_gone_through_once() -> None:
+    """Some have an adapter for each of a hundred languages."""
+
+    class Counted(list[nn.Module]):
+        num_passes = 0
+
+        def __iter__(self) -> Iterator[nn.Module]:
+            self.num_passes += 1
+            return super().__iter__()
+
+    tiny = tiny_config(resolve_config({"model_type": "llama"}, TINY_SEQ_LENGTH))
+    settings = BuildSettings(dtype=torch.float32)
+    model = build_model(tiny, settings, torch.device("cpu"))
+    comparison = PartsComparison(tiny, settings, model, find_layers(model))
+    comparison.followed_outputs = dict.fromkeys(comparison.kinds, (0,))
+    comparison.layers = layers = Counted(comparison.layers)
+
+    with quiet_library():
+        comparison.replay_all(1)
+    assert layers.num_passes < len(list(layers[0].parameters()))
 
 
 def test_layers_that_a_model_calls_repeatedly_are_no_parts() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.step import gathered_bytes, static_parts
-from bexp.explorer.spec.parts import ModelParts
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.cost.step import gathered_bytes, static_parts
+from bexp.explorer.model.parts import ModelParts
+from bexp.explorer.model.training import Sharding
 from bexp.workers.instruments.failures import UnsupportedTrialError
-from tests.explorer.cost_model.described import parts
+from tests.explorer.cost.described import parts
 from tests.forked_ranks import run_ranks
 from tests.workers.targets.transformers.sharded_ranks import LEVELS, NUM_RANKS, TRAINING
 from tests.workers.targets.transformers.targets import open_target, request_for

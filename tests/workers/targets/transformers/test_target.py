@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate
 from bexp.measure import host_limits
 from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrialError
 from bexp.workers.targets.transformers.passes import LayerPasses

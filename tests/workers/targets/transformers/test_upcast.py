@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.trials.component import measure_component
 from bexp.workers.profiler.trials.optimizer import measure_optimizer

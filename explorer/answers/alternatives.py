@@ -1,0 +1,176 @@
+"""The rows about what an answer is compared with: the best for the batch, smaller peaks, and other candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from bexp.explorer.answers.meshes import mode_text, name_of, on_mesh
+from bexp.explorer.answers.rows import Row, detail, main, part
+from bexp.explorer.answers.text import joined, steps_text
+from bexp.explorer.model.amounts import bytes_text, rate_text, slower_text
+from bexp.explorer.records.recommendation import (
+    WITHIN,
+    Alternative,
+    NoteCode,
+    Recommendation,
+    Role,
+    WholeModelCheck,
+)
+from bexp.explorer.request.request import ExplorationRequest
+
+
+def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[Row]:
+    """Yield the micro-batch that divides the stated batch, or the batch sizes that one divides."""
+    asked, size, other = _asked(request), best.candidate.micro_batch_size, best.alternative(Role.DIVIDING)
+    if other is None:
+        if best.dividing_batch_sizes:
+            yield main("batch", no_dividing_text(best, request))
+    else:
+        steps = _steps(other.grad_accum_steps or 1, request)
+        if request is not None and request.keeps_batch:
+            yield main("batch", f"{asked} in {steps}")
+        elif other.candidate == best.candidate:
+            yield main("batch", f"{asked}: {size} divides it, in {steps}")
+        else:
+            compared = f"{slower_text(other.loss, str(size))}, confidence {other.confidence}"
+            yield main("batch", f"{asked}: {other.candidate.micro_batch_size}, in {steps}, {compared}")
+    if best.nearest_batch_sizes:
+        whole = f"{asked} does not divide into whole micro-batches of {size}"
+        yield part("", f"{whole}; the nearest that do: {joined(best.nearest_batch_sizes)}")
+    if other is not None and other.candidate != best.candidate:
+        measures = ", predicted in part: `--micro-batch-size auto` measures it" if other.predicted else ""
+        figures = f"{rate_text(other.tokens_per_second)}, peak {bytes_text(other.expected_peak_bytes)}"
+        text = f"{other.candidate.describe()}: {figures}, confidence {other.confidence}{measures}"
+        yield part(other.role.label, text)
+
+
+def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -> str:
+    """Return that nothing divides the requested batch, and the nearest batch sizes that something divides."""
+    if best.dividing_batch_sizes:
+        nearest = joined(best.dividing_batch_sizes)
+        return f"no micro-batch that fits divides {_asked(request)}; the nearest batch sizes with one are {nearest}"
+    return "no batch_size was stated, so there is nothing to divide: `--batch-size N` states one"
+
+
+def describe_tiling(best: Recommendation) -> Iterable[Row]:
+    """Yield what tiling gains or costs, or that nothing tells.
+
+    No untiled candidate is run whole for a request that excludes them, so that both figures are composed of blocks.
+    """
+    yield from (main(Role.UNTILED.label, note.text) for note in best.notes if note.code is NoteCode.NOTHING_UNTILED)
+    for other in best.alternatives_of(Role.UNTILED):
+        gain = best.composed_tokens_per_second / other.composed_tokens_per_second
+        change = f"{'gains' if gain >= 1.0 else 'costs'} {abs(gain - 1.0):.1%}"
+        over = f"{best.ratio_text(gain)} over {other.candidate.describe()}"
+        yield main(other.role.label, f"BTA {change}: {over}, as measured blocks compose both{_predicted(other)}")
+
+
+def _asked(request: ExplorationRequest | None) -> str:
+    if request is None:
+        return "the batch"
+    if request.batch_size is None:  # a training command's, which is known to its worker alone
+        return "the command's batch"
+    return f"batch_size {request.batch_size}"
+
+
+def _steps(count: int, request: ExplorationRequest | None) -> str:
+    """Return a number of accumulation steps, or of micro-batches of an evaluation."""
+    if request is not None and request.mode == "eval":
+        return f"{count} micro-batch{'' if count == 1 else 'es'}"
+    return steps_text(count)
+
+
+def memory_rows(best: Recommendation) -> Iterable[Row]:
+    """Yield the fastest candidate and the smallest peaks near it."""
+    fastest = best.alternative(Role.FASTEST)
+    if fastest is None:
+        return
+    chosen = f"memory is preferred: the fastest is {fastest.candidate.describe()}" if best.prefer == "memory" else None
+    fast = f"{bytes_text(fastest.expected_peak_bytes)} at {rate_text(fastest.tokens_per_second)}"
+    yield detail(fastest.role.label, f"{chosen}, {fast}" if chosen else f"{fast} is the fastest")
+    before = fastest.candidate
+    for role in WITHIN:
+        choice = best.alternative(role)
+        if choice is None:
+            continue
+        if choice.candidate == before:
+            yield part(role.label, "nothing smaller is known" if before == fastest.candidate else "the same")
+            continue
+        peak, loss = bytes_text(choice.expected_peak_bytes), max(0.0, 1.0 - fastest.ratio / choice.ratio)
+        yield part(role.label, f"{peak}, {slower_text(loss)}: {choice.candidate.describe()}")
+        before = choice.candidate
+
+
+def alternative_rows(best: Recommendation) -> Iterable[Row]:
+    """Yield the other candidates, each with how it compares."""
+    plain = best.alternative(Role.LARGEST_WITHOUT_RECOMPUTE)
+    for other in best.alternatives:
+        if (describe := TEXTS.get(other.role)) is None:
+            continue
+        text = describe(best, other)
+        if other.role is not Role.LARGEST_MICRO_BATCH:
+            yield detail(other.role.label, text)
+        elif plain is None:
+            yield detail(Role.LARGEST_WITHOUT_RECOMPUTE.label, text)
+        elif plain.candidate != other.candidate:
+            yield part(other.role.label, text)
+
+
+def _compared(best: Recommendation, other: Alternative) -> str:
+    if other.candidate == best.candidate:
+        return f"{best.ratio_text(other.ratio)}: it is the recommended one"
+    rate = rate_text(other.tokens_per_second)
+    return f"{best.ratio_text(other.ratio)} over {other.candidate.describe()} ({rate}{_predicted(other)})"
+
+
+def _runner_up(best: Recommendation, rival: Alternative) -> str:
+    name, check = name_of(rival.candidate, rival.mesh), rival.whole_model
+    if check is None:
+        return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
+    reached = f"{rate_text(check.tokens_per_second)} as a whole model"
+    return f"{name}: {reached}, and its blocks compose {composed_off(check)}{_gain(best, rival)}"
+
+
+def _gain(best: Recommendation, rival: Alternative) -> str:
+    """Return how fast the recommended candidate is beside the runner-up; as fast, if only noise makes it slower."""
+    if best.whole_model is None:
+        return ""
+    if rival.ratio >= 1.0:
+        return f"; the recommended one is {best.ratio_text(rival.ratio, 3)} as fast"
+    if best.prefer == "memory":
+        return f"; the recommended one is {best.ratio_text(rival.ratio, 3)} as fast and needs less memory"
+    return "; the recommended one is as fast, within the noise of such runs"
+
+
+def _expert_mode(best: Recommendation, other: Alternative) -> str:
+    own, mode = (mode_text(mesh) for mesh in (None if best.plan is None else best.plan.mesh, other.mesh))
+    return f"{own}: {other.ratio:.2f}x over {mode}, {on_mesh(other)}"
+
+
+def _other_mesh(best: Recommendation, other: Alternative) -> str:
+    return f"{other.ratio:.2f}x over {on_mesh(other)}"
+
+
+def composed_off(check: WholeModelCheck) -> str:
+    """Return how far the composed step and peak are from those of the whole model."""
+    step, peak = _off(check.step_error, "shorter", "longer"), _off(check.peak_error, "lower", "higher")
+    return f"a step that is {step}, and a peak that is {peak}"
+
+
+def _off(error: float, less: str, more: str) -> str:
+    """Return a relative error in words."""
+    share = f"{abs(error):.1%}"
+    return "equal" if share == "0.0%" else f"{share} {less if error < 0 else more}"
+
+
+def _predicted(other: Alternative) -> str:
+    return ", predicted in part" if other.predicted else ""
+
+
+TEXTS: dict[Role, Callable[[Recommendation, Alternative], str]] = {
+    **dict.fromkeys((Role.LARGEST_WITHOUT_RECOMPUTE, Role.LARGEST_MICRO_BATCH, Role.STOCK, Role.UNDIVIDED), _compared),
+    Role.RUNNER_UP: _runner_up,
+    Role.EXPERT_MODE: _expert_mode,
+    Role.OTHER_MESH: _other_mesh,
+}
+"""What is said of an alternative in a row of its own."""

@@ -1,0 +1,58 @@
+"""What can be done with an answer: the commands that use it, and what makes it surer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bexp.explorer.answers.rows import Row, brief, detail
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
+from bexp.explorer.records.recommendation import NoteCode, Recommendation
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.trainer_terms import own_formats
+
+FRESH = "fresh: true (option --fresh)"
+
+
+def is_provisional(confidence: int, request: ExplorationRequest) -> bool:
+    """Whether a search has ended below the confidence that its request asks for."""
+    return confidence < request.budget.confidence_target
+
+
+def surer_text(best: Recommendation, request: ExplorationRequest, served: int, *, for_program: bool = False) -> str:
+    """Return what makes a provisional answer surer. Answers up to the confidence `served` are given again.
+
+    A person reads options of commands, and a program fields of a request, with the options behind them.
+    """
+    budget = request.budget
+    if served >= budget.confidence_target:  # a larger budget would get this answer again
+        fresh = FRESH if for_program else "--fresh"
+        return f"explore again with {fresh}: the search ended before its budget was spent"
+    if best.says(NoteCode.NOISE):
+        return "explore again when nothing else runs here: runs differ too much for more trials to help"
+    limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
+    fields = "budget.max_seconds or budget.max_trials (options --max-seconds, --max-trials)"
+    higher = fields if for_program else "--max-seconds or --max-trials"
+    return f"explore again with a higher {higher}: the budget was {limits}"
+
+
+def next_rows(job_id: str, best: Recommendation, request: ExplorationRequest | None) -> Iterable[Row]:
+    """Yield the command that makes the trainer run so; and all commands that use the answer."""
+    command, rest = f"bexp best {job_id}", "for the whole answer"
+    if best.notes:
+        rest += f" with {len(best.notes)} note{'' if len(best.notes) == 1 else 's'}"
+    formats, is_named = own_formats(best, request), request is not None and request.trainer is not None
+    has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
+    is_applied = not has_mesh and (request is None or request.target_name in {BEXP, TRANSFORMERS})
+    if best.plan is not None or not (formats if is_named else is_applied):
+        yield brief("next", f"`{command} -v` {rest}")
+    elif is_named:
+        yield brief("next", f"`{command} --format {formats[0]}`, -v {rest}")
+    else:
+        named = ", --format NAME for a trainer" if formats else ""
+        yield brief("next", f"`{command} --json > best.json` for bexp.apply{named}, -v {rest}")
+    if formats:
+        name = formats[0] if len(formats) == 1 else f"NAME, where NAME is one of {', '.join(formats)}"
+        yield detail("for a trainer", f"{command} --format {name}")
+    if is_applied:
+        yield detail("for bexp.apply", f"{command} --json > best.json")
+    yield detail("as a page", f"bexp report {job_id} --out report.html")

@@ -1,0 +1,263 @@
+"""A component: one block of a model under one setting, which is timed once and shared between candidates."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.base import Frozen, is_null
+from bexp.explorer.model.training import Sharding
+
+
+class ComponentKind(StrEnum):
+    """A part of a training step that is built and timed by itself.
+
+    The reference layers consist of embedding, attention, FFN and head. A model of another target consists of `shell`,
+    which is everything but its decoder layers, and `layer`.
+    """
+
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    DENSE_FFN = "dense_ffn"
+    MOE_FFN = "moe_ffn"
+    HEAD = "head"
+    SHELL = "shell"
+    LAYER = "layer"
+    OPTIMIZER = "optimizer"
+    COMMUNICATION = "communication"
+    EXCHANGE = "exchange"
+
+
+class BlockRecompute(StrEnum):
+    """What one block recomputes in backward.
+
+    `none` recomputes nothing, `selective` the attention core, and `full` the whole block. `activations` recomputes
+    everything but matrix products, attention and routing. `projections` also recomputes the first matrix product: that
+    of queries, keys and values, or that into the FFN's hidden size. `to_the_end` recomputes the whole block and, unlike
+    `full`, also the results at its end that only later layers need: those of the same chunk run again from them.
+    `offload` recomputes nothing, and what the block keeps lies in the host's memory.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    ACTIVATIONS = "activations"
+    PROJECTIONS = "projections"
+    FULL = "full"
+    TO_THE_END = "to_the_end"
+    OFFLOAD = "offload"
+
+    @property
+    def by_operation(self) -> bool:
+        """Whether some operations of the block run again and others do not."""
+        return self is BlockRecompute.ACTIVATIONS or self is BlockRecompute.PROJECTIONS
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole block runs again."""
+        return self is BlockRecompute.FULL or self is BlockRecompute.TO_THE_END
+
+
+_BLOCKS: dict[Recompute, dict[ComponentKind, BlockRecompute]] = {
+    Recompute.SELECTIVE: {ComponentKind.ATTENTION: BlockRecompute.SELECTIVE},
+    Recompute.ACTIVATIONS: {
+        ComponentKind.ATTENTION: BlockRecompute.ACTIVATIONS,
+        ComponentKind.DENSE_FFN: BlockRecompute.ACTIVATIONS,
+        ComponentKind.MOE_FFN: BlockRecompute.ACTIVATIONS,
+    },
+    Recompute.QKV: {ComponentKind.ATTENTION: BlockRecompute.PROJECTIONS},
+    Recompute.EXPERTS: {ComponentKind.MOE_FFN: BlockRecompute.PROJECTIONS},
+    Recompute.PROJECTIONS: {
+        ComponentKind.ATTENTION: BlockRecompute.PROJECTIONS,
+        ComponentKind.DENSE_FFN: BlockRecompute.PROJECTIONS,
+        ComponentKind.MOE_FFN: BlockRecompute.PROJECTIONS,
+    },
+}
+
+
+def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | None) -> BlockRecompute:
+    """Return what a policy recomputes of one block, in a layer that is not recomputed as a whole.
+
+    A tile recomputes its attention already, so a policy by operation has nothing to do in a tiled block.
+    """
+    asked = _BLOCKS.get(recompute, {}).get(kind, BlockRecompute.NONE)
+    return BlockRecompute.NONE if asked.by_operation and bta_tile is not None else asked
+
+
+def whole_recompute(recompute: Recompute) -> BlockRecompute:
+    """Return how a policy recomputes the last block of a layer that it recomputes as a whole."""
+    return BlockRecompute.FULL if recompute.group_size is None else BlockRecompute.TO_THE_END
+
+
+class Operation(StrEnum):
+    """What devices of a mesh do to exchange something.
+
+    In `all_to_all` the first device gets twice the bytes of any other. In `send` each device sends to the next. In
+    `broadcast` the first device sends to all others.
+    """
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"
+    BROADCAST = "broadcast"
+
+
+class ExchangeSpec(Frozen):
+    """An operation of groups of `size` devices, `stride` apart, which run it at the same time.
+
+    `num_bytes` are those that a device has after it has gathered, or before it scatters; those that it sends, to one or
+    to all; or, in `all_to_all`, those that the first device receives, with its own.
+    """
+
+    operation: Operation
+    size: Annotated[int, Field(ge=2)]
+    stride: Annotated[int, Field(ge=1)]
+    num_bytes: Annotated[int, Field(ge=1)]
+
+
+def _is_one(size: int) -> bool:
+    """Most components are stored without the sizes of a mesh."""
+    return size == 1
+
+
+def _is_zero(number: int) -> bool:
+    return number == 0
+
+
+class Component(Frozen):
+    """One block of the model under one setting; equal components of different candidates are measured once.
+
+    `micro_batch_size` is 0 for the optimizer and for the communication of gradients and parameters, which do not depend
+    on it. A device has the share 1 / `context_parallel_size` of each sequence. Only attention reaches beyond that
+    share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may
+    be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
+
+    In a mesh a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
+    experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks: see
+    `bexp.explorer.meshes.shards`.
+
+    `num_query_groups` and `capacity_factor` are set where a block depends on them, so that variants of a model share
+    all other blocks.
+
+    `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`;
+    that of a `shell` names the loss, or the target's own choice for a model that is measured whole.
+    """
+
+    kind: ComponentKind
+    part: str | None = None
+    micro_batch_size: Annotated[int, Field(ge=0)]
+    bta_tile: int | None = None
+    recompute: BlockRecompute = BlockRecompute.NONE
+    backend: BackEnd | None = None
+    num_query_groups: int | None = None
+    capacity_factor: float | None = Field(None, exclude_if=is_null)
+    context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    context_parallel_layout: str | None = None
+    sharding: Sharding | None = None
+    overlap_degree: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=_is_zero)
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
+    exchange: ExchangeSpec | None = Field(None, exclude_if=is_null)
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _read_backend(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, str):
+            return given
+        kind = info.data.get("kind")
+        if kind is ComponentKind.LAYER:
+            return BackEnd.of_layer(given)
+        if kind is ComponentKind.SHELL:
+            return BackEnd(setting=given)
+        return BackEnd.of_block(given, has_experts=kind is ComponentKind.MOE_FFN)
+
+    @model_validator(mode="after")
+    def _layout_of_attention(self) -> Self:
+        spread = self.kind is ComponentKind.ATTENTION and self.context_parallel_size > 1
+        if (self.context_parallel_layout is None) is spread:
+            raise ValueError("a context_parallel_layout belongs to attention with a context_parallel_size above 1")
+        return self
+
+    @property
+    def attention(self) -> str | None:
+        """The back end of its attention."""
+        return None if self.backend is None else self.backend.attention
+
+    @property
+    def experts(self) -> str | None:
+        """The back end of its experts."""
+        return None if self.backend is None else self.backend.experts
+
+    @property
+    def setting(self) -> str | None:
+        """The loss of a shell, or the choice that the target itself offers."""
+        return None if self.backend is None else self.backend.setting
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is compiled where others are not."""
+        return self.backend is not None and self.backend.compiled
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is not the plain code: the compiler's or liger's, for instance, fuses small operations."""
+        return self.backend is not None and bool(self.backend.marks)
+
+    @property
+    def variant(self) -> tuple[int | None, float | None]:
+        """What it names of the model variant that it is for, because its work depends on it."""
+        return self.num_query_groups, self.capacity_factor
+
+    @property
+    def sequences(self) -> float:
+        """Tokens that a device has, in whole sequences."""
+        return self.micro_batch_size / self.context_parallel_size
+
+    @property
+    def communicates(self) -> bool:
+        """Whether several processes, which share sequences, compute it together."""
+        return self.context_parallel_layout is not None
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it needs several processes, which share sequences or exchange gradients and parameters."""
+        return self.communicates or self.kind in {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE}
+
+    @property
+    def key(self) -> str:
+        """A text that names the component, unique within a job."""
+        parts = [] if self.part is None else [self.part]
+        if self.micro_batch_size:
+            parts.append(f"m={self.micro_batch_size}")
+        if self.bta_tile is not None:
+            parts.append(f"tile={self.bta_tile}")
+        if self.recompute is not BlockRecompute.NONE:
+            parts.append(f"recompute={self.recompute}")
+        if self.backend is not None:
+            parts.append(str(self.backend))
+        if self.num_query_groups is not None:
+            parts.append(f"groups={self.num_query_groups}")
+        if self.capacity_factor is not None:
+            parts.append(f"capacity={self.capacity_factor:.15g}")
+        if self.context_parallel_size > 1:
+            layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
+            parts.append(f"cp={self.context_parallel_size}{layout}")
+        if self.tensor_parallel_size > 1:
+            parts.append(f"tp={self.tensor_parallel_size}")
+        if self.expert_parallel_size > 1:
+            parts.append(f"ep={self.expert_parallel_size}")
+        if self.overlap_degree > 1:
+            parts.append(f"chunks={self.overlap_degree}")
+        if self.shadowed_experts:
+            parts.append(f"shadowed={self.shadowed_experts}")
+        if self.sharding is not None:
+            parts.append(str(self.sharding))
+        if self.exchange is not None:
+            asked = self.exchange
+            parts.append(f"{asked.operation},{asked.size}x{asked.stride},{asked.num_bytes}")
+        return f"{self.kind}({','.join(parts)})"

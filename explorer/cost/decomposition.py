@@ -1,0 +1,164 @@
+"""A model's step as a sum of components."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bexp.explorer.cost.back_end import BackEnd, marks_of
+from bexp.explorer.cost.components import (
+    BlockRecompute,
+    Component,
+    ComponentKind,
+    block_recompute,
+    whole_recompute,
+)
+from bexp.explorer.cost.layer_groups import EqualLayers, Kind, group_chunks, group_layers
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.dimension import CodePart
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.model.training import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Equal layers of a model with the blocks that run one after another in each of them.
+
+    The blocks are attention and FFN of a reference layer, or one layer that is measured as a whole.
+    """
+
+    layers: EqualLayers[Any]
+    blocks: tuple[Component, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """The components of a candidate's step.
+
+    `embedding` is None if the head stands for the whole shell. `optimizer` is None in eval mode. `communication` is
+    None if devices exchange nothing, or if the worker has too few devices to time it.
+    """
+
+    embedding: Component | None
+    layers: tuple[LayerGroup, ...]
+    head: Component
+    optimizer: Component | None
+    communication: Component | None = None
+
+    @property
+    def step(self) -> list[Component]:
+        """The components in the order of a step; groups of layers may share some."""
+        blocks = [block for group in self.layers for block in group.blocks]
+        step = [self.embedding, *blocks, self.head, self.optimizer, self.communication]
+        return [component for component in step if component is not None]
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Every distinct component, in the order of a step."""
+        return tuple(dict.fromkeys(self.step))
+
+
+def equal_layers(
+    kinds: Sequence[Kind], recompute: Recompute, recomputed: Sequence[bool]
+) -> tuple[EqualLayers[Kind], ...]:
+    """Return a model's layers in groups; `recomputed` says of each whether `recompute` recomputes it as a whole."""
+    if recompute.group_size is not None:
+        return group_chunks(kinds, recompute.group_size)
+    return group_layers(kinds, recomputed)
+
+
+def stepped_level(candidate: Candidate) -> Sharding | None:
+    """Return the `sharding` of the optimizer's component."""
+    return None if candidate.sharding is None else min(candidate.sharding, Sharding.ZERO1, key=lambda one: one.level)
+
+
+class SharedComponents:
+    """Builds components from their fields; the same fields give the same object, because validation takes long."""
+
+    def __init__(self) -> None:
+        self._built: dict[tuple[tuple[str, Any], ...], Component] = {}
+
+    def __call__(self, **fields: Any) -> Component:
+        """Return the component that has these `fields`."""
+        key = tuple(fields.items())
+        if key not in self._built:
+            self._built[key] = Component(**fields)
+        return self._built[key]
+
+
+class Decomposer:
+    """Splits the steps of one model's candidates into components, sharing equal components.
+
+    Every block but attention works token by token. Half of each of two sequences is the same work as one whole
+    sequence, so both are one component. With `communicates`, the steps contain what passes of gradients and
+    parameters between devices.
+    """
+
+    def __init__(self, model: ModelSpec, *, training: bool, communicates: bool = False) -> None:
+        self._model = model
+        self._training = training
+        self._communicates = communicates
+        self._share = SharedComponents()
+        self._groups: dict[Recompute, tuple[EqualLayers[LayerKind], ...]] = {}
+
+    def __call__(self, candidate: Candidate) -> Decomposition:
+        """Return the components of one step of `candidate`."""
+        m = candidate.micro_batch_size
+        groups = candidate.num_query_groups
+        size, layout = candidate.context_parallel_size, candidate.context_parallel_layout
+        common = math.gcd(m, size)
+        local = {"micro_batch_size": m // common, "context_parallel_size": size // common}
+        whole = {"micro_batch_size": 0, "num_query_groups": groups}
+        marks = marks_of(candidate, CodePart.LAYER)
+        plain = BackEnd(marks=marks) if marks else None  # where there is a choice, layers alone are compiled
+        layers = []
+        for equal in self._layer_groups(candidate.recompute):
+            moe = equal.kind is LayerKind.MOE
+            ffn_kind = ComponentKind.MOE_FFN if moe else ComponentKind.DENSE_FFN
+            core = BlockRecompute.FULL  # the FFN follows, so that attention runs to its end in any case
+            again = whole_recompute(candidate.recompute)
+            if not equal.recomputed:
+                core = block_recompute(candidate.recompute, ComponentKind.ATTENTION, candidate.bta_tile)
+                again = block_recompute(candidate.recompute, ffn_kind, None)
+            attention = self._share(
+                kind=ComponentKind.ATTENTION,
+                micro_batch_size=m,
+                bta_tile=candidate.bta_tile,
+                recompute=core,
+                backend=BackEnd(attention=candidate.attention_backend, marks=marks),
+                num_query_groups=groups,
+                context_parallel_size=size,
+                context_parallel_layout=layout,
+            )
+            ffn = self._share(
+                kind=ffn_kind,
+                **local,
+                recompute=again,
+                backend=BackEnd(experts=candidate.expert_backend, marks=marks) if moe else plain,
+                capacity_factor=candidate.capacity_factor if moe else None,
+            )
+            layers.append(LayerGroup(equal, (attention, ffn)))
+        return Decomposition(
+            embedding=self._share(kind=ComponentKind.EMBEDDING, **local),
+            layers=tuple(layers),
+            head=self._share(kind=ComponentKind.HEAD, **local),
+            optimizer=(
+                self._share(kind=ComponentKind.OPTIMIZER, **whole, sharding=stepped_level(candidate))
+                if self._training
+                else None
+            ),
+            communication=(
+                self._share(kind=ComponentKind.COMMUNICATION, **whole, sharding=candidate.sharding)
+                if self._communicates
+                else None
+            ),
+        )
+
+    def _layer_groups(self, recompute: Recompute) -> tuple[EqualLayers[LayerKind], ...]:
+        if recompute not in self._groups:
+            chosen = recomputed_layers(self._model, recompute)
+            self._groups[recompute] = equal_layers(self._model.layer_kinds, recompute, chosen)
+        return self._groups[recompute]

@@ -1,0 +1,180 @@
+"""Components of a model that a target describes by its parts, and their expected seconds and bytes.
+
+The estimates follow from the target's counts. They only decide what is measured first; measured figures replace them.
+"""
+
+from __future__ import annotations
+
+from bexp.explorer.cost.back_end import BackEnd, marks_of
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, whole_recompute
+from bexp.explorer.cost.decomposition import (
+    Decomposition,
+    LayerGroup,
+    SharedComponents,
+    equal_layers,
+    stepped_level,
+)
+from bexp.explorer.cost.layer_groups import EqualLayers
+from bexp.explorer.cost.parameters import master_bytes
+from bexp.explorer.cost.request_texts import text_batches, widest
+from bexp.explorer.cost.work import ComponentBytes, Work
+from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.dimension import CodePart
+from bexp.explorer.dimensions.loss import function_of
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
+from bexp.explorer.model.parts import ModelParts, Part
+from bexp.explorer.request.request import ExplorationRequest
+
+COMPILED_SHARE = 0.7
+"""Share of its saved bytes that a compiled layer is expected to keep: results within a fused kernel are not stored."""
+KEPT_SHARES = {
+    BlockRecompute.NONE: 1.0,
+    BlockRecompute.SELECTIVE: 0.9,
+    BlockRecompute.ACTIVATIONS: 0.6,
+    BlockRecompute.PROJECTIONS: 0.3,
+    BlockRecompute.FULL: 1.0,
+    BlockRecompute.TO_THE_END: 1.0,
+    BlockRecompute.OFFLOAD: 0.0,
+}
+"""Share of its saved bytes that a layer is expected to keep under a policy by operation.
+
+A layer that is recomputed as a whole keeps everything while it runs again.
+"""
+_BY_OPERATION = {
+    Recompute.SELECTIVE: BlockRecompute.SELECTIVE,
+    Recompute.ACTIVATIONS: BlockRecompute.ACTIVATIONS,
+    Recompute.PROJECTIONS: BlockRecompute.PROJECTIONS,
+    Recompute.OFFLOAD: BlockRecompute.OFFLOAD,
+}
+
+
+class PartsDecomposer:
+    """Splits the steps of one model's candidates into shell, layers and optimizer, sharing equal components.
+
+    With `communicates`, the steps contain the exchange of gradients and parameters.
+    """
+
+    def __init__(self, parts: ModelParts, *, training: bool, communicates: bool = False) -> None:
+        self._parts = parts
+        self._training = training
+        self._communicates = communicates
+        self._share = SharedComponents()
+        self._groups: dict[Recompute, tuple[EqualLayers[str], ...]] = {}
+
+    def __call__(self, candidate: Candidate) -> Decomposition:
+        """Return the components of one step of `candidate`."""
+        m = candidate.micro_batch_size
+        policy = _BY_OPERATION.get(candidate.recompute, BlockRecompute.NONE)
+        layers = []
+        for equal in self._layer_groups(candidate.recompute):
+            experts = candidate.expert_backend if self._parts.kind(equal.kind).has_experts else None
+            backend = BackEnd(candidate.attention_backend, experts, marks_of(candidate, CodePart.LAYER))
+            recompute = whole_recompute(candidate.recompute) if equal.recomputed else policy
+            block = self._share(
+                kind=ComponentKind.LAYER,
+                micro_batch_size=m,
+                part=equal.kind,
+                backend=backend,
+                recompute=recompute,
+                bta_tile=candidate.bta_tile,
+            )
+            layers.append(LayerGroup(equal, (block,)))
+        return Decomposition(
+            embedding=None,
+            layers=tuple(layers),
+            head=self._share(kind=ComponentKind.SHELL, micro_batch_size=m, backend=_shell_setting(candidate)),
+            optimizer=(
+                self._share(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, sharding=stepped_level(candidate))
+                if self._training
+                else None
+            ),
+            communication=(
+                self._share(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, sharding=candidate.sharding)
+                if self._communicates
+                else None
+            ),
+        )
+
+    def _layer_groups(self, recompute: Recompute) -> tuple[EqualLayers[str], ...]:
+        if recompute not in self._groups:
+            chosen = recomputed_layers(self._parts, recompute)
+            self._groups[recompute] = equal_layers(self._parts.layers, recompute, chosen)
+        return self._groups[recompute]
+
+
+def _shell_setting(candidate: Candidate) -> str | None:
+    return candidate.settings or "+".join(marks_of(candidate, CodePart.SHELL)) or None
+
+
+def part_of(component: Component, parts: ModelParts) -> Part:
+    """Return the part that a layer or shell component stands for."""
+    if component.kind is ComponentKind.SHELL:
+        return parts.shell
+    assert component.part is not None, "a layer names its kind"
+    return parts.kind(component.part)
+
+
+def predict_part_bytes(component: Component, parts: ModelParts, request: ExplorationRequest) -> ComponentBytes:
+    """Return the expected activation bytes of one component, as `ComponentMeasurement` defines them."""
+    if component.kind is ComponentKind.OPTIMIZER and request.training.keeps_master_weights:
+        shards = request.sharded(component.sharding).devices.optimizer_shards
+        return ComponentBytes(0, 0, -(-master_bytes(parts) // shards))  # all gradients in float32, while it steps
+    if component.kind in {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}:
+        return ComponentBytes(0, 0, 0)
+    part = part_of(component, parts)
+    tokens = component.micro_batch_size * widest(parts, request)
+    output = tokens * parts.output_bytes_per_token
+    live = round(tokens * part.saved_bytes_per_token)
+    transient = round(tokens * part.transient_bytes_per_token)
+    if component.kind is ComponentKind.SHELL and not function_of(component.setting).holds_logits:
+        live, transient = min(live, 3 * output), min(transient, output)
+    if component.is_compiled:
+        live = round(COMPILED_SHARE * live)
+    if request.mode == "eval":
+        return ComponentBytes(output, output + transient, 0)
+    saved = max(output, round(KEPT_SHARES[component.recompute] * live))
+    if component.bta_tile is not None:
+        saved = max(output, live // 2)  # attention, about half of the layer, is recomputed tile by tile
+    if component.recompute is BlockRecompute.OFFLOAD:
+        live = saved  # tensors come back one by one
+    return ComponentBytes(saved, live + transient, live + transient + output)
+
+
+def part_work(component: Component, parts: ModelParts, request: ExplorationRequest | None = None) -> Work:
+    """Return the operations and bytes of a forward pass, in the mean over the micro-batches of a `request`'s texts."""
+    part = part_of(component, parts)
+    tokens: float = component.micro_batch_size * parts.seq_length
+    batches = None if request is None else text_batches(request, component.micro_batch_size)
+    if batches is not None:
+        tokens = batches.expected_positions
+    flops = tokens * part.flops_per_token + _attention_flops(component, parts, request)
+    moved = part.parameter_bytes + 2.0 * tokens * part.saved_bytes_per_token
+    if component.kind is ComponentKind.SHELL:
+        reads = function_of(component.setting).reads(tokens, parts)
+        moved += (reads - 1) * parts.head_parameters * parts.dtype.itemsize
+    return Work(flops, moved)
+
+
+def _attention_flops(component: Component, parts: ModelParts, request: ExplorationRequest | None) -> float:
+    batches = None if request is None else text_batches(request, component.micro_batch_size)
+    full = component.micro_batch_size if batches is None else batches.expected_pairs / parts.seq_length**2
+    return full * part_of(component, parts).flops_per_sequence
+
+
+def again_work(
+    component: Component, parts: ModelParts, forward: Work, request: ExplorationRequest | None = None
+) -> Work | None:
+    """Return the work that the backward pass runs again; None if it runs nothing again.
+
+    What lies in the host's memory is read and written at least once on its way there, and once on its way back.
+    """
+    if component.recompute is BlockRecompute.OFFLOAD:
+        tokens = component.micro_batch_size * parts.seq_length
+        return Work(0.0, 2.0 * tokens * part_of(component, parts).saved_bytes_per_token)
+    if component.recompute.is_whole or component.bta_tile is not None:
+        return forward
+    if component.recompute is BlockRecompute.SELECTIVE:
+        return Work(_attention_flops(component, parts, request), 0.0)
+    if component.recompute.by_operation:
+        return Work(forward.flops / 3, forward.bytes / 2)
+    return None

@@ -1,0 +1,260 @@
+"""Micro-batches of texts of unequal length: which of them are measured, and what all of an epoch compose to.
+
+Attention computes pairs of tokens and everything else tokens, so these two amounts of a micro-batch say how the seconds
+that a few of them took become those of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from bexp.explorer.cost.epochs import FEWEST_SIMULATED, Places, cut_epochs, fill, grouped_epoch, pack
+from bexp.explorer.cost.expectation import Figures, expect
+from bexp.explorer.model.lengths import Batching, CutLengths
+
+NUM_DRAWN = 3
+"""Micro-batches of usual length that are measured, beside the longest."""
+VARIES = 0.02
+"""Micro-batches that differ by less than this share of their mean, up to the longest, are measured as one."""
+SIMULATED_TEXTS = 20_000
+"""Texts that stand for an epoch where the order of its texts decides; an epoch of fewer is simulated whole."""
+SIMULATED_BATCHES = 2_000
+PACKED_TOGETHER = 1_000
+"""Texts that are packed at a time, as TRL and LLaMA-Factory do by default."""
+HIGHEST = 0.999
+"""The share of micro-batches whose peak is at most the one that an answer states beside the expected peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """One micro-batch: the lengths of the texts in each row, and the tokens of a row.
+
+    Without `is_packed` a row has one text, and the rest of it is padding, which is masked. A packed row has several,
+    each with positions of its own; if tokens are left, they are padding with positions of its own. `is_flattened` says
+    that the model gets all rows as one, which kernels for attention of variable length need.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    width: int
+    is_packed: bool = False
+    is_flattened: bool = False
+
+    def narrowed(self) -> TextBatch:
+        """These padded texts in rows that are narrower by a token."""
+        return replace(self, rows=tuple((min(n, self.width - 1),) for (n,) in self.rows), width=self.width - 1)
+
+    @classmethod
+    def whole(cls, size: int, width: int) -> TextBatch:
+        """Rows that are full, without padding or mask."""
+        return cls(((width,),) * size, width, is_packed=True)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row is one text of full length, which needs neither mask nor positions."""
+        whole = self.is_packed and not self.is_flattened
+        return whole and all(len(row) == 1 and row[0] == self.width for row in self.rows)
+
+    @property
+    def size(self) -> int:
+        """The micro-batch size."""
+        return len(self.rows)
+
+    @property
+    def positions(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.size * self.width
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tokens of one text, or of a padded row, which attention computes."""
+        if not self.is_packed:
+            return self.size * self.width**2
+        left = (self.width - sum(row) for row in self.rows)
+        return sum(n * n for row in self.rows for n in row) + sum(n * n for n in left)
+
+
+class TextBatches:
+    """The micro-batches of one size. `measured` are those to measure: usual ones, in the shares of an epoch, and last
+    the longest, whose memory is that of the size. `step_size` are the texts of an optimizer step, which are grouped.
+
+    `new_width_share` is the share of an epoch's micro-batches that are the first of their width: for these a library
+    may have to plan its kernels anew. It is 0 unless texts are padded; other rows are full, or are one row.
+
+    `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch. With a
+    token budget, expectations are shares of them: those of as many tokens as the same number of packed rows has.
+    """
+
+    def __init__(self, texts: CutLengths, batching: Batching, seq_length: int, size: int, step_size: int) -> None:
+        if batching == "packed":
+            made = _packed(texts, seq_length, size)
+        elif batching == "token_budget":
+            made = _budgeted(texts, seq_length, size)
+        else:
+            made = _padded(texts, size) if batching == "padded" else _grouped(texts, size, step_size)
+        work_NA, self.share_N, batch_at, self.longest = made
+        self.positions_N, self.pairs_N = work_NA[:, 0], work_NA[:, 1]
+        ranked = np.argsort(self.positions_N * work_NA[:, 1].max() + self.pairs_N, kind="stable")
+        below = np.cumsum(self.share_N[ranked])
+        drawn = [batch_at(int(ranked[np.searchsorted(below, (i + 0.5) / NUM_DRAWN)])) for i in range(NUM_DRAWN)]
+        longest = np.array([self.longest.positions, self.longest.pairs], float)
+        mean = self.share_N @ work_NA
+        self._share = 1.0
+        if batching == "token_budget":  # rows of more texts are a little fuller, and a step has as many tokens
+            self._share = float(size * seq_length * packed_share(texts, seq_length) / mean[0])
+        self.varies = bool((np.abs(longest - mean) > VARIES * mean).any())
+        self.measured = (*drawn, self.longest) if self.varies else (self.longest,)
+        self._mean_A = mean
+        self.new_width_share = 0.0
+        if batching in ("padded", "grouped"):
+            number = sum(texts.counts) / size
+            self.new_width_share = _new_share(work_NA[:, 0] / size, self.share_N, number, are_binned=texts.are_binned)
+
+    @property
+    def expected_positions(self) -> float:
+        """Tokens that a micro-batch computes in the mean, padding included."""
+        return self._share * float(self._mean_A[0])
+
+    @property
+    def expected_pairs(self) -> float:
+        """Pairs of tokens that attention computes in the mean."""
+        return self._share * float(self._mean_A[1])
+
+    def expect(self, seconds: Sequence[float]) -> tuple[float, float]:
+        """Return the mean over an epoch of what each of `measured` took, and the standard error of that mean."""
+        mean, error = self._expect(seconds) if self.varies else (seconds[0], 0.0)
+        return self._share * mean, self._share * error
+
+    def _expect(self, seconds: Sequence[float]) -> tuple[float, float]:
+        work = np.array([[batch.positions, batch.pairs] for batch in self.measured], float)
+        is_drawn = np.arange(len(self.measured)) < NUM_DRAWN
+        mean, error = expect(work, np.array(seconds), is_drawn, self._mean_A[None, :])
+        if np.ptp(work, axis=0).any():
+            return mean, error
+        less = 1 - self._mean_A[0] / work[0, 0]  # the usual ones are the longest: nothing says what less work saves
+        return mean * (1 - less / 2), math.hypot(error, mean * less / 2)
+
+    def peaks(self, peaks: Sequence[int]) -> tuple[float, float]:
+        """Return the peak of a micro-batch in the mean, and the HIGHEST percentile, from those of each of `measured`.
+
+        Memory follows from tokens. Between those that were measured it is interpolated, and it is no lower below.
+        """
+        known = sorted({batch.positions: peak for batch, peak in zip(self.measured, peaks, strict=True)}.items())
+        at, bytes_ = np.array(known, float).T
+        peak_N = np.interp(self.positions_N, at, bytes_)
+        order = np.argsort(peak_N, kind="stable")
+        place = np.searchsorted(np.cumsum(self.share_N[order]), HIGHEST)
+        return float(self.share_N @ peak_N), float(peak_N[order[min(int(place), len(order) - 1)]])
+
+
+BatchAt = Callable[[int], TextBatch]
+"""Gives the micro-batch at a place among all of them."""
+Made = tuple[Figures, Figures, BatchAt, TextBatch]
+"""Positions and pairs of each micro-batch, shape (N, 2), its share, what makes it, and the longest."""
+
+
+def _padded(texts: CutLengths, size: int) -> Made:
+    """Rows padded to the longest of `size` texts, drawn at random: widths have known probabilities."""
+    lengths, counts = np.array(texts.lengths), np.array(texts.counts)
+    below = np.cumsum(counts) / counts.sum()
+
+    def batch_at(place: int) -> TextBatch:
+        up_to = below[: place + 1] / below[place]
+        others = lengths[np.searchsorted(up_to, (np.arange(size - 1) + 0.5) / max(1, size - 1))]
+        return TextBatch(((int(lengths[place]),), *((int(n),) for n in others)), int(lengths[place]))
+
+    share_N = np.diff(below**size, prepend=0.0)
+    return _padded_work(lengths, size), share_N / share_N.sum(), batch_at, batch_at(len(lengths) - 1)
+
+
+def _grouped(texts: CutLengths, size: int, step_size: int) -> Made:
+    """Rows padded to the longest of `size` texts that lie near one another in an epoch sorted piece by piece."""
+    epoch = _epoch(texts, with_longest=False)
+    lengths_NM = epoch[cut_epochs(grouped_epoch(epoch, step_size), size, SIMULATED_BATCHES)]
+    widths = lengths_NM.max(axis=1)
+
+    def batch_at(place: int) -> TextBatch:
+        return TextBatch(tuple((int(n),) for n in lengths_NM[place]), int(widths[place]))
+
+    share_N = np.full(len(widths), 1 / len(widths))
+    longest = texts.lengths[-1]
+    others = (int(n) for n in np.sort(lengths_NM[widths.argmax()])[::-1][: size - 1])
+    return _padded_work(widths, size), share_N, batch_at, TextBatch(((longest,), *((n,) for n in others)), longest)
+
+
+def _packed(texts: CutLengths, seq_length: int, size: int) -> Made:
+    """Rows of whole texts, up to `seq_length` tokens each."""
+    rows = _packed_rows(texts, seq_length)
+    pairs = np.array([TextBatch((row,), seq_length, is_packed=True).pairs for row in rows], float)
+    places_NM = cut_epochs(
+        lambda seed: np.random.default_rng(seed).permutation(len(rows)), size, max(FEWEST_SIMULATED, len(rows) // size)
+    )
+    pairs_N = pairs[places_NM].sum(axis=1)
+
+    def batch_at(place: int) -> TextBatch:
+        return TextBatch(tuple(rows[i] for i in places_NM[place]), seq_length, is_packed=True)
+
+    share_N = np.full(len(pairs_N), 1 / len(pairs_N))
+    work_NA = np.column_stack([np.full(len(pairs_N), float(size * seq_length)), pairs_N])
+    return work_NA, share_N, batch_at, batch_at(int(pairs_N.argmax()))
+
+
+def _budgeted(texts: CutLengths, seq_length: int, size: int) -> Made:
+    """One row of whole texts, as many as `size` full sequences have tokens for; the longest has so many tokens."""
+    rows: list[list[int]] = []
+    while len(rows) < FEWEST_SIMULATED:
+        rows += fill(np.random.default_rng(len(rows)).permutation(_epoch(texts)).tolist(), size * seq_length)
+    made = [TextBatch((tuple(row),), sum(row), is_packed=True, is_flattened=True) for row in rows]
+    work_NA = np.array([[batch.positions, batch.pairs] for batch in made], float)
+    fullest = rows[int(work_NA[:, 1].argmax())]
+    longest = TextBatch((tuple(fullest),), size * seq_length, is_packed=True, is_flattened=True)
+    return work_NA, np.full(len(rows), 1 / len(rows)), made.__getitem__, longest
+
+
+def _new_share(width_N: Figures, share_N: Figures, number: float, *, are_binned: bool) -> float:
+    """Return the share of `number` micro-batches that are the first of their width.
+
+    A binned width stands for all down to the next narrower one that the lengths may have, by their greatest common
+    divisor, and each of them has an equal part of its share.
+    """
+    widths, places = np.unique(np.rint(width_N), return_inverse=True)
+    share = np.bincount(places, share_N).clip(0.0, 1.0 - 1e-12)
+    step = np.gcd.reduce(widths.astype(np.int64))
+    each = np.diff(widths, prepend=0.0) / step if are_binned else np.ones(len(widths))
+    expected = each * -np.expm1(number * np.log1p(-share / each))
+    return float(min(1.0, expected.sum() / number))
+
+
+def _padded_work(widths: Figures | Places, size: int) -> Figures:
+    return np.column_stack([size * widths, size * np.square(widths)]).astype(float)
+
+
+@lru_cache(maxsize=16)
+def _packed_rows(texts: CutLengths, seq_length: int) -> tuple[tuple[int, ...], ...]:
+    epoch = np.random.default_rng(0).permutation(_epoch(texts))
+    parts = (epoch[i : i + PACKED_TOGETHER].tolist() for i in range(0, len(epoch), PACKED_TOGETHER))
+    return tuple(tuple(row) for part in parts for row in pack(part, seq_length))
+
+
+def packed_share(texts: CutLengths, seq_length: int) -> float:
+    """Return the share of a packed row that texts fill."""
+    rows = _packed_rows(texts, seq_length)
+    return sum(map(sum, rows)) / (len(rows) * seq_length)
+
+
+def _epoch(texts: CutLengths, *, with_longest: bool = True) -> Places:
+    """Return the lengths of an epoch's texts in ascending order, of so many that stand for it.
+
+    Where its true share is smaller than one of these, the longest is there only `with_longest`.
+    """
+    counts = np.array(texts.counts)
+    number = max(1, min(round(counts.sum()), SIMULATED_TEXTS))
+    places = np.searchsorted(np.cumsum(counts) / counts.sum(), (np.arange(number) + 0.5) / number)
+    lengths: Places = np.array(texts.lengths, np.int64)[np.minimum(places, len(counts) - 1)]
+    if with_longest:
+        lengths[-1] = texts.lengths[-1]
+    return lengths

@@ -1,0 +1,1 @@
+"""What a candidate chooses: one file a dimension."""

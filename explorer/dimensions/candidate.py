@@ -1,0 +1,76 @@
+"""One point of the search space, and the list of what it chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bexp.explorer.dimensions.attention import ATTENTION, AttentionAsked, AttentionOf
+from bexp.explorer.dimensions.bta_tile import BTA_TILE, TileAsked, TileOf
+from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, SharingAsked, SharingOf
+from bexp.explorer.dimensions.dimension import Choice, Dimension
+from bexp.explorer.dimensions.execution import EXECUTION, ExecutionAsked, ExecutionOf
+from bexp.explorer.dimensions.experts import EXPERTS, ExpertsAsked, ExpertsOf
+from bexp.explorer.dimensions.kernels import KERNELS, KernelsAsked, KernelsOf
+from bexp.explorer.dimensions.loss import LOSS, LossAsked, LossOf
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE, MicroBatchAsked, MicroBatchOf
+from bexp.explorer.dimensions.recompute import RECOMPUTE, RecomputeAsked, RecomputeOf
+from bexp.explorer.dimensions.settings import SETTINGS, SettingsOf
+from bexp.explorer.dimensions.sharding import SHARDING, ShardingAsked, ShardingOf
+from bexp.explorer.dimensions.variants import VariantOf, VariantsAsked
+from bexp.explorer.model.target import OWN_ATTENTION
+
+DIMENSIONS: tuple[Dimension, ...] = (
+    *(MICRO_BATCH_SIZE, BTA_TILE, RECOMPUTE, ATTENTION, EXPERTS, CONTEXT_PARALLEL, SHARDING, LOSS, EXECUTION, KERNELS),
+    SETTINGS,
+)
+"""What a candidate of one model variant chooses, in the order in which a line for a person names it."""
+CHOICES: tuple[Choice[Any], ...] = tuple(dimension for dimension in DIMENSIONS if isinstance(dimension, Choice))
+"""Those with few values that have names: all that the search does with such a value is derived from this list."""
+FIELDS = tuple(name for dimension in DIMENSIONS for name in dimension.fields)
+
+
+class Candidate(  # pydantic takes the fields of the last class first
+    SettingsOf,
+    KernelsOf,
+    ExecutionOf,
+    LossOf,
+    ShardingOf,
+    SharingOf,
+    VariantOf,
+    ExpertsOf,
+    AttentionOf,
+    RecomputeOf,
+    TileOf,
+    MicroBatchOf,
+):
+    """What a trainer can choose for a given model and device: one value of each dimension."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it belongs to a model that is measured whole, whose code chooses the rest by itself."""
+        return self.attention_backend == OWN_ATTENTION
+
+    def describe(self) -> str:
+        """Return one line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
+        return " ".join(filter(None, (dimension.label(self) for dimension in DIMENSIONS)))
+
+
+class DimensionsAsked(
+    KernelsAsked,
+    ExecutionAsked,
+    LossAsked,
+    ShardingAsked,
+    SharingAsked,
+    ExpertsAsked,
+    AttentionAsked,
+    RecomputeAsked,
+    TileAsked,
+    VariantsAsked,
+    MicroBatchAsked,
+):
+    """What a request says of the dimensions."""
+
+
+_described = {*FIELDS, *VariantOf.model_fields}
+if _described != set(Candidate.model_fields):
+    raise TypeError(f"a candidate has {sorted(Candidate.model_fields)}, the dimensions have {sorted(_described)}")

@@ -1,0 +1,92 @@
+"""How a model's own code computes its loss: whether the logits of all tokens lie in memory at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
+
+from bexp.explorer.dimensions.dimension import Choice, CodePart, Place, marked, named
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.parts import ModelParts
+
+Loss = Literal["library", "chunked", "liger"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossFunction:
+    """What is known of one way to compute the loss."""
+
+    holds_logits: bool = False
+    """Whether the logits of all tokens lie in memory at once."""
+    is_tried: bool = False
+    """Whether it is tried on the model before the search: a package may be missing, or not know the model."""
+    reads: Callable[[float, ModelParts], int] = lambda tokens, parts: 1
+    """How often a pass over so many tokens reads the weights of the head."""
+
+
+def _liger_chunks(tokens: float, parts: ModelParts) -> int:
+    """Return in how many chunks liger-kernel computes the loss; each reads all weights of the head.
+
+    A chunk has as many tokens as make its logits as large as the inputs of all, rounded up to a power of two (Hsu et
+    al., 2024, "Liger Kernel", arXiv 2410.10989). With few tokens, reading the weights takes most of the time.
+    """
+    hidden = parts.output_bytes_per_token / parts.dtype.itemsize
+    fewest = math.ceil(parts.head_parameters / hidden**2)
+    chunk = 1 << (math.ceil(tokens / fewest) - 1).bit_length()
+    return math.ceil(tokens / chunk)
+
+
+LOSSES: Mapping[Loss, LossFunction] = {
+    "library": LossFunction(holds_logits=True),
+    "chunked": LossFunction(),
+    "liger": LossFunction(is_tried=True, reads=_liger_chunks),
+}
+if tuple(LOSSES) != get_args(Loss):
+    raise TypeError(f"the losses are {get_args(Loss)}, and {tuple(LOSSES)} are described")
+
+
+class LossOf(Frozen):
+    """The loss of a candidate."""
+
+    loss: Loss | None = Field(None, description="Null: the request's training.loss.")
+
+
+class LossAsked(Frozen):
+    """What a request says of the loss."""
+
+    losses: Annotated[tuple[Loss, ...], Field(min_length=1, max_length=len(LOSSES))] | None = Field(
+        None,
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
+        "by our function or by that of liger-kernel. Null: all that a GPU can have.",
+    )
+
+
+def _explored(place: Place) -> Sequence[Loss]:
+    return ("library",) if place.is_quick else tuple(LOSSES)
+
+
+LOSS: Choice[Loss] = Choice(
+    name="loss",
+    fields=("loss",),
+    asked="losses",
+    values=tuple(LOSSES),
+    plain="library",
+    explored=_explored,
+    words=lambda loss: f"the {loss} loss",
+    part=CodePart.SHELL,
+    settings=lambda loss: {"loss": loss},
+    is_tried=lambda loss: LOSSES[loss].is_tried,
+    is_written=True,
+    **marked({loss: loss for loss in LOSSES}),
+    **named("loss", "loss"),
+)
+
+
+def function_of(setting: str | None) -> LossFunction:
+    """Return what is known of the loss that a shell was measured with; another setting leaves the library's."""
+    names = (setting or LOSS.plain).split("+")
+    return next((known for name, known in LOSSES.items() if name in names), LOSSES[LOSS.plain])

@@ -1,0 +1,167 @@
+"""Meshes of devices: how many share a layer's matrices, how many a pipeline has, and how many share the experts.
+
+Attention runs on tensor x data x pipeline devices. The experts of a layer are spread over `expert` devices of one
+pipeline stage, which are neighbours; if `expert` is 1, the tensor-parallel devices share each expert instead. Tensor
+parallelism includes sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from bexp.explorer.dimensions.expert_modes import ExpertMode, ExpertModes, Sizes, named_sizes
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.training import Sharding
+
+MOST_VIRTUAL_STAGES = 8
+"""The most stages of one rank that `explore` tries."""
+
+
+class Schedule(StrEnum):
+    """In which order the stages of a pipeline run: see `bexp.explorer.meshes.pipeline_order`."""
+
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+
+
+class ParallelismSpec(ExpertModes):
+    """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
+
+    `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
+    that they are null in a stored one.
+    """
+
+    tensor: Sizes = 1
+    pipeline: Sizes = 1
+    virtual_stages: Sizes = Field(1, description="Stages of each rank of an interleaved pipeline.")
+    schedule: (
+        Literal["explore"] | Schedule | Annotated[tuple[Schedule, ...], Field(min_length=1, max_length=len(Schedule))]
+    ) = "explore"
+    expert: Sizes = 1
+    context: Sizes | None = None
+    sharding: (
+        Literal["explore"] | Sharding | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))]
+    ) | None = None
+
+    @property
+    def needs_mesh(self) -> bool:
+        """Whether a size may be other than 1, so that devices form meshes."""
+        return any(named_sizes(getattr(self, name)) != (1,) for name in MESH_SIZES)
+
+    @property
+    def named_schedules(self) -> tuple[Schedule, ...]:
+        """The schedules that are named; none with `explore`."""
+        if self.schedule == "explore":
+            return ()
+        return (self.schedule,) if isinstance(self.schedule, Schedule) else self.schedule
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether a mesh may have experts on several devices."""
+        return named_sizes(self.expert) != (1,)
+
+
+MESH_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
+
+
+class Mesh(Frozen):
+    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone.
+
+    `overlap_degree` is above 1 if the expert mode is `overlapped`, and `shadowed_experts` above 0 if it is `shadowed`.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    schedule: Schedule | None = None
+    expert: int = 1
+    overlap_degree: int = 1
+    shadowed_experts: int = 0
+    data: int = 1
+    sharding: Sharding = Sharding.NONE
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline over all ranks."""
+        return self.pipeline * self.virtual_stages
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every device has the whole model, apart from what is sharded."""
+        return self.tensor == self.pipeline == self.expert == 1
+
+    @property
+    def expert_mode(self) -> ExpertMode:
+        """How tokens reach their experts."""
+        if self.shadowed_experts:
+            return ExpertMode.SHADOWED
+        return ExpertMode.OVERLAPPED if self.overlap_degree > 1 else ExpertMode.PLAIN
+
+    @property
+    def in_plain_mode(self) -> Mesh:
+        """The same mesh with expert mode `plain`."""
+        return self.model_copy(update={"overlap_degree": 1, "shadowed_experts": 0})
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """What a component of the experts says of the mesh."""
+        return {
+            "expert_parallel_size": self.expert,
+            "overlap_degree": self.overlap_degree,
+            "shadowed_experts": self.shadowed_experts,
+        }
+
+    @property
+    def block_key(self) -> tuple[int, ...]:
+        """What decides the blocks of a device: pipeline and data parallelism do not."""
+        return self.tensor, self.expert, self.overlap_degree, self.shadowed_experts
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """The mesh without the numbers of its expert mode: meshes that a search first ranks as one."""
+        sizes = (self.tensor, self.pipeline, self.virtual_stages, self.expert, self.data)
+        return *sizes, self.schedule, self.sharding, self.expert_mode
+
+    @property
+    def expert_data(self) -> int:
+        """Devices that hold the same experts of a stage."""
+        return self.tensor * self.data // self.expert if self.expert > 1 else self.data
+
+    def describe(self) -> str:
+        """Return the mesh in a line: `tensor=8 pipeline=4 (interleaved, 2 stages a rank) data=2 sharding=zero1`."""
+        parts = [f"tensor={self.tensor}", f"pipeline={self.pipeline}"]
+        if self.schedule is not None:
+            stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
+            parts[-1] += f" ({self.schedule}{stages})"
+        if self.expert > 1:
+            modes = {
+                ExpertMode.PLAIN: "",
+                ExpertMode.OVERLAPPED: f" (overlapped in {self.overlap_degree} chunks)",
+                ExpertMode.SHADOWED: f" ({self.shadowed_experts} shadowed)",
+            }
+            parts.append(f"expert={self.expert}{modes[self.expert_mode]}")
+        return " ".join([*parts, f"data={self.data}", f"sharding={self.sharding}"])
+
+
+class MeshRun(Frozen):
+    """A whole model on a mesh of devices: how many layers each stage has, and how many micro-batches its step has."""
+
+    mesh: Mesh
+    layers_per_stage: tuple[int, ...]
+    num_micro_batches: Annotated[int, Field(ge=1)] = Field(description="Of one replica.")
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The groups of devices that exchange something: their size, and how far apart their members are."""
+        mesh, ends = self.mesh, self.mesh.tensor * self.mesh.data
+        groups = [(mesh.tensor, 1), (mesh.data, mesh.tensor), (mesh.pipeline, ends), (2, (mesh.pipeline - 1) * ends)]
+        groups += [(mesh.expert, 1), (mesh.expert_data, mesh.expert)] if mesh.expert > 1 else []
+        return tuple(dict.fromkeys(group for group in groups if group[0] > 1 and group[1] > 0))

@@ -1,0 +1,248 @@
+"""Which activations are recomputed in backward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
+
+from bexp.explorer.dimensions.dimension import Dimension
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.model.spelling import shortened
+
+_NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
+
+
+class Recompute(StrEnum):
+    """Which activations are recomputed in backward (Korthikanti et al., 2022, arXiv:2205.05198).
+
+    Some policies choose by operation, in every layer. The cheapest comes first.
+    `selective` recomputes the attention core.
+    `activations` keeps the results of matrix products and of attention. It recomputes what lies between them: norms,
+    activation functions and their products with the gate, and the gathering of tokens for experts. It does not run
+    expert GEMMs again.
+    `qkv` recomputes the norm, the projection of queries, keys and values, and their rotation. It keeps attention's
+    result and log-sum-exp, so the attention kernel does not run again.
+    `experts` recomputes the expert FFN up to its second GEMM, whose result backward does not need.
+    `projections` is `qkv` with the same for every FFN: it keeps only the results of attention and of blocks.
+
+    Others choose by layer. `partial_*` recomputes that share of the layers as a whole, and `full` every layer.
+    `offload` recomputes nothing: what layers keep lies in pinned memory of the host from forward to backward (Rhu et
+    al., 2016, arXiv:1602.08124). It is explored if a request names it, or if nothing else may fit.
+
+    Two kinds of policy have a number in their name, as in `layers_12` and `groups_4`. They are no members, so an
+    iteration leaves them out. There is one object for each name, so that `is` compares them as it compares members.
+    `layers_N` recomputes the first N layers, each by itself (Megatron's method `block`). `groups_N` recomputes groups
+    of N consecutive layers, each group as one: it keeps the input of a group (Megatron's method `uniform`).
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    ACTIVATIONS = "activations"
+    QKV = "qkv"
+    EXPERTS = "experts"
+    PROJECTIONS = "projections"
+    PARTIAL_25 = "partial_25"
+    PARTIAL_50 = "partial_50"
+    PARTIAL_75 = "partial_75"
+    FULL = "full"
+    OFFLOAD = "offload"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Recompute | None:
+        """Return the policy of a name with a number; None for any other name."""
+        if not isinstance(value, str) or not _NUMBERED.fullmatch(value):
+            return None
+        policy = str.__new__(cls, value)
+        policy._name_ = value.upper()
+        policy._value_ = value
+        known: Recompute = cls._value2member_map_.setdefault(value, policy)  # type: ignore[assignment]  # typed for any enum
+        return known
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Add the names with a number to those that JSON Schema admits."""
+        values = handler(schema)
+        members = handler.resolve_ref_schema(values)
+        if "enum" in members:
+            names = members.pop("enum")
+            members["anyOf"] = [{"enum": names}, {"pattern": f"^{_NUMBERED.pattern}$"}]
+        return values
+
+    @property
+    def first_layers(self) -> int | None:
+        """N of `layers_N`; None for any other policy."""
+        return self._number("layers")
+
+    @property
+    def group_size(self) -> int | None:
+        """N of `groups_N`; None for any other policy."""
+        return self._number("groups")
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the name has a number. Such a policy is explored only if a request names it."""
+        return _NUMBERED.fullmatch(self) is not None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The place in a list of policies: members as they are declared, then `layers_N`, then `groups_N`."""
+        members = list(Recompute)
+        if not self.is_numbered:
+            return members.index(self), 0
+        return len(members) + (self.first_layers is None), self.first_layers or self.group_size or 0
+
+    def _number(self, kind: str) -> int | None:
+        match = _NUMBERED.fullmatch(self)
+        return int(match[2]) if match and match[1] == kind else None
+
+    @property
+    def by_operation(self) -> bool:
+        """Whether the policy chooses operation by operation what to keep, rather than by kernel or layer."""
+        return self in {Recompute.ACTIVATIONS, Recompute.QKV, Recompute.EXPERTS, Recompute.PROJECTIONS}
+
+    @property
+    def untiled_only(self) -> bool:
+        """Whether the policy keeps a part of attention; a tile recomputes all of it, so the two exclude each other."""
+        return self in {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS, Recompute.OFFLOAD}
+
+    @property
+    def layer_share(self) -> float:
+        """The share of the layers that the policy recomputes as a whole; 0 for `layers_N`, which names a number."""
+        if self.group_size is not None:
+            return 1.0
+        return {
+            Recompute.PARTIAL_25: 0.25,
+            Recompute.PARTIAL_50: 0.5,
+            Recompute.PARTIAL_75: 0.75,
+            Recompute.FULL: 1.0,
+        }.get(self, 0.0)
+
+
+ON_DEVICE = tuple(policy for policy in Recompute if policy is not Recompute.OFFLOAD)
+"""Policies without a number that leave activations on the device: those that are explored where none is named."""
+
+
+def _explain_number(name: Any) -> Any:
+    """Say what a name with a number may be, which the list of members does not."""
+    if isinstance(name, str) and name.startswith(("layer", "group")) and not _NUMBERED.fullmatch(name):
+        raise ValueError(
+            f"'{shortened(name)}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at least 1 "
+            "and at most the number of layers"
+        )
+    return name
+
+
+Policy = Annotated[Recompute, BeforeValidator(_explain_number)]
+"""A policy by its name, as a request gives it."""
+
+
+def refuse_number(recompute: Recompute, num_layers: int) -> None:
+    """Raise ValueError if the number in a policy's name is none that a model with so many layers has."""
+    first, size = recompute.first_layers, recompute.group_size
+    if first is not None and first > num_layers:
+        raise ValueError(f"recompute '{recompute}': the model has {num_layers} layers; the nearest policy is 'full'")
+    if size == 1:
+        raise ValueError(f"recompute '{recompute}': a group has at least two layers; one by one is the policy 'full'")
+    if size is not None and size > num_layers:
+        nearest = f"groups_{num_layers}" if num_layers > 1 else "full"
+        raise ValueError(
+            f"recompute '{recompute}': the model has {num_layers} layers; the nearest policy is '{nearest}'"
+        )
+
+
+def offers_policy(model: ExploredModel, policy: Recompute, *, named: bool) -> bool:
+    """Return whether a policy is to be tried: our reference layers run all, a model's own code those that it can.
+
+    There, a policy by operation, or that takes activations to the host, must be `named` by the request. `layers_N`
+    needs layers that can be recomputed one by one.
+    """
+    if isinstance(model, ModelSpec):
+        return True
+    can = (policy if policy.first_layers is None else Recompute.PARTIAL_50) in model.policies
+    return can and (named or not (policy.untiled_only or policy.by_operation))
+
+
+def recomputed_layers(model: ExploredModel, recompute: Recompute) -> tuple[bool, ...]:
+    """Return, for each layer, whether `recompute` recomputes it as a whole.
+
+    `layers_N` takes the first layers, and so does a share in a model's own code. In our reference layers the recomputed
+    ones are spread evenly over each kind of layer, so that a partial policy means the same share of dense and of expert
+    layers. Every partial policy recomputes at least one layer.
+    """
+    if not isinstance(model, ModelSpec):
+        share = recompute.layer_share
+        number = recompute.first_layers or (max(1, round(share * model.num_layers)) if share > 0 else 0)
+        return tuple(i < number for i in range(model.num_layers))
+    kinds = model.layer_kinds
+    if recompute.first_layers is not None:
+        return tuple(i < recompute.first_layers for i in range(len(kinds)))
+    chosen = [False] * len(kinds)
+    for kind, count in zip(LayerKind, _count_recomputed(model, recompute), strict=True):
+        indices = [i for i, k in enumerate(kinds) if k is kind]
+        for j in range(count):
+            chosen[indices[j * len(indices) // count]] = True
+    return tuple(chosen)
+
+
+def _count_recomputed(model: ModelSpec, recompute: Recompute) -> tuple[int, ...]:
+    """Return how many layers of each kind a policy without a number recomputes as a whole."""
+    share = recompute.layer_share
+    counts = [model.count_layers(kind) for kind in LayerKind]
+    return tuple(max(1, round(share * count)) if share > 0 and count else 0 for count in counts)
+
+
+def in_order(policies: Collection[Recompute]) -> tuple[Recompute, ...]:
+    """Return the distinct policies, ordered by `Recompute.rank`."""
+    return tuple(sorted(set(policies), key=lambda policy: policy.rank))
+
+
+def distinct_policies(model: ModelSpec | None, allowed: Collection[Recompute]) -> tuple[Recompute, ...]:
+    """Return the policies of `allowed` without those that recompute the same layers as another.
+
+    In a shallow model some shares round to the same layers. One of them is enough, and `full` goes before a part.
+    Shares that recompute equally many layers of each kind recompute the same ones, so no layer is looked at here: a
+    request is checked in a time that does not grow with its number of layers.
+    """
+    if model is None:
+        return in_order(allowed)
+    distinct: dict[object, Recompute] = {}
+    for policy in sorted(allowed, key=lambda p: p is not Recompute.FULL):
+        every = policy.first_layers == model.num_layers
+        counts = _count_recomputed(model, Recompute.FULL if every else policy)
+        by_share = every or (not policy.is_numbered and any(counts))
+        distinct.setdefault(counts if by_share else policy, policy)
+    return in_order(distinct.values())
+
+
+MAX_POLICIES = 32
+
+
+class RecomputeOf(Frozen):
+    """The recomputation policy of a candidate."""
+
+    recompute: Recompute = Recompute.NONE
+
+
+class RecomputeAsked(Frozen):
+    """What a request says of recomputation."""
+
+    recompute: Annotated[tuple[Policy, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
+        None,
+        description="The policies to choose among. Null: all but `offload` and those with a number, `layers_N` and "
+        "`groups_N`, which are explored only if they are named here; `offload` also if nothing else may fit.",
+    )
+
+
+RECOMPUTE = Dimension(
+    name="recompute",
+    fields=("recompute",),
+    asked="recompute",
+    label=lambda candidate: None if candidate.is_whole else f"recompute={candidate.recompute}",
+    row=lambda candidate: None if candidate.is_whole else ("recompute", str(candidate.recompute)),
+)

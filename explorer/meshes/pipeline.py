@@ -1,0 +1,153 @@
+"""A pipeline, simulated event by event: when each pass runs, and what each rank holds in memory meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.meshes.pipeline_order import Pass, PipelineAction, rank_order
+
+SETTLED_ROUNDS = 4
+"""Rounds of micro-batches after which a further round adds the same time as the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Seconds and bytes of one stage for one micro-batch.
+
+    `saved_bytes` are held from the beginning of forward to the end of backward, and `transient_bytes` are alive beside
+    them while a pass runs.
+    `hand_over` are the seconds in which the output, or its gradient, reaches the next stage. `host_bound` says that
+    the host, not the device, sets the pace.
+    """
+
+    forward: float
+    backward: float
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    hand_over: float = 0.0
+    host_bound: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Both directions."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """One pass of one rank, in seconds from the beginning of the step."""
+
+    rank: int
+    action: PipelineAction
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """What a simulated step shows. `peak_bytes` are those of each rank.
+
+    `seconds` is the time until the last rank is done, `busy_seconds` what each rank computes of it.
+    """
+
+    seconds: float
+    busy_seconds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    passes: tuple[TimedPass, ...]
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return 1.0 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.seconds)
+
+
+def simulate_pipeline(
+    stages: Sequence[StageCosts], schedule: Schedule, num_ranks: int, num_micro_batches: int
+) -> PipelineRun:
+    """Run all micro-batches of a step through `stages`, which are those of all ranks from embedding to head.
+
+    Each rank runs its passes in the order of the schedule, and each as soon as its input is there. Sending occupies no
+    rank.
+
+    Raises:
+        ValueError: the stages are no multiple of the ranks, or the schedule cannot run so many micro-batches.
+    """
+    virtual_stages, rest = divmod(len(stages), num_ranks)
+    if rest or not virtual_stages:
+        raise ValueError(f"{len(stages)} stages are no multiple of {num_ranks} ranks")
+    orders = [rank_order(schedule, r, num_ranks, num_micro_batches, virtual_stages) for r in range(num_ranks)]
+    ended: dict[PipelineAction, float] = {}
+    place, free = [0] * num_ranks, [0.0] * num_ranks
+    passes: list[TimedPass] = []
+    waiting = set(range(num_ranks))
+    while waiting:
+        before = len(passes)
+        for rank in sorted(waiting):
+            order = orders[rank]
+            while place[rank] < len(order):
+                action = order[place[rank]]
+                ready = _ready(action, ended, stages)
+                if ready is None:
+                    break
+                begin = max(free[rank], ready)
+                costs = stages[action.stage]
+                end = begin + (costs.forward if action.kind is Pass.FORWARD else costs.backward)
+                ended[action] = free[rank] = end
+                passes.append(TimedPass(rank, action, begin, end))
+                place[rank] += 1
+            if place[rank] == len(order):
+                waiting.discard(rank)
+        assert len(passes) > before, "no schedule waits for itself"
+    peaks = tuple(_peak_bytes(order, stages) for order in orders)
+    busy = [0.0] * num_ranks
+    for done in passes:
+        busy[done.rank] += done.end - done.begin
+    return PipelineRun(max(free), tuple(busy), peaks, tuple(passes))
+
+
+def pipeline_seconds(
+    stages: Sequence[StageCosts], schedule: Schedule, num_ranks: int, num_micro_batches: int
+) -> tuple[float, PipelineRun]:
+    """Return the seconds of a step, and a run of as many of its micro-batches as it takes to fill the pipeline.
+
+    Once the pipeline is full, each further round of micro-batches takes as long as the one before, and holds as much.
+    """
+    rest = num_micro_batches % num_ranks
+    few = SETTLED_ROUNDS * num_ranks + rest
+    if num_micro_batches <= few + num_ranks:
+        run = simulate_pipeline(stages, schedule, num_ranks, num_micro_batches)
+        return run.seconds, run
+    shorter = simulate_pipeline(stages, schedule, num_ranks, few)
+    longer = simulate_pipeline(stages, schedule, num_ranks, few + num_ranks)
+    rounds = (num_micro_batches - few - num_ranks) // num_ranks
+    return longer.seconds + rounds * (longer.seconds - shorter.seconds), longer
+
+
+def _ready(action: PipelineAction, ended: dict[PipelineAction, float], stages: Sequence[StageCosts]) -> float | None:
+    """Return when the input of a pass is there; None if that is not known yet."""
+    kind, stage, micro_batch = action
+    own, other = 0.0, stage - 1
+    if kind is Pass.BACKWARD:
+        forward_end = ended.get(PipelineAction(Pass.FORWARD, stage, micro_batch))
+        if forward_end is None:
+            return None
+        own, other = forward_end, stage + 1
+    if not 0 <= other < len(stages):
+        return own
+    received = ended.get(PipelineAction(kind, other, micro_batch))
+    return None if received is None else max(own, received + stages[min(stage, other)].hand_over)
+
+
+def _peak_bytes(order: Sequence[PipelineAction], stages: Sequence[StageCosts]) -> int:
+    """Return the most bytes that a rank holds."""
+    held = peak = 0
+    for action in order:
+        costs = stages[action.stage]
+        if action.kind is Pass.FORWARD:
+            held += costs.saved_bytes
+        peak = max(peak, held + costs.transient_bytes)
+        if action.kind is Pass.BACKWARD:
+            held -= costs.saved_bytes
+    return peak

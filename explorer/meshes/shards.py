@@ -1,0 +1,223 @@
+"""What one device has of a block that several devices share, as a block that can be built and timed by itself.
+
+A tensor-parallel device has a part of the heads, of the FFN's hidden width and of the vocabulary (Shoeybi et al., 2019,
+arXiv:1909.08053); what comes in and goes out is as wide as ever. An expert-parallel device has a part of the experts,
+and the rows that routing sends to the busiest such device, each for one of its experts. Fewer rows travel: a token goes
+once to each device that has any of its experts, as `bexp.kernels.expert_parallel` sends it. The device that is timed
+has its own tokens and routes them as in training; `expert_chunk` is what formulas take its experts for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from bexp.explorer.cost.components import Component
+from bexp.explorer.model.model import ModelSpec, MoESpec
+from bexp.explorer.model.routes import draw_batch_routes, draw_routes
+from bexp.explorer.model.routing import RoutingSpec
+from bexp.explorer.request.request import ExplorationRequest
+
+SHARED_EXPERTS = "shared_experts"
+"""The part that a dense FFN stands for if it is that of a layer's shared experts."""
+SPREAD_EXPERTS = "spread_experts"
+"""The part that an expert FFN stands for if several devices share its experts."""
+NO_SHARED_EXPERTS: dict[str, object] = {"shared_expert_ffn_hidden_size": 0, "shared_expert_gate": False}
+DRAWN_TOKENS = 1 << 14
+"""Tokens that are drawn to find the busiest device; its share is then known to about a percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """The busiest of several devices with experts.
+
+    All devices together send it `share` of their pairs of token and expert. Each keeps `home_share` of its own pairs
+    for copies of shadowed experts. `routing` says how the busiest one's pairs fall on its experts, and then on those
+    copies. A token goes to `visited` devices on average, and `visiting` is the largest share of the tokens that go to
+    any one device.
+    """
+
+    share: float
+    home_share: float
+    routing: RoutingSpec
+    visited: float
+    visiting: float
+
+
+def shard_of(
+    component: Component, model: ModelSpec, request: ExplorationRequest
+) -> tuple[ModelSpec, ExplorationRequest]:
+    """Return the model whose block a component is, and the request that goes with it.
+
+    Experts that devices share are those of the whole model, for the tokens that sequence parallelism leaves a device.
+    """
+    tensor = component.tensor_parallel_size
+    if component.part == SHARED_EXPERTS:
+        return shared_expert_model(tensor_shard(model, tensor)), request
+    if component.part != SPREAD_EXPERTS:
+        return tensor_shard(model, tensor), request
+    assert model.moe is not None, "a model with experts"
+    experts = model.moe.model_copy(update=NO_SHARED_EXPERTS)
+    whole = model.model_copy(update={"moe": experts, "seq_length": -(-model.seq_length // tensor)})
+    return whole, request.model_copy(update={"model": whole})
+
+
+def expert_chunk(
+    component: Component, model: ModelSpec, request: ExplorationRequest
+) -> tuple[ModelSpec, ExplorationRequest]:
+    """Return a model whose expert FFN has one chunk of the busiest device's rows, and the request of their routing."""
+    assert component.part == SPREAD_EXPERTS and model.moe is not None, "experts that devices share"
+    expert, shadowed = component.expert_parallel_size, component.shadowed_experts
+    busiest = _busiest(component, model, request)
+    rows = -(-expert_rows(component, model, request).computed // component.overlap_degree)
+    experts = model.moe.model_copy(
+        update={
+            "num_experts": model.moe.num_experts // expert + shadowed,
+            "top_k": 1,
+            "capacity_factor": None,  # the rows are those that are left
+            **NO_SHARED_EXPERTS,
+        }
+    )
+    shard = model.model_copy(update={"moe": experts, "seq_length": -(-rows // component.micro_batch_size)})
+    return shard, request.model_copy(update={"model": shard, "routing": busiest.routing})
+
+
+def tensor_shard(model: ModelSpec, size: int) -> ModelSpec:
+    """Return what one of `size` tensor-parallel devices has of each block; the vocabulary is padded to divide."""
+    if size == 1:
+        return model
+    moe = model.moe
+    if moe is not None:
+        widths = ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size")
+        moe = moe.model_copy(update={name: getattr(moe, name) // size for name in widths})
+    return model.model_copy(
+        update={
+            "num_attention_heads": model.num_attention_heads // size,
+            "num_query_groups": model.query_groups // size,
+            "head_dim": model.head_size,
+            "ffn_hidden_size": model.ffn_hidden_size // size,
+            "vocab_size": -(-model.vocab_size // size),
+            "moe": moe,
+        }
+    )
+
+
+def shared_expert_model(model: ModelSpec) -> ModelSpec:
+    """Return a model whose dense FFN is the shared experts of `model`, which expert parallelism does not move."""
+    assert model.moe is not None, "a model with experts"
+    return model.model_copy(update={"ffn_hidden_size": model.moe.shared_expert_ffn_hidden_size})
+
+
+def spread_expert_model(model: ModelSpec, size: int) -> ModelSpec:
+    """Return a model whose experts are whole, and whose shared experts are those of one of `size` devices."""
+    assert model.moe is not None, "a model with experts"
+    shared = model.moe.shared_expert_ffn_hidden_size // size
+    return model.model_copy(update={"moe": model.moe.model_copy(update={"shared_expert_ffn_hidden_size": shared})})
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows of a micro-batch.
+
+    The busiest device receives `received` pairs of token and expert, and each device keeps `home` of its own for
+    shadowed experts. A token travels once to each device that has any of its other experts, and once back: a device
+    sends `moved_out` such rows, and the one that most tokens go to receives `moved_in`.
+    """
+
+    received: int
+    home: int
+    moved_out: int
+    moved_in: int
+
+    @property
+    def computed(self) -> int:
+        """Pairs that the busiest device computes."""
+        return max(1, self.received + self.home)
+
+
+def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> ExpertRows:
+    """Return the rows of an expert-parallel group, for a micro-batch.
+
+    The group of `expert_parallel_size` devices routes the tokens of as many devices together, each of which has the
+    1 / `tensor_parallel_size` of a micro-batch that sequence parallelism leaves it.
+    """
+    assert model.moe is not None, "a model with experts"
+    size, busiest = component.expert_parallel_size, _busiest(component, model, request)
+    tokens = _own_tokens(component, model)
+    pairs = tokens * model.moe.top_k
+    return ExpertRows(
+        received=math.ceil(pairs * size * busiest.share),
+        home=math.ceil(pairs * busiest.home_share),
+        moved_out=math.ceil(tokens * busiest.visited),
+        moved_in=math.ceil(tokens * size * busiest.visiting),
+    )
+
+
+def _own_tokens(component: Component, model: ModelSpec) -> float:
+    """Return the tokens that a device routes."""
+    return component.micro_batch_size * model.seq_length / component.tensor_parallel_size
+
+
+def _busiest(component: Component, model: ModelSpec, request: ExplorationRequest) -> ExpertShare:
+    assert model.moe is not None, "a model with experts"
+    size, shadowed = component.expert_parallel_size, component.shadowed_experts
+    if model.moe.capacity_factor is None:
+        return busiest_device(model.moe, request.routing, size, request.seed, shadowed)
+    tokens = math.ceil(_own_tokens(component, model))  # fewer tokens are spread less evenly, so that more are dropped
+    return busiest_device(model.moe, request.routing, size, request.seed, shadowed, tokens)
+
+
+@lru_cache(maxsize=512)
+def busiest_device(
+    moe: MoESpec, routing: RoutingSpec, size: int, seed: int, shadowed: int = 0, num_tokens: int = DRAWN_TOKENS
+) -> ExpertShare:
+    """Return which share of the pairs the busiest of `size` devices gets; each has consecutive experts.
+
+    The `shadowed` most popular experts are on every device, and none of their pairs is sent. Each device has
+    `num_tokens` of its own, and drops the pairs that are over an expert's capacity. Shares are of all pairs.
+    """
+    routes_TK = _drawn(moe, routing, seed, num_tokens)
+    total = routes_TK.size
+    popular = np.argsort(-np.bincount(routes_TK.ravel(), minlength=moe.num_experts), kind="stable")[:shadowed]
+    kept_TK = _within_capacity(routes_TK, moe)
+    counts_E = np.bincount(routes_TK[kept_TK], minlength=moe.num_experts)
+    device_E = np.arange(moe.num_experts) // (moe.num_experts // size)
+    device_E[popular] = size
+    visits_TD = np.zeros((routes_TK.shape[0], size + 2), dtype=bool)
+    np.put_along_axis(visits_TD, np.where(kept_TK, device_E[routes_TK], size + 1), True, axis=1)
+    visiting_D = visits_TD[:, :size].mean(axis=0)
+    home = counts_E[popular]
+    counts_E[popular] = 0
+    counts_DE = counts_E.reshape(size, -1)
+    busiest = counts_DE[int(counts_DE.sum(axis=1).argmax())]
+    # The busiest device gets the pairs of all devices for its own experts, and those of one device for the copies.
+    shares = tuple(float(count) for count in np.concatenate((busiest, home / size)))
+    return ExpertShare(
+        share=float(busiest.sum() / total),
+        home_share=float(home.sum() / total),
+        routing=RoutingSpec(kind="shares", shares=shares),
+        visited=float(visiting_D.sum()),
+        visiting=float(visiting_D.max()),
+    )
+
+
+def _within_capacity(routes_TK: npt.NDArray[np.int64], moe: MoESpec) -> npt.NDArray[np.bool_]:
+    """Return which pairs are kept: the first of each expert, because weights do not depend on a token's place."""
+    kept = np.ones(routes_TK.size, dtype=bool)
+    if moe.capacity_factor is not None:
+        order = np.argsort(routes_TK.ravel(), kind="stable")
+        experts = routes_TK.ravel()[order]
+        starts = np.searchsorted(experts, np.arange(moe.num_experts))
+        kept[order] = np.arange(experts.size) - starts[experts] < moe.capacity(routes_TK.shape[0])
+    return kept.reshape(routes_TK.shape)
+
+
+@lru_cache(maxsize=8)
+def _drawn(moe: MoESpec, routing: RoutingSpec, seed: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    if moe.capacity_factor is None:
+        return draw_routes(moe, routing, num_tokens, np.random.default_rng(seed))
+    return draw_batch_routes(moe.model_copy(update={"capacity_factor": None}), routing, num_tokens, seed)

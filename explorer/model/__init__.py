@@ -1,0 +1,1 @@
+"""What a model, its texts, its training, its routing and a device are: plain values."""

@@ -1,0 +1,86 @@
+"""The hardware that a model runs on: measured peaks, and the kernels that can be used there."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.model import DType
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+WITH_ADAPTERS = "with adapters on experts"
+"""How the reason begins why kernels are left out that serve the same experts without adapters."""
+
+
+class BackendSupport(Frozen):
+    """Whether a kernel back end can serve a model on a device.
+
+    `stock` marks back ends that torch itself has. `reason` says why a back end cannot be used.
+    `only_when_named` marks back ends that are explored only if the request names them.
+    `context_parallel` says whether an attention back end serves sequences that several devices share, and
+    `context_parallel_reason` says why it does not.
+    """
+
+    name: str
+    usable: bool
+    reason: str | None = None
+    stock: bool = True
+    only_when_named: bool = False
+    context_parallel: bool = False
+    context_parallel_reason: str | None = None
+
+
+class SoftwareVersions(Frozen):
+    """Versions that a measurement depends on; null if the device has no such software."""
+
+    python: str
+    torch: str
+    cuda: str | None = None
+    cudnn: str | None = None
+    driver: str | None = None
+    triton: str | None = None
+
+
+class HardwareSpec(Frozen):
+    """One device, or several alike, as measured by the worker that owns them.
+
+    `matmul_flops_per_second` and `memory_bandwidth_bytes_per_second` (read + write) are measured peaks, not figures of
+    a data sheet. `launch_seconds` is the host's time for one eager operation. `context_bytes` is the device memory that
+    the runtime holds outside the allocator. `workspace_bytes` are those that cuBLAS takes from the allocator for the
+    threads of forward and backward, and keeps.
+    """
+
+    device_kind: Literal["cpu", "cuda"]
+    device_name: str
+    num_devices: Annotated[int, Field(ge=1)] = 1
+    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="The memory of one device.")
+    memory_limit_bytes: Annotated[int, Field(gt=0)] = Field(description="What a job may use of the memory by default.")
+    context_bytes: Annotated[int, Field(ge=0)] = 0
+    workspace_bytes: Annotated[int, Field(ge=0)] = 0
+    matmul_flops_per_second: dict[DType, Positive]
+    memory_bandwidth_bytes_per_second: Positive
+    launch_seconds: Positive
+    versions: SoftwareVersions
+
+    @property
+    def most_memory_bytes(self) -> int:
+        """What a request may ask for of one device: more than the default of a CPU. Others hold the rest of a GPU."""
+        return self.memory_bytes if self.device_kind == "cpu" else self.memory_limit_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what a result depends on, without the measured peaks; a resumed job needs the same."""
+        parts = (self.device_kind, self.device_name, str(self.memory_bytes), self.versions.model_dump_json())
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """Return one line for a person: `2 x NVIDIA H200, 139.8 GiB, torch 2.11.0+cu130, CUDA 13.0, cuDNN 9.19`."""
+        named = (("torch", self.versions.torch), ("CUDA", self.versions.cuda), ("cuDNN", self.versions.cudnn))
+        versions = ", ".join(f"{name} {version}" for name, version in named if version is not None)
+        number = f"{self.num_devices} x " if self.num_devices > 1 else ""
+        return f"{number}{self.device_name}, {self.memory_bytes / 2**30:.1f} GiB, {versions}"

@@ -1,0 +1,198 @@
+"""The lengths of the texts that a model is trained on, and how texts become micro-batches."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from bexp.explorer.model.base import Frozen, RuleError
+
+MAX_LENGTH = 1 << 24
+MAX_TEXTS = 1 << 40
+MAX_DISTINCT_LENGTHS = 1024
+"""Distinct lengths of a histogram; `compact_histogram` has no more, whatever it is made of."""
+FEW_LENGTHS = 64
+EPOCH_TEXTS = 100_000
+"""Texts of an epoch where nobody counts them: a distribution by its parameters has no number of texts."""
+RARE = 1e-3
+"""An epoch without a number of texts meets a longer one than counts here with at most this probability."""
+LOGNORMAL = re.compile(r"lognormal\(\s*([^,()]+?)\s*,\s*([^,()]+?)\s*\)")
+
+Batching = Literal["padded", "grouped", "packed", "token_budget"]
+PACKED: frozenset[Batching] = frozenset({"packed", "token_budget"})
+"""Whole texts beside one another: in each row of a micro-batch, or in one row that is the whole micro-batch."""
+Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
+TextCount = Annotated[int, Field(ge=1, le=MAX_TEXTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class CutLengths:
+    """Distinct lengths in ascending order, each with the number of its texts, none longer than a sequence.
+
+    `num_cut` texts were longer, and end at the length of a sequence. Numbers that follow from a distribution are
+    expectations. `is_counted` says that the texts themselves were counted.
+    """
+
+    lengths: tuple[int, ...]
+    counts: tuple[float, ...]
+    num_cut: float
+    is_counted: bool
+
+    @property
+    def are_binned(self) -> bool:
+        """Whether a length may stand for those down to the next shorter one. A few that were counted do not."""
+        return not self.is_counted or len(self.lengths) > FEW_LENGTHS
+
+    @property
+    def num_texts(self) -> float:
+        """Texts of an epoch."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a text."""
+        return sum(n * count for n, count in zip(self.lengths, self.counts, strict=True)) / self.num_texts
+
+
+class LogNormal(Frozen):
+    """Lengths whose logarithm is normal with the standard deviation `sigma`; `mean` is that of the lengths, in tokens.
+
+    Its epoch has EPOCH_TEXTS texts.
+    """
+
+    mean: Annotated[float, Field(ge=1, le=MAX_LENGTH)]
+    sigma: Annotated[float, Field(gt=0, le=4)]
+
+
+class Lengths(Frozen):
+    """How long texts are: a histogram of them, or a distribution."""
+
+    histogram: (
+        Annotated[tuple[tuple[Length, TextCount], ...], Field(min_length=1, max_length=MAX_DISTINCT_LENGTHS)] | None
+    ) = Field(None, description="Pairs of a length in tokens and the number of texts that have it.")
+    lognormal: LogNormal | None = None
+
+    @field_validator("histogram", mode="before")
+    @classmethod
+    def _in_order(cls, given: Any) -> Any:
+        return given if given is None else read_histogram(given)
+
+    def cut(self, seq_length: int) -> CutLengths:
+        """Return the lengths of texts that end at `seq_length`."""
+        if self.lognormal is not None:
+            return _cut_lognormal(self.lognormal, seq_length)
+        counts: dict[int, float] = {}
+        for length, count in self.histogram or ():
+            counts[min(length, seq_length)] = counts.get(min(length, seq_length), 0) + count
+        num_cut = sum(count for length, count in self.histogram or () if length > seq_length)
+        return CutLengths(tuple(counts), tuple(counts.values()), num_cut, is_counted=True)
+
+
+def expand_lengths(data: dict[str, Any]) -> dict[str, Any]:
+    """Write `lognormal(mean, sigma)`, or a histogram by itself, as the mapping that it stands for.
+
+    Raises:
+        RuleError: a text that is no distribution, or a value that has neither or both of its fields.
+    """
+    given = data.get("lengths")
+    if given is None or isinstance(given, Lengths):
+        return data
+    if isinstance(given, str):
+        found = LOGNORMAL.fullmatch(given.strip())
+        if found is None:
+            raise RuleError(
+                "as a text they are lognormal(mean, sigma); others are pairs such as [[512, 40], [2048, 3]], or a file "
+                "that --lengths names",
+                "lengths",
+            )
+        given = {"lognormal": {"mean": found[1], "sigma": found[2]}}
+    elif isinstance(given, (list, tuple)) or (isinstance(given, Mapping) and not _is_named(given)):
+        given = {"histogram": given}
+    if not isinstance(given, Mapping) or sum(given.get(name) is not None for name in Lengths.model_fields) != 1:
+        raise RuleError("has either a histogram or a lognormal", "lengths")
+    return {**data, "lengths": given}
+
+
+def _is_named(given: Mapping[Any, Any]) -> bool:
+    return bool(given) and any(str(name) in Lengths.model_fields for name in given)
+
+
+def read_histogram(given: Any) -> tuple[tuple[int, int], ...]:
+    """Return pairs of a length and a number of texts in ascending order, each length once.
+
+    `given` is such pairs, or a mapping of lengths to numbers.
+
+    Raises:
+        ValueError: there are none, or one of them is no whole number that is at least 1.
+    """
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(given) if isinstance(given, Iterable) else []
+    if not pairs or isinstance(given, str):
+        raise ValueError("has no lengths: it is a mapping of each length in tokens to its number of texts")
+    counts: dict[int, int] = {}
+    for place, pair in enumerate(pairs, 1):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError(f"entry {place} is no pair of a length in tokens and its number of texts")
+        length, count = (read_count(value, f"{what} in entry {place}") for value, what in zip(pair, _PAIR, strict=True))
+        counts[length] = counts.get(length, 0) + count
+    return tuple(sorted(counts.items()))
+
+
+_PAIR = ("the length in tokens", "the number of texts")
+
+
+def read_count(value: Any, what: str) -> int:
+    """Return a whole number that is at least 1.
+
+    Raises:
+        ValueError: it is none; the message says `what` it stands for, and not the value, which may be anything.
+    """
+    text = str(value).strip()
+    if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or len(text) > 15 or int(text) < 1:
+        raise ValueError(f"{what} must be a whole number from 1 on")
+    return int(text)
+
+
+def compact_histogram(counts: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    """Return a histogram of at most MAX_DISTINCT_LENGTHS lengths with the same number of texts and the same longest.
+
+    Lengths that are near one another become their mean, rounded up: a share of the length that is the same everywhere.
+    """
+    ordered = sorted(counts.items())
+    if len(ordered) <= MAX_DISTINCT_LENGTHS:
+        return tuple(ordered)
+    longest, step = ordered[-1], math.log(ordered[-1][0]) / (MAX_DISTINCT_LENGTHS - 2)
+    bins: dict[int, list[int]] = {}
+    for length, count in ordered[:-1]:
+        tokens, texts = bins.get(place := int(math.log(length) / step), [0, 0])
+        bins[place] = [tokens + length * count, texts + count]
+    return (*((-(-tokens // texts), texts) for tokens, texts in bins.values()), longest)
+
+
+def _cut_lognormal(given: LogNormal, seq_length: int) -> CutLengths:
+    """Cut a log-normal distribution into lengths that are a few percent apart, with the texts that each stands for."""
+    centre = math.log(given.mean) - given.sigma**2 / 2
+
+    def longer(length: float) -> float:
+        """The share of texts that are longer."""
+        return 0.5 * math.erfc((math.log(length) - centre) / (given.sigma * math.sqrt(2)))
+
+    lengths: dict[int, float] = {}
+    number = min(seq_length, MAX_DISTINCT_LENGTHS // 2)
+    ends = sorted({max(1, round(seq_length ** (i / number))) for i in range(number + 1)})
+    below, before = 1.0, 0
+    for end in ends:
+        share = longer(end + 0.5)
+        is_last = end == seq_length or EPOCH_TEXTS * share < RARE
+        texts = EPOCH_TEXTS * (below - (0.0 if is_last else share))
+        if texts > 0:
+            lengths[end if is_last else (before + 1 + end) // 2] = texts
+        below, before = share, end
+        if is_last:
+            break
+    num_cut = EPOCH_TEXTS * longer(seq_length + 0.5)
+    return CutLengths(tuple(lengths), tuple(lengths.values()), num_cut, is_counted=False)

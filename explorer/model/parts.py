@@ -1,0 +1,223 @@
+"""The parts of a training step, as a target describes them when it measures a model's own code.
+
+A part is built and measured by itself. The `shell` is everything but the decoder layers: embedding, final norm, head
+and loss. A layer kind stands for all layers that compute alike. Parameter counts are exact; operations and bytes are
+estimates, which only decide what is worth measuring.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from bexp.explorer.model.base import Frozen, is_null
+from bexp.explorer.model.model import DType, ModelSpec, Variant
+from bexp.explorer.model.quantization import WeightBytes
+from bexp.explorer.model.target import describe_target
+
+MAX_LAYERS = 1024
+MAX_SETTINGS = 64
+
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0)]
+
+
+class Part(Frozen):
+    """One part of a training step.
+
+    `flops_per_token` are those of the forward pass's matrix products with the weights that a token meets,
+    `flops_per_sequence` those of attention's products of tokens with tokens. `saved_bytes_per_token` is what a forward
+    pass keeps for the backward pass, the part's output included.
+    """
+
+    num_parameters: Count
+    parameter_bytes: Count
+    trainable_bytes: Count = Field(description="Bytes of the parameters that receive gradients.")
+    flops_per_token: Amount
+    flops_per_sequence: Amount = 0.0
+    saved_bytes_per_token: Amount
+    transient_bytes_per_token: Amount = Field(0.0, description="Alive beyond the saved bytes at the part's peak.")
+
+
+class LayerPart(Part):
+    """A kind of decoder layer. `name` is unique in a model and stays the same from process to process."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    description: str = ""
+    has_experts: bool = False
+
+
+class Float8Layers(Frozen):
+    """Layers whose linear layers are computed in float8, compared with the same layers in the model's dtype.
+
+    Errors are norms of the differences, relative to the norms of the layer's outputs and of all its gradients; of the
+    kind of layer that is furthest off.
+    """
+
+    num_linear: Count = Field(description="Linear layers in float8, in all decoder layers.")
+    output_error: Amount
+    gradient_error: Amount
+
+
+class SampleLengths(Frozen):
+    """The samples that a training command draws from, of which the longest ran first at each size.
+
+    `num_read` of them were read. A sample takes `rows` of a micro-batch, and `longest` are the tokens of the longest.
+    `tail` are the tokens that 1 in 1, 2, 4, ... samples have at least, if rows are padded and their order is random.
+    """
+
+    number: Count
+    num_read: Annotated[int, Field(ge=1)]
+    longest: Count
+    rows: Annotated[int, Field(ge=1)] = 1
+    tail: tuple[Count, ...] | None = Field(None, exclude_if=is_null)
+
+
+class EvaluationBatch(Frozen):
+    """The longest texts of an evaluation, `length` tokens each if that is known, in a forward pass.
+
+    `peak_bytes` is null if there was no memory for it.
+    """
+
+    batch_size: Annotated[int, Field(ge=1)]
+    length: Count
+    peak_bytes: Count | None
+
+
+class ProcessSpread(Frozen):
+    """The slowest and the fullest process of a training, in times the fastest and the emptiest."""
+
+    number: Annotated[int, Field(ge=2)]
+    slowest: Count
+    slower: Annotated[float, Field(ge=1)]
+    fullest: Count
+    fuller: Annotated[float, Field(ge=1)]
+
+
+class ModelParts(Frozen):
+    """A model as the code that trains it defines it.
+
+    `layers` names the kind of each decoder layer in order. A model that is measured whole has none: all of it is its
+    shell. `settings` are the choices that the target itself offers, as text. `output_bytes_per_token` is what one layer
+    hands to the next. `dtype` is the number format of the matrix products. The totals count shared parameters once.
+    """
+
+    target: str
+    target_version: str
+    name: str = Field(description="The model's type, for people.")
+    class_name: str | None = Field(None, description="The class whose training step is measured, for people.")
+    dtype: DType
+    seq_length: Annotated[int, Field(ge=1)]
+    layers: Annotated[tuple[str, ...], Field(max_length=MAX_LAYERS)]
+    kinds: tuple[LayerPart, ...]
+    shell: Part
+    output_bytes_per_token: Annotated[int, Field(ge=1)]
+    num_parameters: Count
+    parameter_bytes: Count
+    trainable_bytes: Count
+    optimizer_state_bytes: Count | None = Field(
+        None, description="Of the real state after a step, where it was read.", exclude_if=is_null
+    )
+    optimizer_host_bytes: Count | None = Field(
+        None, description="What the optimizer keeps in the host's memory, if it steps there.", exclude_if=is_null
+    )
+    weights: tuple[WeightBytes, ...] = Field(
+        (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
+    )
+    float8: Float8Layers | None = Field(None, exclude_if=is_null)
+    policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
+    tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
+    settings: tuple[str, ...] = Field(
+        (), max_length=MAX_SETTINGS, description="Choices of the target; the first is its default."
+    )
+    unavailable: dict[str, str] = Field({}, description="What the code cannot do, each with its reason.")
+    batch_size: Count | None = Field(
+        None, description="Sequences of an optimizer step that a training command asks for.", exclude_if=is_null
+    )
+    micro_batch_size: Count | None = Field(
+        None,
+        description="The size of a training command that ran first: its own, if that fits.",
+        exclude_if=is_null,
+    )
+    samples: SampleLengths | None = Field(
+        None, description="A training command's data, if its longest micro-batch is known and ran.", exclude_if=is_null
+    )
+
+    evaluation: EvaluationBatch | None = Field(
+        None, description="What a training command needs to evaluate.", exclude_if=is_null
+    )
+    processes: ProcessSpread | None = Field(
+        None, description="Of a training command, at its own size.", exclude_if=is_null
+    )
+
+    @model_validator(mode="after")
+    def _known_kinds(self) -> Self:
+        names = [kind.name for kind in self.kinds]
+        if len(set(names)) < len(names):
+            raise ValueError("two kinds of layer have the same name")
+        unknown = sorted(set(self.layers) - set(names))
+        if unknown:
+            raise ValueError(f"layers of unknown kinds: {', '.join(unknown)}")
+        return self
+
+    @property
+    def measured(self) -> str:
+        """What is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
+        return describe_target(self.target, self.target_version, self.class_name)
+
+    moe: ClassVar[None] = None
+    vocab_size: ClassVar[None] = None
+
+    @property
+    def title(self) -> str:
+        """What is explored, for a person."""
+        return f"{self.name} ({self.measured})"
+
+    @property
+    def place(self) -> str:
+        """Where its candidates must be able to run, for a person."""
+        return f"with {self.measured}"
+
+    @property
+    def computes_losses(self) -> bool:
+        """Whether there is a choice of what computes the loss; a model that is measured whole has none."""
+        return bool(self.layers)
+
+    @property
+    def query_groups(self) -> int:
+        """A model's own code has one variant, which is known by the number 1."""
+        return 1
+
+    @property
+    def variant(self) -> Variant:
+        """The model's own code is the one variant."""
+        return Variant(self.query_groups)
+
+    @property
+    def head_parameters(self) -> float:
+        """The number of weights of the matrix that makes the logits."""
+        return self.shell.flops_per_token / 2
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return any(kind.has_experts for kind in self.kinds)
+
+    def kind(self, name: str) -> LayerPart:
+        """The kind of a name; KeyError if there is none."""
+        return {kind.name: kind for kind in self.kinds}[name]
+
+    def offers_tiles(self, *, named: bool) -> bool:
+        """Return whether attention is to be tiled: only if the request names tiles and the code allows them."""
+        return named and self.tiles
+
+
+ExploredModel = ModelSpec | ModelParts
+"""A model of our reference layers, or one that a target describes by its parts."""

@@ -1,0 +1,1 @@
+"""The whole of what is asked, and its rules."""

@@ -1,0 +1,258 @@
+"""Which meshes a request admits: sizes that divide what they cut, and schedules that have enough micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from bexp.explorer.dimensions.expert_modes import ExpertMode, Sizes, named_sizes
+from bexp.explorer.dimensions.mesh import MESH_SIZES, MOST_VIRTUAL_STAGES, Mesh, Schedule
+from bexp.explorer.dimensions.micro_batch_size import divisors, nearest_sizes
+from bexp.explorer.model.base import RuleError
+from bexp.explorer.model.training import Sharding
+
+if TYPE_CHECKING:
+    from bexp.explorer.model.model import ModelSpec
+    from bexp.explorer.request.request import ExplorationRequest
+
+
+def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
+    """Return the meshes that a request admits, without regard to memory, those of fewer devices a replica first.
+
+    Raises:
+        RuleError: as of `check_meshes`.
+    """
+    meshes = dict.fromkeys(_meshes(request))
+    return tuple(sorted(meshes, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
+
+
+def check_sizes(request: ExplorationRequest) -> None:
+    """Check each named size by itself.
+
+    Raises:
+        RuleError: the model or the devices do not admit one; it names the nearest sizes that they do.
+    """
+    for name in MESH_SIZES:
+        _candidates(name, getattr(request.parallelism, name), request)
+
+
+def check_meshes(request: ExplorationRequest) -> None:
+    """Check that a request admits a mesh; the time does not grow with the number of meshes.
+
+    Raises:
+        RuleError: a named size can be part of no mesh, or nothing is left; it names the nearest sizes that can.
+    """
+    next(_meshes(request))
+
+
+def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
+    """Yield the meshes, some of them several times; there is at least one, or a RuleError."""
+    asked = request.parallelism
+    dimensions = {name: _candidates(name, getattr(asked, name), request) for name in MESH_SIZES}
+    problem: RuleError | None = None
+    is_empty = True
+    for tensor in dimensions["tensor"]:
+        for pipeline in dimensions["pipeline"]:
+            refusal = _find_problem(request, tensor, pipeline)
+            if refusal is not None:
+                problem = problem or refusal
+                continue
+            for mesh in _meshes_of(request, tensor, pipeline, dimensions):
+                is_empty = False
+                yield mesh
+    if is_empty:
+        raise problem or RuleError(
+            "no mesh is left: virtual_stages need schedule 'interleaved' and a pipeline, and 'interleaved' needs "
+            "virtual_stages above 1 and micro-batches that are a multiple of the pipeline's ranks; an expert size "
+            "divides the devices of a stage, and needs either sharding none or as many devices in a stage; a pipeline "
+            "needs sharding none or zero1",
+            "parallelism",
+        )
+
+
+def _meshes_of(
+    request: ExplorationRequest, tensor: int, pipeline: int, dimensions: dict[str, tuple[int, ...]]
+) -> Iterator[Mesh]:
+    data = request.num_devices // (tensor * pipeline)
+    for schedule, virtual in _schedules(request, pipeline, data, dimensions["virtual_stages"]):
+        for expert in dimensions["expert"]:
+            if (tensor * data) % expert:
+                continue
+            for sharding in request.space.sharding_choices:
+                level = sharding or request.training.sharding
+                if not _is_run_whole(tensor, pipeline, data, expert, level):
+                    continue
+                yield Mesh(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    virtual_stages=virtual,
+                    schedule=schedule,
+                    expert=expert,
+                    data=data,
+                    sharding=level if data > 1 else Sharding.NONE,
+                )
+
+
+def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: Sharding) -> bool:
+    """Return whether ranks run such a mesh.
+
+    Spread experts are not sharded as well, so sharding goes with them only where each expert is on one device of a
+    stage. torch's pipelines reduce gradients once, after the last micro-batch, so that a rank would hold and exchange
+    with ZeRO-2 and 3 what it does with ZeRO-1.
+    """
+    if pipeline > 1 and data > 1 and sharding.level > Sharding.ZERO1.level:
+        return False
+    return expert == 1 or sharding is Sharding.NONE or tensor * data == expert
+
+
+def _schedules(
+    request: ExplorationRequest, pipeline: int, data: int, virtual_sizes: tuple[int, ...]
+) -> Iterator[tuple[Schedule | None, int]]:
+    if pipeline == 1:
+        if 1 in virtual_sizes:
+            yield None, 1
+        return
+    for schedule in request.parallelism.named_schedules or Schedule:
+        if schedule is not Schedule.INTERLEAVED:
+            if 1 in virtual_sizes:
+                yield schedule, 1
+            continue
+        divides = any(n % pipeline == 0 for n in _micro_batch_counts(request, data))
+        for virtual in virtual_sizes:
+            if virtual > 1 and pipeline * virtual <= request.shapes.num_layers and divides:
+                yield schedule, virtual
+
+
+def _candidates(name: str, asked: Sizes, request: ExplorationRequest) -> tuple[int, ...]:
+    """Return the sizes of one dimension that the model and the devices admit by themselves.
+
+    Raises:
+        RuleError: the request names one that they do not admit.
+    """
+    most = min(_largest(name, request.shapes), MOST_VIRTUAL_STAGES if name == "virtual_stages" else 4096)
+    whole = range(1, most + 1) if name == "virtual_stages" else divisors(request.num_devices)
+    legal = [size for size in whole if _refuse_size(name, size, request) is None]
+    named = named_sizes(asked)
+    if named is None:
+        return tuple(size for size in legal if size <= most)
+    for size in named:
+        reason = _refuse_size(name, size, request)
+        if reason is not None:
+            nearest = " or ".join(map(str, nearest_sizes(size, legal)))
+            raise RuleError(f"{name} ({size}) {reason}; the nearest that can be is {nearest}", f"parallelism.{name}")
+    return named
+
+
+def _largest(name: str, model: ModelSpec) -> int:
+    if name == "tensor":
+        return model.query_groups
+    if name == "expert":
+        return 1 if model.moe is None else model.moe.num_experts
+    return model.num_layers
+
+
+def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | None:
+    """Return why a mesh cannot have this size in this dimension, whatever the others; None if it can."""
+    model = request.shapes
+    if name == "virtual_stages":
+        return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
+    if name == "expert" and size > 1 and model.moe is None:
+        return "needs a model with experts"
+    experts = 1 if model.moe is None else model.moe.num_experts
+    if name == "expert" and size > experts:
+        return f"exceeds num_experts ({experts})"
+    if request.num_devices % size:
+        return f"does not divide num_devices ({request.num_devices})"
+    if name == "pipeline":
+        return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
+    if name == "expert":
+        return None if experts % size == 0 else f"does not divide num_experts ({experts})"
+    divided = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "seq_length": model.seq_length,
+        "expert_ffn_hidden_size": 0 if model.moe is None else model.moe.expert_ffn_hidden_size,
+        "shared_expert_ffn_hidden_size": 0 if model.moe is None else model.moe.shared_expert_ffn_hidden_size,
+    }
+    undivided = next((field for field, number in divided.items() if number % size), None)
+    return None if undivided is None else f"does not divide {undivided} ({divided[undivided]})"
+
+
+def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> RuleError | None:
+    """Return why no mesh has both sizes; None if one has."""
+    devices, batch = request.num_devices, request.effective_batch_size
+    fields = ("parallelism.tensor", "parallelism.pipeline", "num_devices")
+    if devices % (tensor * pipeline):
+        nearest = nearest_sizes(pipeline, [size for size in divisors(devices // tensor) if size != pipeline])
+        return RuleError(
+            f"tensor ({tensor}) x pipeline ({pipeline}) does not divide num_devices ({devices}); with tensor {tensor} "
+            f"the nearest pipeline is {' or '.join(map(str, nearest))}",
+            *fields,
+        )
+    data = devices // (tensor * pipeline)
+    counts = _micro_batch_counts(request, data)
+    if not counts:
+        sizes = ", ".join(map(str, request.space.mesh_micro_batch_sizes[:4]))
+        return RuleError(
+            f"batch_size ({batch}) does not divide into micro-batches of {sizes} on {data} data-parallel replicas, "
+            f"which tensor {tensor} and pipeline {pipeline} leave of num_devices ({devices}): use a multiple of "
+            f"{data * request.space.mesh_micro_batch_sizes[0]}",
+            "batch_size",
+            *fields,
+        )
+    if max(counts) < pipeline:
+        return RuleError(
+            f"pipeline ({pipeline}) needs at least as many micro-batches as stages, and batch_size ({batch}) gives a "
+            f"replica {max(counts)}: use a batch_size of {batch // max(counts) * pipeline}, or pipeline {max(counts)}",
+            "parallelism.pipeline",
+            "batch_size",
+        )
+    return None
+
+
+def _micro_batch_counts(request: ExplorationRequest, data: int) -> list[int]:
+    """Return how many micro-batches a replica may have in a step."""
+    share, rest = divmod(request.effective_batch_size, data)
+    return [share // m for m in request.space.mesh_micro_batch_sizes if rest == 0 and share % m == 0]
+
+
+def check_expert_modes(request: ExplorationRequest) -> None:
+    """Check that the modes that a request names, and their numbers, can be.
+
+    Raises:
+        RuleError: experts are on one device alone, more of them are shadowed than there are, or a number is given for a
+            mode that is not explored.
+    """
+    asked = request.parallelism
+    moe = None if request.model is None else request.model.moe
+    named = [mode for mode in asked.named_expert_modes if mode is not ExpertMode.PLAIN]
+    if named and moe is None:
+        raise RuleError(f"expert_mode '{named[0]}' needs a model with experts", "parallelism.expert_mode", "model.moe")
+    if named and not asked.spreads_experts:
+        raise RuleError(
+            f"expert_mode '{named[0]}' needs experts on several devices, and expert is 1: use expert 2 or more, or "
+            "expert_mode 'plain'",
+            "parallelism.expert_mode",
+            "parallelism.expert",
+        )
+    for name, mode, sizes in (
+        ("overlap_degree", ExpertMode.OVERLAPPED, asked.named_overlap_degrees),
+        ("shadowed_experts", ExpertMode.SHADOWED, asked.named_shadowed_experts),
+    ):
+        if sizes is not None and mode not in asked.expert_modes:
+            raise RuleError(
+                f"{name} belongs to expert_mode '{mode}', which is not explored",
+                f"parallelism.{name}",
+                "parallelism.expert_mode",
+            )
+    if moe is None:
+        return
+    too_many = [number for number in asked.named_shadowed_experts or () if number > moe.num_experts]
+    if too_many:
+        raise RuleError(
+            f"shadowed_experts ({too_many[0]}) exceeds num_experts ({moe.num_experts}); the nearest that can be is "
+            f"{moe.num_experts}",
+            "parallelism.shadowed_experts",
+            "model.moe.num_experts",
+        )

@@ -1,0 +1,326 @@
+"""A request: the model, what may vary, and how long the exploration may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
+from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.mesh import ParallelismSpec
+from bexp.explorer.dimensions.micro_batch_size import MicroBatch, MicroBatchChoice, divisors
+from bexp.explorer.model.base import is_false, is_null
+from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
+from bexp.explorer.model.lengths import Batching, Lengths
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.quantization import Quantization, QuantizationName, quantization_of
+from bexp.explorer.model.routing import RoutingSpec
+from bexp.explorer.model.target import LOCAL, TRANSFORMERS, TargetName
+from bexp.explorer.model.training import Sharding, TrainingSpec
+from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
+from bexp.explorer.request.device_rules import find_sharing_problem
+from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
+from bexp.explorer.request.labels import Labels
+from bexp.explorer.request.request_rules import MESH_RULES, RULES
+from bexp.explorer.request.requested_space import RequestedSpace
+from bexp.explorer.request.shorthands import expand_shorthands
+from bexp.explorer.trainers.registry import DEFAULT_TRAINER, TRAINERS, TrainerName
+from bexp.explorer.trainers.trainer import Trainer
+
+
+class ExplorationRequest(DimensionsAsked):
+    """An exploration to run.
+
+    A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
+    explored where the request asks for it. `batch_size` is the effective batch over all devices. It weighs the
+    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it. With `auto` or one size, micro-batches
+    divide what a group of devices gets of it; `explore`, a range and a list are independent of it.
+
+    The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
+    micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
+    the effective batch is micro-batch x accumulation steps x groups.
+
+    `model` describes the model of target `bexp`, `hf_config` that of target `transformers`. A target that a worker has
+    registered may take either, or neither.
+    """
+
+    target: TargetName | None = Field(
+        None,
+        description="The code whose training step is measured: `bexp` (reference layers), `transformers`, or a name "
+        "that a worker has registered. Null: `transformers` for `hf_config`, else `bexp`.",
+    )
+    model: ModelSpec | None = None
+    hf_config: dict[str, Any] | None = Field(
+        None, description="A Hugging Face config.json as it came, for target `transformers`; at most 256 KiB."
+    )
+    hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
+        None, description="Tokens a sequence in training, for `hf_config`."
+    )
+    lengths: Lengths | None = Field(
+        None,
+        description="How long texts are, for `hf_config`, which cuts them at hf_seq_length: a histogram, or "
+        "`lognormal(mean, sigma)`. Null: every sequence is full.",
+        exclude_if=is_null,
+    )
+    batching: Batching | None = Field(
+        None,
+        description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or "
+        "`packed` into full sequences, with attention within each text, or `token_budget`: as many whole texts in one "
+        "row as micro_batch_size full sequences have tokens. Null: `padded`.",
+        exclude_if=is_null,
+    )
+    quantization: QuantizationName | None = Field(
+        None,
+        description="Weights of `hf_config` in four or eight bits, as transformers loads them with bitsandbytes; "
+        "`bnb_4bit` is QLoRA's NF4 with quantised scales. `none`: plain weights, whatever the config.json says. Null: "
+        "as its `quantization_config` says.",
+        exclude_if=is_null,
+    )
+    target_config: dict[str, Any] | None = Field(
+        None, description="What a registered target builds its model from; at most 256 KiB as JSON."
+    )
+    mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
+    batch_size: Count | None = Field(
+        None,
+        description="The effective batch of an optimizer step in sequences, over all devices. Null: the optimizer is "
+        f"weighed as in a batch of {WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
+    )
+    num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
+    )
+    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: a GPU goes before a CPU.")
+    routing: RoutingSpec = RoutingSpec()
+    quick: bool = Field(
+        False,
+        description="Explore eager execution and the library's own loss alone, where the request names no others. A "
+        "CPU explores no more in any case.",
+        exclude_if=is_false,
+    )
+    allocator: Literal["default", "expandable_segments"] = Field(
+        "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
+    )
+    trainer: TrainerName | None = Field(
+        None,
+        description="Who will run the answer: only what this trainer can be told is explored, with its precision, loss "
+        "and allocator where the request states none. Null: everything is explored, for `bexp.apply`.",
+    )
+    training: TrainingSpec = TrainingSpec()
+    parallelism: ParallelismSpec = ParallelismSpec()
+    memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
+        None,
+        description="Explore as if the device had only so much; default: the device's own memory, on CPU a share of "
+        "the RAM. Devices with less, by more than a tenth, are left out.",
+    )
+    headroom: Annotated[float, Field(ge=0, le=0.9)] = Field(
+        0.0, description="Share of the memory limit to leave free, beyond the margin that is always kept."
+    )
+    base_micro_batch_size: MicroBatch | None = None
+    tolerance: Annotated[float, Field(gt=0, le=0.2)] = 0.01
+    prefer: Literal["speed", "memory"] = Field(
+        "speed",
+        description="`speed` recommends the fastest candidate. `memory` recommends the smallest peak among those that "
+        "are expected to be within the tolerance of it.",
+    )
+    budget: Budget = Budget()
+    fresh: bool = Field(
+        False,
+        description="Measure everything again. False: measurements of earlier explorations on the same hardware and "
+        "versions may be used.",
+    )
+    verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
+    seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+    sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
+        "bexp",
+        description="The Optuna sampler that suggests trials: our own, or one of Optuna's to compare with. "
+        "Recommendation and confidence are computed alike for all.",
+    )
+    labels: Labels = Field(
+        default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."
+    )
+
+    notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(
+        (), description="What was noted when the configuration was read, such as keys that were ignored."
+    )
+
+    @field_validator("hf_config")
+    @classmethod
+    def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if config is None else check_hugging_face_config(config)
+
+    @field_validator("target_config")
+    @classmethod
+    def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        if config is not None:  # what its keys mean is left to the target
+            check_size(config)
+        return config
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_shorthands(cls, data: Any) -> Any:
+        return expand_shorthands(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _keep_rules(self) -> Self:
+        for rule in MESH_RULES if self.devices.is_mesh else RULES:
+            rule(self)
+        return self
+
+    @property
+    def explored(self) -> Explored:
+        """What is explored. A model that its target alone knows has the name of that target, or of its file."""
+        if self.model is not None:
+            return Shapes(self.model)
+        if self.hf_config is not None:
+            return HuggingFaceConfig(self.hf_config, self.hf_seq_length)
+        return OwnModel((self.target or OwnModel.default_target).removeprefix(f"{LOCAL}."))
+
+    @property
+    def shapes(self) -> ModelSpec:
+        """The shapes of the model, of a request that has them."""
+        assert self.model is not None, "the request has a model section"
+        return self.model
+
+    @property
+    def target_name(self) -> str:
+        """The target, with the default filled in."""
+        return self.target or self.explored.default_target
+
+    @property
+    def batching_of_texts(self) -> Batching | None:
+        """How texts of unequal length become micro-batches; None if every sequence is full."""
+        return None if self.lengths is None else self.batching or "padded"
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens a sequence in training; 1 for a target that has no sequences, so that its rates are in samples."""
+        return self.explored.seq_length or 1
+
+    @property
+    def quantized(self) -> Quantization | None:
+        """How the weights of a transformers model are quantised; None for plain ones."""
+        return quantization_of(self.quantization, self.hf_config) if self.target_name == TRANSFORMERS else None
+
+    @property
+    def runner(self) -> Trainer:
+        """What the trainer that will run the answer can be told; that of `bexp.apply` if none is named."""
+        return DEFAULT_TRAINER if self.trainer is None else TRAINERS[self.trainer]
+
+    @property
+    def flattens(self) -> bool:
+        """Whether any attention gets a packed micro-batch as one row."""
+        return self.runner.flattens or self.batching == "token_budget"
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Sequences of an optimizer step over all devices; the weighing batch if none is stated."""
+        return WEIGHING_BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    @property
+    def micro_batch_choice(self) -> MicroBatchChoice:
+        """What `micro_batch_size` asks for, with the default filled in."""
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        return "explore" if self.batch_size is None else "auto"
+
+    @property
+    def keeps_batch(self) -> bool:
+        """Whether micro-batches must divide the stated batch: with `auto` and with one size."""
+        return (
+            self.batch_size is not None
+            and isinstance(self.micro_batch_choice, int | str)
+            and (self.micro_batch_choice != "explore")
+        )
+
+    @property
+    def space(self) -> RequestedSpace:
+        """What may vary."""
+        return RequestedSpace(self)
+
+    @property
+    def devices(self) -> RequestedDevices:
+        """What the devices do."""
+        return RequestedDevices(self)
+
+    def space_on(self, device_kind: str) -> RequestedSpace:
+        """What may vary on a kind of device."""
+        return RequestedSpace(self, device_kind)
+
+    @property
+    def plain_execution(self) -> Execution:
+        """How candidates run that name no execution."""
+        return self.execution or Execution.EAGER
+
+    def execution_of(self, candidate: Candidate) -> Execution:
+        """Return how a candidate runs."""
+        return candidate.execution or self.plain_execution
+
+    def sharded(self, level: Sharding | None) -> ExplorationRequest:
+        """Return this request with the level of sharding of a candidate or component; None keeps the request's own."""
+        if level is None:
+            return self
+        training = self.training.model_copy(update={"sharding": level})
+        return self.model_copy(update={"training": training, "sharding_levels": None})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedDevices:
+    """The devices of a request: data-parallel groups of c devices that share sequences, or meshes."""
+
+    asked: ExplorationRequest
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether they form meshes."""
+        return self.asked.num_devices > 1 and self.asked.parallelism.needs_mesh
+
+    @property
+    def context_parallel_sizes(self) -> tuple[int, ...]:
+        """How many devices may share a sequence, ascending."""
+        sizes = self.asked.context_parallel.sizes
+        if sizes == "explore":
+            every = divisors(self.asked.num_devices)
+            return tuple(size for size in every if find_sharing_problem(self.asked, size) is None)
+        return tuple(sorted(set(sizes)))
+
+    def needed(self, available: int | None = None) -> int:
+        """Return how many devices a worker must have to explore this.
+
+        It needs the largest of the listed context-parallel sizes. With `explore` it needs two devices that can share a
+        sequence, or as many as it began with, which `available` says, so that a resumed exploration finds the same.
+        An exploration that began with all its devices needs them all, because what they exchange is part of what it
+        learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
+        """
+        every = self.asked.num_devices
+        if self.is_mesh or len(self.asked.space.sharding_choices) > 1:
+            return every
+        if available is not None and self.asked.mode == "train" and available >= every:
+            return every
+        sizes = self.context_parallel_sizes
+        if self.asked.context_parallel.sizes != "explore":
+            return max(sizes)
+        if available is None:
+            return next((size for size in sizes if size > 1), 1)
+        return max((size for size in sizes if size <= available), default=1)
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Number of devices that share one optimizer step.
+
+        Training state is sharded over all devices. This includes devices that share sequences, because their gradients
+        are reduced together anyway.
+        """
+        return self.asked.num_devices if self.asked.training.sharding.level >= 1 else 1
+
+    @property
+    def batch_share(self) -> float:
+        """One device's share of the effective batch, as a real number of whole sequences.
+
+        It is the same for every context-parallel size, because c devices that share sequences process c times as many.
+        """
+        return self.asked.effective_batch_size / self.asked.num_devices
+
+    def data_parallel_size(self, context_parallel_size: int) -> int:
+        """Number of groups of devices that process sequences of their own."""
+        return self.asked.num_devices // context_parallel_size

@@ -1,0 +1,25 @@
+"""Which requests ask the same, so that one answer serves them all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
+from bexp.explorer.request.request import ExplorationRequest
+
+NOT_ASKED = {"labels", "fresh", "notices", "budget", "target"}
+"""Fields that do not say what is asked. The budget says how well it must be known, which is judged by the answer."""
+
+
+def request_key(request: ExplorationRequest) -> str | None:
+    """Return what is equal for two requests that ask the same, whatever their labels and how long they may take.
+
+    Null for a target that somebody has written: its code can change while its version does not.
+    """
+    if request.target_name not in {BEXP, TRANSFORMERS}:
+        return None
+    document = request.model_dump(mode="json", exclude=NOT_ASKED)
+    document["target"] = request.target_name
+    document["trial_timeout_seconds"] = request.budget.trial_timeout_seconds
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,143 @@
+"""The rule that an answer for a trainer asks for nothing that this trainer cannot be told, and a trainer's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.context_parallel import Sharing
+from bexp.explorer.model.base import RuleError
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
+from bexp.explorer.model.training import OptimizerSpec, Precision, Sharding
+from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS, TORCH_KERNELS
+from bexp.explorer.trainers.registry import TRAINERS
+from bexp.explorer.trainers.terms import Policy, ShardedAdapters
+from bexp.explorer.trainers.trainer import Trainer
+
+if TYPE_CHECKING:
+    from bexp.explorer.request.request import ExplorationRequest
+
+
+def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what the named trainer decides and the request does not state: precision, loss, and allocator."""
+    name = data.get("trainer")
+    if not isinstance(name, str) or name not in TRAINERS:
+        return data
+    trainer, training = TRAINERS[name], data.get("training")
+    filled = {"allocator": trainer.allocator, **data}
+    if training is not None and not isinstance(training, dict):
+        return filled
+    training = dict(training or {})
+    if data.get("hf_config") is not None:
+        if training.get("lora") is None and data.get("target") in (None, TRANSFORMERS):
+            training.setdefault("precision", _default_precision(trainer, data, training))
+    elif data.get("model") is not None:
+        if trainer.lacks("loss", "chunked"):
+            _fill(training, "loss", "kind", "full")
+        if not trainer.keeps_float32:
+            _fill(training, "optimizer", "master_dtype", None)
+    return {**filled, "training": training} if training else filled
+
+
+def _fill(training: dict[str, Any], part: str, field: str, value: Any) -> None:
+    """Set a field of a part of `training` that states nothing else; a part that is no mapping is refused later."""
+    stated = training.get(part)
+    if stated is None or (isinstance(stated, dict) and field not in stated):
+        training[part] = {**(stated or {}), field: value}
+
+
+def _default_precision(trainer: Trainer, data: dict[str, Any], training: dict[str, Any]) -> Precision:
+    """Return what a trainer keeps: where it casts nothing to float32, the next of its precisions."""
+    named = data.get("attention_backends")
+    is_cast = isinstance(named, list) and not any(str(name) in trainer.upcast_attention for name in named)
+    is_sharded = training.get("sharding") not in (None, "none") or data.get("sharding_levels") is not None
+    return trainer.precisions[trainer.precisions[0] == "upcast" and bool(is_cast or is_sharded)]
+
+
+def check_trainer(request: ExplorationRequest) -> None:
+    """The named trainer can express what the request names, so that the recommendation is what its export says."""
+    if request.trainer is None:
+        return
+    trainer = request.runner
+    for field, words in _beyond(request, trainer):
+        able = [name for name, other in TRAINERS.items() if field not in {f for f, _ in _beyond(request, other)}]
+        hint = f"; these can: {', '.join(able)}" if able else ""
+        raise RuleError(f"{trainer.title} cannot be told {words}{hint}", field, "trainer")
+
+
+def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Yield the fields that name something which a trainer cannot express, each with what that is."""
+    for field, term, value in _named_values(request):
+        if (words := trainer.lacks(term, value)) is not None:
+            yield field, words
+    yield from _beyond_its_layouts(request, trainer)
+    yield from _beyond_its_formats(request, trainer)
+
+
+def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]:
+    """Yield what the request names, each with its field and the term of a trainer that it is a value of."""
+    training = request.training
+    yield from (("recompute", "recompute", Policy(policy)) for policy in request.recompute or ())
+    if request.bta.is_named:
+        yield "bta", "bta_tile", True
+    for name in request.attention_backends or ():
+        if name not in TORCH_KERNELS:  # the device's default may be one of them
+            yield "attention_backends", "attention", name
+    for name in request.expert_backends or ():
+        if name not in DEFAULT_EXPERTS:
+            yield "expert_backends", "experts", name
+    for choice in CHOICES:
+        field = choice.name if choice.asked is None or choice.named(request) is None else choice.asked
+        yield from ((field, choice.name, value) for value in request.space.values_of(choice))
+    if request.space.drops_tokens:
+        yield "capacity_factors", "capacity_factor", True
+    if request.model is not None and training.loss.kind == "chunked":
+        yield "training.loss", "loss", "chunked"
+    yield "training.optimizer.name", "optimizer", training.optimizer
+    yield "training.lora", "adapters", training.lora
+    yield "batching" if request.batching else "lengths", "batching", request.batching_of_texts
+    field, levels = "training.sharding", request.sharding_levels
+    named: tuple[Sharding, ...] = (training.sharding,)
+    if levels is not None:
+        field, named = "sharding_levels", () if levels == "explore" else levels
+    for level in named:
+        yield field, "sharding", level
+        yield field, "sharded_adapters", ShardedAdapters(training.lora, level)
+    yield "parallelism", "parallelism", request.devices.is_mesh
+
+
+def _beyond_its_layouts(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Yield that no layout is left in which devices may share a sequence."""
+    size = max(request.devices.context_parallel_sizes, default=1)
+    lacking = [trainer.lacks("context_parallel", Sharing(size, one)) for one in request.context_parallel.layouts]
+    if size > 1 and None not in lacking:
+        yield "context_parallel.sizes", "devices that share a sequence"
+
+
+def _beyond_its_formats(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Yield the number formats that a trainer does not keep."""
+    training, model = request.training, request.model
+    library = request.hf_config is not None and request.target_name == TRANSFORMERS
+    if library and training.lora is None and training.precision not in trainer.precisions:
+        yield "training.precision", f"precision '{training.precision}'"
+    if model is None:
+        return
+    if model.dtype is not DType.FLOAT32:
+        keeps = training.optimizer.master_dtype is not None
+        if keeps and not trainer.keeps_float32:
+            yield "training.optimizer.master_dtype", "float32 master weights"
+        if not keeps and "pure" not in trainer.precisions:
+            yield "training.optimizer.master_dtype", "training without float32 master weights"
+    if request.target_name == BEXP:
+        yield from _beyond_its_states(training.optimizer, model.dtype, trainer)
+
+
+def _beyond_its_states(optimizer: OptimizerSpec, dtype: DType, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    wide: Precision = "autocast" if "master" not in trainer.precisions and trainer.keeps_float32 else "master"
+    gradients, states = trainer.kept_formats(dtype, wide if optimizer.has_master(dtype) else "pure")
+    if optimizer.state_dtype not in (None, states):
+        yield "training.optimizer.state_dtype", f"optimizer states in {optimizer.state_dtype}"
+    if optimizer.grad_dtype not in (None, gradients):
+        yield "training.optimizer.grad_dtype", f"gradients in {optimizer.grad_dtype}"

@@ -1,0 +1,31 @@
+"""Search spaces that are no part of the core: packages that say which requests they serve."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from bexp.explorer.model.parts import ExploredModel
+    from bexp.explorer.request.request import ExplorationRequest
+    from bexp.explorer.search.progress_log import ProgressLog
+    from bexp.explorer.search.search_space import SearchSpace
+    from bexp.explorer.search.variant_context import VariantContext
+
+EXTENSIONS = ("bexp.explorer.meshes",)
+
+
+class Extension(Protocol):
+    """What such a package has."""
+
+    def models_of(self, request: ExplorationRequest) -> tuple[ExploredModel, ...] | None:
+        """Return the models to explore, one after the other; None if it does not serve the request."""
+
+    def open_space(self, context: VariantContext, log: ProgressLog) -> SearchSpace:
+        """Return the space of one of the models. Raises EmptySpaceError if it has no candidate."""
+
+
+def extension_for(request: ExplorationRequest) -> Extension | None:
+    """Return the first extension that serves a request; None if the core does."""
+    known = (cast(Extension, import_module(name)) for name in EXTENSIONS)
+    return next((one for one in known if one.models_of(request) is not None), None)

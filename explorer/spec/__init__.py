@@ -1,1 +1,0 @@
-"""The specification of an exploration: model, training, routing, hardware, candidate, request."""

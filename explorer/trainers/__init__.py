@@ -1,0 +1,1 @@
+"""Who runs an answer, and what each trainer can express."""

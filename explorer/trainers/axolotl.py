@@ -1,0 +1,254 @@
+"""Axolotl's YAML, in and out. Names and defaults as of Axolotl 0.21.
+
+With `bf16`, Axolotl makes the weights in bfloat16 and computes under autocast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS, TORCH_CHOICE
+from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
+from bexp.explorer.trainers.keys import (
+    QLORA,
+    Formats,
+    Key,
+    Setting,
+    TrainerFile,
+    Why,
+    because,
+    fields_of,
+    flag,
+    if_on,
+    key,
+    must_be,
+    names,
+    number,
+    one_of,
+    words,
+)
+from bexp.explorer.trainers.script import expert_notes, gathering_notes
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import LORA as ADAPTERS
+from bexp.explorer.trainers.terms import OTHER_LIBRARIES, SINGLE_PARAMETERS, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.transformers import LORA, accelerator_config, optimizer_arguments
+
+
+def _half(value: Any) -> bool:
+    return value in ("auto", "full") or flag(value)
+
+
+def _recomputes(value: Any) -> bool:
+    if isinstance(value, str) and value.startswith("offload"):
+        raise ValueError(f"{Why.OFFLOADING}: say true")
+    return flag(value)
+
+
+def _formats(said: Formats) -> tuple[str, str | None]:
+    """It makes the weights in half precision, and may keep parts of them in float32, if it trains them all."""
+    if not said.half:
+        return "float32", "pure"
+    return "bfloat16", "pure" if said.has_adapters else None
+
+
+def _varlen(settings: TrainerSettings) -> bool | None:
+    """A mask of blocks was measured, and it has kernels for variable lengths."""
+    return False if settings.packs and settings.attention in (None, TORCH_CHOICE) else None
+
+
+def _real_batches(settings: TrainerSettings) -> bool | None:
+    """Without them the packed rows of a micro-batch are one, which kernels for variable lengths need."""
+    return not settings.has_flash_attention if settings.packs else None
+
+
+def _groups(settings: TrainerSettings) -> bool | None:
+    return None if settings.batching in (None, "packed") else settings.batching == "grouped"
+
+
+def _adapter(settings: TrainerSettings) -> str | None:
+    if settings.lora is None:
+        return None
+    return QLORA if settings.quantization is not None and settings.quantization.bits == 4 else "lora"
+
+
+def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
+    if settings.sharding is Sharding.NONE:
+        return None
+    keeps = settings.sharding is Sharding.ZERO3
+    return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": keeps}
+
+
+KEYS = {
+    "base_model": Key(Setting.MODEL),
+    "micro_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
+    "gradient_accumulation_steps": key(Setting.STEPS, number),
+    "batch_size": Key(Setting.DEVICE_BATCH, number),
+    "world_size": Key(Setting.DEVICES, number),
+    "bf16": Key(Setting.HALF, _half, lambda settings: settings.dtype is DType.BFLOAT16),
+    "bfloat16": Key(Setting.HALF, _half),
+    "fp16": Key(write=lambda settings: settings.dtype is DType.FLOAT16 or None),
+    "optimizer": key(Setting.OPTIMIZER),
+    "optim_args": Key(write=optimizer_arguments),
+    "sequence_len": key(Setting.SEQ_LENGTH),
+    "sample_packing": key(Setting.PACKING, flag),
+    # It drops texts that are longer than a sequence by itself.
+    "excess_length_strategy": Key(write=lambda settings: settings.batching and "truncate"),
+    "sdpa_varlen": Key(write=_varlen),
+    "pad_to_sequence_len": Key(Setting.FULL_ROWS, flag, lambda settings: settings.batching and settings.packs),
+    "multipack_real_batches": Key(write=_real_batches),
+    "group_by_length": Key(Setting.ORDER, flag, _groups),
+    "adapter": Key(Setting.ADAPTERS, one_of({"lora": True, "qlora": QLORA}), _adapter),
+    "lora_r": LORA["lora_r"],
+    "lora_alpha": LORA["lora_alpha"],
+    # Its own kernels of adapters, which it uses by itself, are not measured.
+    **dict.fromkeys(
+        ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
+        Key(write=lambda settings: None if settings.lora is None else False),
+    ),
+    "load_in_4bit": LORA["load_in_4bit"],
+    "load_in_8bit": LORA["load_in_8bit"],
+    "lora_target_modules": key(Setting.MODULES, names, lambda value: None if isinstance(value, str) else list(value)),
+    "lora_target_linear": key(Setting.MODULES, if_on("all-linear"), lambda value: isinstance(value, str) or None),
+    "lora_dropout": LORA["lora_dropout"],
+    "lora_target_parameters": LORA["lora_target_parameters"],
+    "lora_modules_to_save": LORA["lora_modules_to_save"],
+    "peft_use_dora": key(Setting.DORA, flag),
+    "peft_use_rslora": key(Setting.RSLORA, flag),
+    "torch_compile": Key(Setting.COMPILE, lambda value: value != "auto" and flag(value), lambda settings: False),
+    "gradient_checkpointing": key(Setting.RECOMPUTATION, _recomputes),
+    "attn_implementation": key(Setting.ATTENTION),
+    "experts_implementation": key(Setting.EXPERTS),
+    "gradient_checkpointing_kwargs": Key(
+        Setting.RECOMPUTATION_DETAILS,
+        write=lambda settings: None if settings.recompute is Recompute.NONE else {"use_reentrant": False},
+    ),
+    "flash_attention": Key(Setting.ATTENTION, if_on("flash_attention_2")),
+    "sdp_attention": Key(Setting.ATTENTION, if_on("sdpa")),
+    "flex_attention": Key(Setting.ATTENTION, if_on("flex_attention")),
+    "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
+    "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
+    "fsdp_version": Key(write=lambda settings: None if settings.sharding is Sharding.NONE else 2),
+    "fsdp_config": Key(write=_fsdp_config),
+    "accelerator_config": Key(write=accelerator_config),
+}
+FILE = TrainerFile(
+    model="base_model",
+    keys=KEYS,
+    program=r"(?:.*/)?axolotl(?:\.cli\.train)?",
+    defaults={
+        Setting.MICRO_BATCH_SIZE: 1,
+        Setting.SEQ_LENGTH: 512,
+        Setting.OPTIMIZER: "adamw_torch_fused",
+        Setting.HALF: True,
+    },
+    formats=_formats,
+    refused=because(
+        {
+            Why.SHARDING: "deepspeed deepcompile fsdp fsdp_config",
+            Why.PARALLEL: (
+                "sequence_parallel_degree context_parallel_size context_parallel tensor_parallel_size dp_shard_size "
+                "expert_parallel_size"
+            ),
+            Why.OFFLOADING: "activation_offloading layer_offloading ple_cpu_offload",
+            Why.OTHER_TRAINING: (
+                "rl trl reward_model process_reward_model diffusion_lm diffusion ebft kd_trainer processor_type "
+                "is_multimodal trainer_cls use_pose"
+            ),
+            Why.OTHER_WEIGHTS: (
+                "fp16 float16 fp8 qat quantization gptq bnb_config_kwargs use_onebitllms model_quantization_config "
+                "quantize_moe_experts fp32_norms embeddings_skip_upcast"
+            ),
+            Why.OTHER_ADAPTERS: (
+                "lora_model_dir lora_rank_pattern peft_layers_to_transform peft_layer_replication peft "
+                "peft_trainable_token_indices mixlora_* mora relora lora_fp32_gradients"
+            ),
+            "adapters are measured in float32, which is the default: remove it": "peft_autocast_adapter_dtype",
+            Why.PART_OF_WEIGHTS: "unfrozen_parameters freeze_mm_modules lisa_n_layers spectrum_*",
+            Why.OTHER_OPTIMIZER: "torchdistx_path optim_target_modules",
+            Why.KERNELS: (
+                "xformers_attention sage_attention s2_attention flash_attn_* fused_attn_kernel liger_* "
+                "large_head_attention lora_*_kernel use_kernels tiled_mlp use_scattermoe use_sonicmoe "
+                "llama4_linearized_experts expert_backend unsloth_* gemma4_hybrid_attn_impl"
+            ),
+            Why.OTHER_LOSS: (
+                "cut_cross_entropy chunked_cross_entropy use_eaft use_dft dft_* neftune_noise_alpha "
+                "noisy_embedding_alpha"
+            ),
+            "what plugins change is not measured: remove them": "plugins",
+            Why.OTHER_MODEL: "overrides_of_model_config overrides_of_model_kwargs rope_scaling scaling_softmax",
+            "this recomputation is not measured; gradient_checkpointing is explored": "selective_checkpointing",
+            "rows without padding are measured for sample_packing alone": "batch_flattening",
+            "an exploration finds the size: remove it": "auto_find_batch_size",
+        }
+    ),
+    harmless=words(
+        """
+        base_model_config type_of_model model_type tokenizer_* trust_remote_code is_*_derived_model revision_of_model
+        cls_model_config special_tokens tokens added_tokens_overrides strict chat_template* default_system_message
+        eot_tokens datasets test_datasets dataset_* shuffle_* pretraining_dataset val_set_size train_on_inputs
+        output_dir hub_* hf_* push_dataset_to_hub save_* saves_per_epoch logging_* eval_* evals_per_epoch eval*
+        wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet use_tensorboard trackio_* use_trackio swanlab_*
+        use_swanlab use_otel_metrics otel_* num_epochs max_steps learning_rate lr_* cosine_* embedding_lr* loraplus_*
+        warmup_* weight_decay adam_* max_grad_norm jagged_restart_* optim_args tf32 seed full_determinism debug device
+        local_rank ddp* dataloader_* remove_unused_columns resume_from_checkpoint auto_resume_from_checkpoints
+        early_stopping_patience load_best_model_at_end loss_watchdog_* metric_for_best_model greater_is_better gc_*
+        torch_empty_cache_steps do_*_eval bench_* generate_samples num_generation_samples generation_* fsdp_version
+        profiler_* sync_profiler_* include_t* resize_token_embeddings_to_32x mean_resizing_embeddings lora_on_cpu
+        lora_fan_in_fan_out lora_alpha_pattern peft_init_lora_weights merge_* low_cpu_mem_usage pad_to_multiple_of
+        sample_packing_* sdpa_varlen multipack_real_batches excess_length_strategy min_sample_len max_prompt_len
+        skip_prepare_* curriculum_sampling streaming* accelerator_config torch_compile_* use_ray ray_*
+        fix_untrained_tokens balance_labels dynamic_checkpoint export lm_eval_* axolotl_config_path float32
+        heads_k_stride ring_attn_func
+        """
+    ),
+)
+
+
+def render(settings: TrainerSettings) -> ExportDocument:
+    """Return the part of a configuration that an exploration decides, as YAML."""
+    notes = [f"add base_model, datasets {WHAT_ELSE}", *gathering_notes(settings)]
+    notes += [*_precision_notes(settings), *expert_notes(settings)]
+    return yaml_export(settings, fields_of(KEYS, settings), notes)
+
+
+def _precision_notes(settings: TrainerSettings) -> list[str]:
+    """Return what Axolotl does to the number formats of weights that was not measured."""
+    if settings.quantization is not None:  # it prepares them as peft does
+        if not settings.has_flash_attention:
+            return []
+        return [
+            f"memory: for flash attention Axolotl may cast norms, embeddings and output layer to {settings.dtype}; "
+            "they were measured in float32, as peft prepares them, so it may need less"
+        ]
+    if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
+        return []
+    if settings.precision != "upcast":
+        return [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
+    if settings.training.precision == "upcast":
+        return []
+    return [
+        "memory: Axolotl keeps norms and embeddings in float32 and computes under autocast; its activations were not "
+        "measured: explore with --trainer axolotl"
+    ]
+
+
+AXOLOTL = Trainer(
+    name="axolotl",
+    title="Axolotl",
+    formats={"axolotl": render},
+    file=FILE,
+    expresses=expresses(
+        attention=LIBRARY_ATTENTION,
+        experts=LIBRARY_EXPERTS,
+        optimizer={OTHER_LIBRARIES},
+        adapters={ADAPTERS, SINGLE_PARAMETERS},
+    ),
+    targets=LIBRARY_RUNS_IT,
+    precisions=("upcast", "pure"),  # it makes the weights in half precision, and computes under autocast
+    upcast_attention=frozenset({TORCH_CHOICE, "eager"}),
+    allocator="expandable_segments",  # its launcher sets it
+)

@@ -1,0 +1,199 @@
+"""A DeepSpeed configuration, as JSON. Names as of DeepSpeed 0.19.
+
+`train_batch_size` is left out: DeepSpeed derives it from the number of processes, and refuses a figure that differs.
+DeepSpeed ignores keys that it does not know, so the header stands under `_bexp`.
+
+By default stages 1 and 2 of ZeRO reduce gradients when backward has ended, and stage 3 while it goes on (the validator
+of `overlap_comm` in deepspeed/runtime/zero/config.py). The figures assume the latter, so `overlap_comm` is on. Stages 1
+and 2 then have two buckets, which take turns, and stage 3 has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from bexp.explorer.model.training import Sharding
+from bexp.explorer.model.translation import Section, put_dtype
+from bexp.explorer.trainers.back_ends import HALF_NAMES, LIBRARY_ATTENTION, LIBRARY_EXPERTS
+from bexp.explorer.trainers.document import ExportDocument, decided_fields
+from bexp.explorer.trainers.keys import UNKNOWN_FIELD, Batch, words
+from bexp.explorer.trainers.script import script_notes
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+
+BUCKET_GRADIENTS = 500_000_000
+"""Gradients of a bucket unless `reduce_bucket_size` says otherwise; their memory is allocated at once."""
+GIB = 2**30
+
+
+def render(settings: TrainerSettings) -> ExportDocument:
+    """Return the JSON."""
+    header = (*settings.header, *script_notes(settings), *_exchange_notes(settings))
+    stage: dict[str, Any] = {"stage": settings.sharding.level}
+    if settings.sharding is not Sharding.NONE:
+        stage["overlap_comm"] = True
+    values: dict[str, Any] = {
+        "_bexp": header,
+        "train_micro_batch_size_per_gpu": settings.micro_batch_size,
+        **({} if settings.grad_accum_steps is None else {"gradient_accumulation_steps": settings.grad_accum_steps}),
+        "zero_optimization": stage,
+        **_precision(settings),
+    }
+    return ExportDocument(
+        json.dumps(decided_fields(settings, values), indent=2, allow_nan=False) + "\n", "application/json", header
+    )
+
+
+def _precision(settings: TrainerSettings) -> dict[str, Any]:
+    """Return the section of the number formats: half precision with master weights, or autocast of any weights."""
+    if settings.has_autocast:
+        return {"torch_autocast": {"enabled": True, "dtype": settings.dtype.value}}
+    return {HALF_NAMES[settings.dtype]: {"enabled": True}} if settings.dtype in HALF_NAMES else {}
+
+
+def _exchange_notes(settings: TrainerSettings) -> list[str]:
+    """Return what DeepSpeed exchanges at other times than was measured, and what its buckets need."""
+    if settings.num_devices == 1:
+        return []
+    if settings.sharding is Sharding.NONE:
+        return [
+            "communication: without ZeRO, DeepSpeed reduces gradients when backward has ended, and nothing hides it; "
+            "the measured step reduces them while backward goes on"
+        ]
+    number = 1 if settings.sharding is Sharding.ZERO3 else 2
+    size = number * BUCKET_GRADIENTS * settings.dtype.itemsize / GIB
+    lines = [
+        f"memory: DeepSpeed's buckets of gradients ({number} x {BUCKET_GRADIENTS:,}) take {size:.1f} GiB besides what "
+        "was measured; a smaller reduce_bucket_size takes less"
+    ]
+    if settings.sharding is not Sharding.ZERO3:
+        lines.append(
+            "communication: DeepSpeed gathers parameters after the optimizer, where nothing hides it; the measured "
+            "step gathers them while forward goes on"
+        )
+    return lines
+
+
+_STAGES = ("none", "zero1", "zero2", "zero3")
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
+_HARMLESS = words(
+    """
+    steps_per_print wall_clock_breakdown dump_state tensorboard wandb csv_monitor comet flops_profiler
+    checkpoint data_types comms_logger memory_breakdown scheduler seed gradient_clipping prescale_gradients
+    gradient_predivide_factor communication_data_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    disable_allgather timers activation_checkpointing use_data_before_expert_parallel_ sparse_gradients
+    autotuning
+    """
+)
+"""Values of the optimizer, records, files, and how gradients are gathered."""
+_HARMLESS_OF_ZERO = words(
+    """
+    contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size allgather_partitions
+    allgather_bucket_size sub_group_size round_robin_gradients stage3_prefetch_bucket_size
+    stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+    stage3_gather_16bit_weights_on_model_save load_from_fp32_weights elastic_checkpoint ignore_unused_parameters
+    legacy_stage1 stage3_module_granularity_threshold
+    """
+)
+"""Sizes of buffers, and files."""
+_REFUSED = {
+    "amp": "amp of Apex is not supported: use bf16",
+    "pipeline": "pipeline parallelism is not supported",
+    "tensor_parallel": "tensor parallelism is not supported",
+    "sequence_parallel_size": "say context_parallel instead",
+    "aio": "offloading is not supported",
+    "compression_training": "compressed training is not supported",
+    "sparse_attention": "sparse attention is not supported",
+    "curriculum_learning": "sequences of changing length are not supported",
+    "data_efficiency": "sequences of changing length are not supported",
+    "progressive_layer_drop": "layers that are dropped are not supported",
+    "elasticity": "batches of changing size are not supported",
+}
+
+
+def read_config(config: Section, devices: int, beside: Batch | None) -> Batch | None:
+    """Read DeepSpeed's JSON; the batch that stands `beside` it goes before what is `auto`."""
+    translation = config.translation
+    config.refuse_where_set(_REFUSED)
+    _read_batch(config, devices, beside)
+    zero = config.section("zero_optimization")
+    stage = zero.integer("stage", 0, largest=3) or 0
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.section(key).get("device", "none") not in (None, "none"):
+            zero.refuse(key, "offloading is not supported")
+    for key in ("zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"):
+        if zero.get(key) not in (None, False, -1):
+            zero.refuse(key, "is not supported")
+    if zero.get("zero_hpz_partition_size", 1) != 1:
+        zero.refuse("zero_hpz_partition_size", "must be 1")
+    zero.ignore(_HARMLESS_OF_ZERO)
+    zero.refuse_unread(UNKNOWN_FIELD)
+    translation.put(("training", "sharding"), _STAGES[stage], zero.at("stage"))
+    _read_formats(config)
+    optimizer = config.section("optimizer")
+    if optimizer.get("type") is not None:
+        lowered = Section(translation, {"type": str(optimizer.values["type"]).lower()}, optimizer.location)
+        name = lowered.choice("type", _OPTIMIZERS, "adamw")
+        translation.put(("training", "optimizer", "name"), name, optimizer.at("type"))
+    config.ignore(_HARMLESS)
+    config.refuse_unread(UNKNOWN_FIELD)
+    return beside
+
+
+def _read_batch(config: Section, devices: int, beside: Batch | None) -> None:
+    """Set the batch: of two of its factors and itself, DeepSpeed derives the third; `auto` leaves it to the Trainer."""
+    translation = config.translation
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    micro, steps, whole = (None if config.get(key) == "auto" else config.integer(key, largest=1 << 20) for key in keys)
+    if beside is not None:
+        for key, value, other in zip(keys, (micro, steps), beside, strict=False):
+            if value not in (None, other):
+                config.refuse(key, f"contradicts training_arguments, where it is {other}")
+        micro, steps = beside
+    if whole is None and micro is not None:
+        whole = micro * (steps or 1) * devices
+    if whole is None:
+        return
+    expected = None if micro is None or steps is None else micro * steps * devices
+    if expected not in (None, whole):
+        config.refuse(
+            "train_batch_size", f"must be {expected}: micro-batch {micro} x {steps} steps x {devices} devices"
+        )
+    translation.put(("batch_size",), whole, config.at("train_batch_size"))
+    if micro is not None:
+        translation.put(("base_micro_batch_size",), micro, config.at("train_micro_batch_size_per_gpu"))
+
+
+def _read_formats(config: Section) -> None:
+    """Set the dtype of parameters, with float32 master weights; with `auto`, the Trainer's `bf16` says whether.
+
+    The reference layers have master weights anyway. Adapters are measured in float32, which takes the same bytes.
+    """
+    translation, brain, half = config.translation, config.section("bf16"), config.section("fp16")
+    on = [section.get("enabled", False) for section in (brain, half)]
+    if on[0] == "auto" and translation.get("training", "precision") == "autocast":
+        on[0] = True
+    for section in (brain, half):
+        section.ignore(section.values)
+    if on[0] is not True and on[1] is not True:
+        return
+    name, section = ("bfloat16", brain) if on[0] is True else ("float16", half)
+    if on[0] is True and on[1] is True:
+        half.refuse("enabled", "contradicts bf16")
+    has_master = isinstance(translation.get("hf_config"), Mapping) and not translation.get("training", "lora")
+    translation.put(("training", "precision"), "master" if has_master else "pure", section.at("enabled"))
+    put_dtype(translation, name, section.at("enabled"))
+
+
+DEEPSPEED = Trainer(
+    name="deepspeed",
+    title="DeepSpeed",
+    formats={"deepspeed": render},
+    side_file=("deepspeed", read_config),
+    expresses=expresses(attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, sharding=Sharding),
+    targets=LIBRARY_RUNS_IT,
+    precisions=("master", "autocast"),
+)

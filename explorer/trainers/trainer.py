@@ -1,0 +1,106 @@
+"""Who runs an answer: what a trainer can express, what it decides where a request does not, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bexp.explorer.dimensions.loss import LOSSES, Loss
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.model import DType
+from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.training import Precision, Sharding
+from bexp.explorer.trainers.document import Render
+from bexp.explorer.trainers.keys import ReadBeside, TrainerFile
+from bexp.explorer.trainers.terms import TERMS, Policy, expresses
+
+LIBRARY_RUNS_IT = frozenset({TRANSFORMERS})
+"""The target whose measured code a trainer of transformers' models runs."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trainer:
+    """Who runs an answer."""
+
+    name: str
+    """In a request's `trainer` and in `--trainer`."""
+    title: str
+    """For people."""
+    formats: Mapping[str, Render] = field(default_factory=dict)
+    """What writes the files that it reads, by the names of `--format`, the usual one first."""
+    file: TrainerFile | None = None
+    """How the file that people train with is read; None if it has none that is read."""
+    side_file: tuple[str, ReadBeside] | None = None
+    """The field of a document that holds a file of its own beside a model, and what reads it; None if it has none."""
+
+    expresses: Mapping[str, frozenset[Hashable]] = field(default_factory=expresses)
+    """What it can express of each term. Kernels have the transformers library's names."""
+    flattens: bool = False
+    """Whether it makes one row of a packed micro-batch for any attention."""
+    largest_packed: Mapping[str, int] = field(default_factory=dict)
+    """The largest micro-batch that an attention packs as it was measured, where that is limited."""
+    targets: frozenset[str] = frozenset()
+    """The targets whose measured code it runs; for others an export promises no tokens/s."""
+
+    precisions: tuple[Precision, ...] = ("pure", "autocast")
+    """What it can keep; the first where a request states nothing."""
+    upcast_attention: frozenset[str] = frozenset()
+    """Attention with which it casts norms, embeddings, output layer and routers to float32: precision `upcast`.
+
+    It casts nothing where it trains adapters or shards.
+    """
+    halves_adapters: bool = False
+    """Whether it casts what it trains of a quantised model to bfloat16."""
+    halves_experts: bool = False
+    """Whether it keeps experts in half precision that stay plain beside quantised weights."""
+    halves_shell: bool = False
+    """Whether it keeps norms, embeddings and output layer of a quantised model in half precision."""
+    float32_gradients: bool = False
+    """Whether gradients of weights in bfloat16 are summed in float32."""
+    allocator: Literal["default", "expandable_segments"] = "default"
+    """What it sets where a request states nothing."""
+
+    def lacks(self, term: str, value: Any) -> str | None:
+        """Return a value of a term in words if it cannot express it; None if it can."""
+        known, mine = TERMS[term], self.expresses[term]
+        missing = next((asked for asked in known.asks(value) if asked not in mine), None)
+        return None if missing is None else known.words(value, missing)
+
+    def has_policy(self, policy: Recompute, *, layers_differ: bool = False) -> bool:
+        """Return whether it can express a recomputation policy of a model whose layers may be of several kinds."""
+        return self.lacks("recompute", Policy(policy, layers_differ)) is None
+
+    def nearest_policy(self, policy: Recompute, num_layers: int, *, layers_differ: bool = False) -> Recompute:
+        """Return the policy that recomputes the fewest layers, and at least as many, so that what fitted still fits.
+
+        A policy by operation or by groups becomes `full`. It is `none` for a trainer that recomputes nothing.
+        """
+        able = (one for one in Recompute if self.has_policy(one, layers_differ=layers_differ))
+        by_share = sorted((one for one in able if one.layer_share > 0), key=lambda one: one.layer_share)
+        if policy.first_layers is not None:
+            by_share = [one for one in by_share if one.layer_share * num_layers >= policy.first_layers] or by_share[-1:]
+        else:
+            by_share = by_share[-1:]
+        return by_share[0] if by_share else Recompute.NONE
+
+    def nearest_loss(self, loss: Loss) -> Loss:
+        """Return the loss that it computes in place of one: another that holds no logits if it has one."""
+        mine = self.expresses["loss"]
+        alike = (one for one in LOSSES if one in mine and not LOSSES[one].holds_logits)
+        return loss if loss in mine else "library" if LOSSES[loss].holds_logits else next(alike, "library")
+
+    def nearest_sharding(self, level: Sharding) -> Sharding:
+        """Return the lowest level that shards at least as much, so that what fitted still fits; else `none`."""
+        mine = self.expresses["sharding"]
+        return next((one for one in Sharding if one.level >= level.level and one in mine), Sharding.NONE)
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Return whether it can keep all weights in float32, as weights or as master weights."""
+        return not {"autocast", "master"}.isdisjoint(self.precisions)
+
+    def kept_formats(self, dtype: DType, precision: Precision) -> tuple[DType, DType]:
+        """Return the formats of gradients and of optimizer states where matrix products are in `dtype`."""
+        is_summed = precision == "autocast" or (self.float32_gradients and dtype is DType.BFLOAT16)
+        return DType.FLOAT32 if is_summed else dtype, dtype if precision == "pure" else DType.FLOAT32

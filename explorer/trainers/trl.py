@@ -1,0 +1,160 @@
+"""TRL: an export for `SFTConfig`, and the YAML of `trl sft --config` in.
+
+An export is JSON for `SFTConfig(**fields)` or TrlParser. The YAML has ScriptArguments, SFTConfig and ModelConfig. Names
+as of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bexp.explorer.model.model import DType
+from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS
+from bexp.explorer.trainers.keys import (
+    Formats,
+    Key,
+    Setting,
+    TrainerFile,
+    Why,
+    because,
+    flag,
+    key,
+    must_be,
+    one_of,
+    without_exports,
+    words,
+)
+from bexp.explorer.trainers.script import plain_expert_notes
+from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.transformers import (
+    ARGUMENTS,
+    HARMLESS,
+    LIBRARY_POLICIES,
+    LORA,
+    REFUSED,
+    arguments_export,
+    autocast_in,
+)
+
+CHUNKED = "chunked_nll"
+_DTYPES = {name: name for name in ("auto", "float32", "bfloat16")}
+
+
+def _formats(said: Formats) -> tuple[str, str | None]:
+    """It loads weights in float32 unless `dtype` says otherwise, and computes under autocast unless `bf16` is false."""
+    weights = said.checkpoint if said.weights == "auto" else said.weights
+    if said.is_quantized and weights != "bfloat16":
+        raise ValueError("beside load_in_4bit or load_in_8bit, weights are measured in bfloat16: say dtype: bfloat16")
+    if said.half and weights == "float32":
+        return "bfloat16", "autocast"
+    if said.has_adapters and not said.half and weights != "float32":
+        raise ValueError("adapters are measured under autocast: say bf16: true")
+    return weights or "float32", "pure"
+
+
+def _packing_strategy(value: Any) -> None:
+    if value not in ("bfd", "bfd_split"):
+        raise ValueError("rows that cut texts are not what TRL is told: say packing_strategy: bfd")
+
+
+KEYS = {
+    **ARGUMENTS,
+    # It computes under autocast unless it is told not to.
+    "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16, otherwise=False)),
+    "fp16": Key(write=autocast_in(DType.FLOAT16, otherwise=False)),
+    "packing": Key(Setting.PACKING, flag, lambda settings: settings.packs),
+    # Best-fit packing keeps documents apart by flattening a micro-batch into one row.
+    "padding_free": Key(Setting.PADDING_FREE, flag, lambda settings: settings.packs),
+    "packing_strategy": Key(None, _packing_strategy, lambda settings: "bfd" if settings.packs else None),
+    # Of full logits; its default computes them in chunks.
+    "loss_type": Key(
+        Setting.LOSS,
+        one_of({"nll": "library", CHUNKED: CHUNKED}),
+        lambda settings: None if settings.is_own_code else "nll",
+    ),
+    "max_length": key(Setting.SEQ_LENGTH),
+    **without_exports(LORA),
+    "model_name_or_path": Key(Setting.MODEL),
+    "dtype": Key(Setting.WEIGHTS, one_of(_DTYPES)),
+    "torch_dtype": Key(Setting.WEIGHTS, one_of(_DTYPES)),
+    "use_peft": Key(Setting.ADAPTERS, flag),
+    "use_dora": Key(Setting.DORA, flag),
+    "use_rslora": Key(Setting.RSLORA, flag),
+    "use_bnb_nested_quant": Key(Setting.NESTED, flag),
+    "bnb_4bit_quant_type": must_be("nf4", reason=Why.OTHER_WEIGHTS),
+    "bnb_4bit_quant_storage": must_be("uint8", reason=Why.OTHER_WEIGHTS),
+    "attn_implementation": Key(Setting.ATTENTION),
+}
+FILE = TrainerFile(
+    model="model_name_or_path",
+    keys=KEYS,
+    defaults={
+        Setting.MICRO_BATCH_SIZE: 8,
+        Setting.SEQ_LENGTH: 1024,
+        Setting.OPTIMIZER: "adamw_torch_fused",
+        Setting.HALF: True,
+        Setting.WEIGHTS: "float32",
+        Setting.NESTED: False,
+        Setting.RECOMPUTATION: True,
+        Setting.LOSS: CHUNKED,
+        Setting.R: 16,
+        Setting.ALPHA: 32,
+        Setting.DROPOUT: 0.05,
+    },
+    formats=_formats,
+    other_losses={
+        CHUNKED: "TRL computes its loss in chunks of tokens by default (loss_type: chunked_nll). That loss is not "
+        "measured. The answer is for the plain loss, which holds all logits at once, and the export sets "
+        "loss_type: nll. With chunked_nll, speed and memory would be others"
+    },
+    refused={
+        **REFUSED,
+        **because(
+            {
+                Why.OFFLOADING: "activation_offloading",
+                "say dtype and attn_implementation at the top of the file instead": "model_init_kwargs",
+                "remove it, and round the lengths that you state up to it": "pad_to_multiple_of",
+                "is for several devices of old models: remove it": "ignore_bias_buffers",
+            }
+        ),
+    },
+    harmless=HARMLESS
+    | words(
+        """
+        use_cache trackio_* liger_kernel_config model_revision lora_task_type trust_remote_code router_aux_loss_coef
+        chat_template_path dataset_* datasets streaming test_split_size eos_token pad_token truncation_mode
+        shuffle_dataset completion_only_loss assistant_only_loss
+        """
+    ),
+)
+
+
+def _precision_notes(settings: TrainerSettings) -> list[str]:
+    """Return what TRL does to the number formats beside quantised weights that was not measured."""
+    if settings.quantization is None:
+        return []
+    return [
+        "memory: TRL casts what it trains of a quantised model to bfloat16 (adapters, modules_to_save); it was "
+        "measured in float32, so it needs less",
+        *plain_expert_notes(settings),
+    ]
+
+
+TRL = Trainer(
+    name="trl",
+    title="TRL",
+    formats={"trl": arguments_export(KEYS, _precision_notes)},
+    file=FILE,
+    expresses=expresses(
+        recompute=LIBRARY_POLICIES,
+        attention=LIBRARY_ATTENTION,
+        experts=LIBRARY_EXPERTS,
+        optimizer={OTHER_LIBRARIES},
+    ),
+    flattens=True,
+    targets=LIBRARY_RUNS_IT,
+    halves_adapters=True,
+    halves_experts=True,
+)

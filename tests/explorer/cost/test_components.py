@@ -1,0 +1,145 @@
+"""How a candidate's step is split into components, and which candidates share one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.decomposition import Decomposer, Decomposition, LayerGroup
+from bexp.explorer.cost.layer_groups import group_layers
+from bexp.explorer.dimensions.candidate import Candidate
+from tests.explorer.cost.tiny import MOE, model_of, request
+
+
+def component(kind: str = "attention", **changes: Any) -> Component:
+    return Component.model_validate({"kind": kind, "micro_batch_size": 4, **changes})
+
+
+def candidate(**changes: Any) -> Candidate:
+    shape = {"micro_batch_size": 6, "attention_backend": "flash", "num_query_groups": 1}
+    return Candidate.model_validate({**shape, **changes})
+
+
+def split(
+    chosen: Candidate, model: dict[str, Any] | None = None, *, training: bool = True, communicates: bool = False
+) -> Decomposition:
+    req = request(model, routing={"kind": "uniform"})
+    return Decomposer(model_of(req), training=training, communicates=communicates)(chosen)
+
+
+SHARED: dict[str, Any] = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
+
+
+def test_attention_that_is_shared_has_a_layout_and_nothing_else_has_one() -> None:
+    assert component(**SHARED).communicates
+    for changes in (
+        {"context_parallel_size": 4},
+        {"context_parallel_layout": "ring"},
+        {"kind": "head", **SHARED},
+    ):
+        with pytest.raises(ValueError, match="belongs to attention"):
+            component(**changes)
+
+
+def test_joint_components_are_those_that_need_several_processes() -> None:
+    assert component(**SHARED).is_joint
+    assert component("communication", micro_batch_size=0).is_joint
+    alone = component("dense_ffn", context_parallel_size=4)
+    assert not alone.is_joint
+    assert not alone.communicates
+    assert alone.sequences == 1.0
+    assert component("head", micro_batch_size=3, context_parallel_size=2).sequences == 1.5
+
+
+def test_some_policies_of_a_block_choose_by_operation() -> None:
+    assert {mode for mode in BlockRecompute if mode.by_operation} == {
+        BlockRecompute.ACTIVATIONS,
+        BlockRecompute.PROJECTIONS,
+    }
+
+
+def test_without_training_there_is_no_optimizer() -> None:
+    assert split(candidate(), training=False).optimizer is None
+
+
+def test_what_is_exchanged_is_a_component_of_its_own_and_comes_last() -> None:
+    found = split(candidate(), communicates=True)
+    assert [c.kind for c in found.components][-2:] == [ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION]
+    assert found.communication == component("communication", micro_batch_size=0, num_query_groups=1)
+
+
+def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:
+    found = split(candidate(recompute="partial_50"))
+    modes = [
+        (group.layers.recomputed, group.layers.count, {block.recompute.value for block in group.blocks})
+        for group in found.layers
+    ]
+    assert modes == [(False, 1, {"none"}), (True, 1, {"full"})]
+    assert [group.layers.below for group in found.layers] == [(0, 1), (0, 0)], "the first layer is the recomputed one"
+    assert len(found.components) == 7
+
+
+def test_experts_have_their_back_end_and_dense_layers_have_none() -> None:
+    found = split(candidate(expert_backend="loop"), {"moe": {**MOE, "first_k_dense": 1}})
+    ffns = {group.blocks[1].kind: group.blocks[1].experts for group in found.layers}
+    assert ffns == {ComponentKind.DENSE_FFN: None, ComponentKind.MOE_FFN: "loop"}
+
+
+def test_a_policy_reaches_the_blocks_that_it_names() -> None:
+    (group,) = split(candidate(recompute="qkv")).layers
+    assert [block.recompute.value for block in group.blocks] == ["projections", "none"]
+    (group,) = split(candidate(recompute="activations", bta_tile=2)).layers
+    assert [block.recompute.value for block in group.blocks] == ["none", "activations"]
+    assert [block.bta_tile for block in group.blocks] == [2, None]
+
+
+def test_half_of_each_of_two_sequences_is_the_work_of_a_whole_one() -> None:
+    found = split(candidate(micro_batch_size=6, **SHARED))
+    shapes = {c.kind.value: (c.micro_batch_size, c.context_parallel_size) for c in found.components}
+    expected = {"embedding": (3, 2), "dense_ffn": (3, 2), "head": (3, 2), "attention": (6, 4), "optimizer": (0, 1)}
+    assert shapes == expected
+    alone = split(candidate(micro_batch_size=8, **SHARED))
+    assert alone.head == split(candidate(micro_batch_size=2)).head
+
+
+def test_equal_components_of_two_candidates_are_one() -> None:
+    decompose = Decomposer(model_of(request()), training=True)
+    first, second = decompose(candidate()), decompose(candidate(attention_backend="math"))
+    assert first.head is second.head
+    assert first.layers[0].blocks[1] is second.layers[0].blocks[1]
+    assert first.layers[0].blocks[0] != second.layers[0].blocks[0]
+
+
+def test_components_are_listed_once_in_the_order_of_a_step() -> None:
+    block, head = component("dense_ffn"), component("head")
+    groups = tuple(LayerGroup(layers, (block,)) for layers in group_layers(["a", "a"], [False, True]))
+    assert Decomposition(None, groups, head, None).components == (block, head)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "back_end"),
+    [
+        ("attention", "flash", BackEnd(attention="flash")),
+        ("moe_ffn", "quack", BackEnd(experts="quack")),
+        ("shell", "compile=true", BackEnd(setting="compile=true")),
+        ("layer", "sdpa", BackEnd("sdpa")),
+        ("layer", "sdpa+grouped_mm+liger+compiled", BackEnd("sdpa", "grouped_mm", ("liger", "compiled"))),
+        ("layer", "sdpa+compiled", BackEnd("sdpa", marks=("compiled",))),
+        ("head", None, None),
+    ],
+)
+def test_a_recorded_back_end_is_read_and_written(kind: str, text: str | None, back_end: BackEnd | None) -> None:
+    document = {"kind": kind, "micro_batch_size": 1, "backend": text}
+    component = Component.model_validate(document)
+    assert component.backend == back_end
+    assert component.model_dump(mode="json")["backend"] == text
+    assert Component.model_validate_json(component.model_dump_json()) == component
+
+
+def test_a_back_end_is_text() -> None:
+    with pytest.raises(ValidationError, match="must be text"):
+        Component.model_validate({"kind": "layer", "micro_batch_size": 1, "backend": 5})

@@ -1,0 +1,83 @@
+"""Optimizers by the names that people know, and what cannot be had with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES, NAMES
+from bexp.explorer.request.request import ExplorationRequest
+
+LLAMA = {"model_type": "llama", "hidden_size": 64}
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "seq_length": 64,
+}
+
+
+def request(name: str, **fields: Any) -> ExplorationRequest:
+    training = {"optimizer": {"name": name}} | fields.pop("training", {})
+    source = {"hf_config": LLAMA, "hf_seq_length": 64} if "model" not in fields else {}
+    return ExplorationRequest.model_validate({**source, "training": training, **fields})
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("adamw_torch", "adamw"), ("adamw_torch_fused", "adamw"), ("adamw_8bit", "adamw_bnb_8bit"), ("sgd", "sgd")],
+)
+def test_a_name_of_the_trainers_means_what_is_measured(given: str, meant: str) -> None:
+    assert request(given).training.optimizer.name == meant
+
+
+def test_axolotl_has_them_in_its_own_formats() -> None:
+    found = request("adafactor", trainer="axolotl")
+    assert found.training.precision == "upcast"
+
+
+def test_every_optimizer_on_the_device_has_a_name_in_the_trainer() -> None:
+    assert set(NAMES) == {"adamw", "sgd", *LIBRARY}
+    assert set(LIBRARY_NAMES) == {name for name in NAMES if name not in LIBRARY or not LIBRARY[name].is_on_host}
+
+
+@pytest.mark.parametrize("name", ["adamw_bnb_16bit", "galore_adamw", "", 8, "paged_lion_8bit"])
+def test_any_other_optimizer_is_refused_with_ways_to_measure_it(name: Any) -> None:
+    with pytest.raises(ValidationError, match=r"must be one of adamw, sgd, .*bexp tune -- COMMAND"):
+        request(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_devices": 2}, "steps in the host's memory, beside one GPU"),
+        ({"device_kind": "cpu"}, "steps in the host's memory, beside one GPU"),
+        ({"trainer": "trl"}, "TRL cannot be told the optimizer 'adamw_cpu_offload'; these can: bexp"),
+    ],
+)
+def test_an_optimizer_on_the_host_is_for_one_gpu_and_a_trainer_that_can_be_given_it(
+    fields: dict[str, Any], why: str
+) -> None:
+    assert request("adamw_cpu_offload", trainer="bexp").training.optimizer.of_library is not None
+    with pytest.raises(ValidationError, match=why):
+        request("adamw_cpu_offload", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"model": MODEL}, "needs target 'transformers'"),
+        ({"training": {"optimizer": {"name": "adafactor"}, "precision": "master"}}, "without float32 master weights"),
+        ({"trainer": "deepspeed"}, "DeepSpeed cannot be told the optimizer 'adafactor'; these can: .*axolotl"),
+        ({"training": {"optimizer": {"name": "adafactor"}, "sharding": "zero2"}, "num_devices": 2}, "without sharding"),
+        ({"training": {"optimizer": {"name": "adafactor", "state_dtype": "float32"}}}, "leave state_dtype out"),
+        ({"trainer": "torchtitan"}, "torchtitan cannot be told the optimizer 'adafactor'; these can: .*axolotl"),
+    ],
+)
+def test_what_cannot_be_had_with_a_librarys_optimizer_is_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        request("adafactor", **fields)

@@ -1,0 +1,72 @@
+"""One table of keys for both directions: what an export writes is read back as what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from bexp.explorer.exports.export import export
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.formats.training_files import why_refused
+from bexp.explorer.model.training import LoRASpec
+from bexp.explorer.trainers.registry import FILES, TRAINERS
+from tests.explorer.exports.samples import CONFIG, SHARDED, candidate, exploration
+
+WRITTEN = [name for name, file in FILES.items() if not file.is_nested]
+LINEAR: dict[str, Any] = {"r": 8, "alpha": 8, "target_modules": "all-linear"}
+QUANTIZED: dict[str, Any] = {"quantization": "bnb_4bit", "training": {"lora": LINEAR}}
+CASES: dict[str, dict[str, Any]] = {
+    "pure": {},
+    "sharded": SHARDED,
+    "full rows": {"batch_size": 8},
+    "optimizer": {"training": {"optimizer": {"name": "adafactor", "master_dtype": None}}},
+    "padded": {"lengths": [[100, 10], [900, 4]], "batching": "padded"},
+    "grouped": {"lengths": [[100, 10], [900, 4]], "batching": "grouped"},
+    "adapters": {
+        "training": {
+            "lora": {
+                **{"r": 16, "alpha": 24, "dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
+                **{"modules_to_save": ["lm_head"], "use_dora": True, "use_rslora": True},
+            }
+        }
+    },
+    "single parameters": {"training": {"lora": {"r": 8, "alpha": 8, "target_parameters": ["experts.gate_up_proj"]}}},
+    "QLoRA": QUANTIZED,
+    "in 8 bits": {**QUANTIZED, "quantization": "bnb_8bit"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_export_is_read_back_as_what_was_measured(name: str, case: str) -> None:
+    """Adapters of TRL stand in its script, and sharding in a launcher of each."""
+    lora = CASES[case].get("training", {}).get("lora")
+    if lora is not None and (name == "trl" or TRAINERS[name].lacks("adapters", LoRASpec.model_validate(lora))):
+        return
+    answer = exploration(candidate(recompute="full"), trainer=name, **CASES[case])
+    asked = answer.request
+    assert asked is not None
+    written = yaml.safe_load(export(name, answer).text)
+    own = {key: value for key, value in written.items() if not why_refused(name, key)}
+    beside = {"num_devices": asked.num_devices} | {key: CASES[case][key] for key in ("lengths",) if key in CASES[case]}
+    document = {name: {**own, FILES[name].model: "models/olmoe"}, "model": {**CONFIG, "dtype": "bfloat16"}}
+    again = parse_request(document, overrides=beside)
+    assert (again.trainer, again.base_micro_batch_size, again.batch_size) == (name, 8, asked.batch_size)
+    assert (again.seq_length, again.quantization) == (asked.seq_length, asked.quantization)
+    assert again.training.optimizer.name == asked.training.optimizer.name
+    assert (again.training.lora, again.batching) == (asked.training.lora, asked.batching)
+    assert not any("not read" in notice for notice in again.notices), "each key is known to the same table"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_key_is_read_refused_or_harmless_and_nothing_else(name: str) -> None:
+    file = FILES[name]
+    read = {key for key, known in file.keys.items() if known.is_read}
+    assert file.model in read
+    assert not read & (file.harmless | file.refused.keys())
+
+
+def test_a_title_and_a_name_belong_to_one_trainer() -> None:
+    assert len({trainer.title for trainer in TRAINERS.values()}) == len(TRAINERS)
