@@ -98,7 +98,7 @@ def test_long_names_of_devices_and_versions_are_cut_alike_where_they_are_kept_an
     report, software = make_report("d" * 300), {"bexp": "9" * 300}
     keep_components(database, "one", make_request(), report, software, [make_trial(0)])
     found = find_earlier_runs(database, make_request(), report, SOFTWARE)
-    assert (found.num_ignored, found.other_versions) == (1, ("torch 2.13, bexp...",))
+    assert (found.num_ignored, len(found.other_versions[0])) == (1, 255)
     versions = report.hardware.versions.model_copy(update={"driver": "550"})
     with_driver = report.model_copy(update={"hardware": report.hardware.model_copy(update={"versions": versions})})
     keep_components(database, "two", make_request(), with_driver, {}, [make_trial(0)])
