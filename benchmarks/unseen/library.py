@@ -16,6 +16,7 @@ from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKi
 from bexp.explorer.cost.parameters import count_layer, count_parameters
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.loss import LOSSES
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import LayerKind, ModelSpec
@@ -133,7 +134,7 @@ def _report(draws: Draws, report: DeviceReport, model: ModelParts) -> DeviceRepo
                 BackendSupport(name="liger", usable=has_liger, reason=reason, stock=False, only_when_named=True),
             ),
             "execution": tuple(BackendSupport(name=execution, usable=True) for execution in Execution),
-            "loss": tuple(BackendSupport(name=loss, usable=True) for loss in ("library", "chunked", "liger")),
+            "loss": tuple(BackendSupport(name=loss, usable=True) for loss in LOSSES),
         },
         default_attention="sdpa",
         default_experts="grouped_mm" if experts else None,
@@ -165,7 +166,7 @@ class _LibraryKernels:
             head = Component(kind=ComponentKind.HEAD, micro_batch_size=component.micro_batch_size)
             pairs = [self._kernels.seconds(each, spec) for each in (embedding, head)]
             loss = component.setting or "library"
-            low, high = {"library": (1.0, 1.0), "chunked": (0.95, 1.12), "liger": (0.6, 1.9)}[loss]
+            low, high = {"library": (1.0, 1.0), "chunked": (0.95, 1.12)}.get(loss, (0.6, 1.9))
             factor = draws.between(low, high, "loss", loss)
             return factor * sum(device for device, _ in pairs), sum(host for _, host in pairs)
         return self._kernels.seconds(component, spec)

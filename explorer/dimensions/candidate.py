@@ -74,3 +74,7 @@ class DimensionsAsked(
 _described = {*FIELDS, *VariantOf.model_fields}
 if _described != set(Candidate.model_fields):
     raise TypeError(f"a candidate has {sorted(Candidate.model_fields)}, the dimensions have {sorted(_described)}")
+if _unasked := [
+    dimension.asked for dimension in DIMENSIONS if dimension.asked not in (None, *DimensionsAsked.model_fields)
+]:
+    raise TypeError(f"a request has no {', '.join(map(str, _unasked))}: add the class to DimensionsAsked")

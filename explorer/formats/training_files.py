@@ -43,7 +43,7 @@ def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
     """
     if "hf_config" in document:
         return None
-    found = [name for name, file in FILES.items() if dict(_values(file, document)).get(file.model) is not None]
+    found = [name for name, file in FILES.items() if isinstance(dict(_values(file, document)).get(file.model), str)]
     if named in found or len(found) < 2:
         return named if named in found else next(iter(found), None)
     raise FormatError([((FILES[found[0]].model,), f"say whose file this is: --trainer {' or '.join(found)}")])

@@ -272,12 +272,17 @@ def choice_values(
     if choice.part is CodePart.SHELL and not model.computes_losses:
         return (None,)
     considered = request.space_on(report.hardware.device_kind).values_of(choice)
-    supports = report.choices.get(choice.name, ())
-    if supports or any(choice.is_tried(value) for value in choice.named(request) or ()):
-        usable = usable_backends(choice.name, supports, considered, model.place)
+    supports, named = report.choices.get(choice.name, ()), choice.named(request)
+    is_unheard_of = choice.settings is None or any(choice.is_tried(value) for value in named or ())
+    if not supports and is_unheard_of and named not in (None, (choice.plain,)):
+        raise EmptySpaceError(f"{choice.name} {' or '.join(map(repr, map(str, named)))} cannot be set {model.place}")
+    if supports:
+        reported = {support.name for support in supports}
+        asked = considered if named is not None else tuple(value for value in considered if value in reported)
+        usable = usable_backends(choice.name, supports, asked, model.place)
         left = tuple(value for value in considered if value in usable)
     else:
-        left = considered if choice.named(request) is not None else considered[:1]
+        left = considered if named is not None else considered[:1]
     return choice.written(request, left)
 
 

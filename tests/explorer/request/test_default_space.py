@@ -8,7 +8,7 @@ import pytest
 
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.dimensions.kernels import KERNELS, Kernels
-from bexp.explorer.dimensions.loss import LOSS
+from bexp.explorer.dimensions.loss import LOSS, LOSSES
 from bexp.explorer.request.request import ExplorationRequest
 
 CONFIG: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
@@ -24,7 +24,7 @@ def build(fields: dict[str, Any], **others: Any) -> ExplorationRequest:
 def test_a_gpu_explores_all_that_can_be_had_without_asking() -> None:
     space = build(CONFIG).space_on("cuda")
     assert space.executions == space.choices_of(EXECUTION) == tuple(Execution)
-    assert space.values_of(LOSS) == ("library", "chunked", "liger")
+    assert space.values_of(LOSS) == tuple(LOSSES)
     assert space.choices_of(KERNELS) == tuple(Kernels)
     shapes = build(SHAPES).space_on("cuda")
     assert shapes.executions == tuple(Execution)

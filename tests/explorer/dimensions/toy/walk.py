@@ -15,6 +15,7 @@ from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import export
+from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import IRRELEVANT
@@ -50,7 +51,12 @@ def main() -> None:
     assert "toys" in IRRELEVANT
     one = {"recompute": ["none"], "attention_backends": ["flash"], "expert_backends": ["grouped_mm"]}
     asked = described.request(toys=["off", "on"], micro_batch_size=[1, 2], batch_size=4, **one)
-    report, parts = described.device(), described.parts()
+    bare, parts = described.device(), described.parts()
+    refused = list(explore(asked, bare, Device(asked)))[-1].answer
+    assert refused is not None
+    assert "cannot be set" in str(refused.variants[0].reason), "a target that sets no toy measures none"
+    supports = tuple(BackendSupport(name=name, usable=True) for name in ("off", "on"))
+    report = bare.model_copy(update={"choices": {"toy": supports}})
 
     queue = Queue(open_database(f"sqlite:///{Path.cwd()}/toy.db"))
     upgrade(queue.database)
