@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 TOY = Path(__file__).parent / "toy"
 ENTRIES = (
@@ -28,31 +30,40 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_toy_dimension_is_known_everywhere(tmp_path: Path) -> None:
-    for name in ("explorer", "storage", "workers", "api", "bexp"):
+def copy_with_toy(folder: Path, *names: str, entries: tuple[tuple[str, str], ...] = ENTRIES) -> None:
+    """Copy folders of the product, and add the toy's file and its entries of the list."""
+    for name in names:
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
-    shutil.copy(TOY / "dimension.txt", tmp_path / "explorer" / "dimensions" / "toy.py")
-    shutil.copy(TOY / "set_up.txt", tmp_path / "bexp" / "transformers" / "toy.py")
-    listing = tmp_path / "explorer" / "dimensions" / "candidate.py"
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    shutil.copy(TOY / "dimension.txt", folder / "explorer" / "dimensions" / "toy.py")
+    listing = folder / "explorer" / "dimensions" / "candidate.py"
     text = listing.read_text()
-    for line, added in ENTRIES:
+    for line, added in entries:
         assert text.count(line) == 1, line
         text = text.replace(line, added + line if line.startswith("from ") else line + added)
     listing.write_text(text)
+
+
+def test_a_toy_dimension_is_known_everywhere(tmp_path: Path) -> None:
+    copy_with_toy(tmp_path, "explorer", "storage", "workers", "api", "bexp")
+    shutil.copy(TOY / "set_up.txt", tmp_path / "bexp" / "transformers" / "toy.py")
     run(tmp_path, "-m", "tests.explorer.dimensions.toy.walk", str(tmp_path))
     assert "toys" in run(tmp_path, "-c", "from bexp.api.cli import main; main()", "explore", "--help")
 
 
-def test_a_dimension_without_its_half_with_torch_is_refused_at_import(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("left_out", "module", "message"),
+    [
+        (None, "bexp.transformers.set_up", "nothing sets toy on a model: write bexp/transformers/toy.py"),
+        ("ToyAsked,", "bexp.explorer.dimensions.candidate", "a request has no toys"),
+        ("ToyOf,", "bexp.explorer.dimensions.candidate", "a candidate has"),
+    ],
+)
+def test_a_place_that_is_forgotten_raises_at_import(
+    tmp_path: Path, left_out: str | None, module: str, message: str
+) -> None:
     """Nobody measures the plain code under the name of a value."""
-    shutil.copytree(ROOT / "explorer", tmp_path / "explorer", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "bexp", tmp_path / "bexp", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(TOY / "dimension.txt", tmp_path / "explorer" / "dimensions" / "toy.py")
-    listing = tmp_path / "explorer" / "dimensions" / "candidate.py"
-    text = listing.read_text()
-    for line, added in ENTRIES:
-        text = text.replace(line, added + line if line.startswith("from ") else line + added)
-    listing.write_text(text)
-    code = "try:\n import bexp.transformers.set_up\nexcept TypeError as error:\n print(error)"
-    assert "nothing sets toy on a model: write bexp/transformers/toy.py" in run(tmp_path, "-c", code)
+    entries = tuple(entry for entry in ENTRIES if entry[1].strip() != left_out)
+    copy_with_toy(tmp_path, "explorer", "bexp", entries=entries)
+    code = f"try:\n import {module}\nexcept TypeError as error:\n print(error)"
+    assert message in run(tmp_path, "-c", code)
