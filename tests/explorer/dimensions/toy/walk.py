@@ -16,6 +16,7 @@ from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import export
 from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import IRRELEVANT
@@ -89,6 +90,14 @@ def main() -> None:
         row = connection.execute(sa.select(recommendations).order_by(recommendations.c.seq.desc()).limit(1)).one()
     assert row.candidate["toy"] == "on"
 
+    follow(ExportSource(job.id, asked, report, best), parts)
+
+
+def follow(source: ExportSource, parts: ModelParts) -> None:
+    """Assert it of the components, an export and `bexp.apply`."""
+    asked, best = source.request, source.recommendation
+    assert asked is not None
+    assert best is not None
     decompose = PartsDecomposer(parts, training=True)
     other = best.candidate.model_copy(update={"toy": "off"})
     keys, plain = ([c.key for c in decompose(one).components] for one in (best.candidate, other))
@@ -96,7 +105,6 @@ def main() -> None:
     assert all(key.startswith(ComponentKind.LAYER.value) for key in {*keys, *plain} - shared)
     assert any(key.startswith(ComponentKind.SHELL.value) for key in shared), "the toy enters layers alone"
 
-    source = ExportSource(job.id, asked, report, best)
     assert "toy=on" in "\n".join(export("python", source).header)
     assert [name for name, one in TRAINERS.items() if "on" in one.expresses["toy"]] == ["bexp"]
 
