@@ -165,7 +165,7 @@ def _refusals() -> Iterator[None]:
     """Raise ProblemError for what a service would refuse, and ServiceError if the database fails."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # `refusal_of` knows the kinds, and the rest is raised again
         refusal = refusal_of(error)
         if refusal is not None:
             problem = Problem.of(refusal.status, refusal.detail, name=refusal.name, errors=refusal.errors)

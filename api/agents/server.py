@@ -213,7 +213,7 @@ def _known_failures() -> Iterator[None]:
     """Tell the agent what a command would print; a defect stays an error of the server."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # `describe_failure` knows the kinds, and the rest is raised again
         known = error if isinstance(error, CommandError) else describe_failure(error)
         if known is None and not isinstance(error, OSError | ValueError):
             raise

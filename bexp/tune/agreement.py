@@ -120,7 +120,7 @@ def _largest(training: Training, number: int) -> tuple[int, Gradient, Gradient]:
         parts = split(number, large)
         try:
             return large, _finite(training.gradient(parts)), _other(training, parts)
-        except Exception as error:
+        except Exception as error:  # which kind says that memory is short differs between devices
             # The other processes wait for this one's gradients.
             if training.num_devices > 1 or not is_out_of_memory(error) or large == sizes[-1]:
                 raise

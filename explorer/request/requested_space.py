@@ -124,10 +124,6 @@ class RequestedSpace:
         """The values of a choice to consider before the device is asked, the base's first."""
         return choice.considered(self.asked, place_of(self.asked, self.device_kind))
 
-    def choices_of(self, choice: Choice[V]) -> tuple[V | None, ...]:
-        """What candidates may have of a choice: its values, or None alone where there is nothing to choose."""
-        return choice.written(self.asked, self.values_of(choice))
-
     @property
     def compiles(self) -> bool:
         """Whether code may be compiled for some candidates."""

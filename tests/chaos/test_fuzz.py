@@ -22,12 +22,12 @@ from tests.waits import PATIENCE_SECONDS
 def test_a_service_stands_a_short_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ANSWER_SECONDS", "PATIENCE_SECONDS"):  # a busy host takes longer than is promised
         monkeypatch.setattr(fuzz_answers, name, PATIENCE_SECONDS)
-    found = fuzz(200, seed=1, seconds=PATIENCE_SECONDS)
+    found = fuzz(400, seed=1, seconds=PATIENCE_SECONDS)
     assert found["violations"] == []
-    assert found["requests"] >= 200
+    assert found["requests"] >= 400
     # Of the first 200 requests 29 to 40% are accepted, because there are few explorations yet; of 400 it is 47 to 51%.
-    assert found["accepted_share"] >= 0.2
-    assert {"200", "201", "401", "404", "422"} <= set(found["statuses"])
+    assert found["accepted_share"] >= 0.4
+    assert {"200", "201", "202", "401", "404", "422"} <= set(found["statuses"])
     assert 0 < found["median_seconds"] <= found["p99_9_seconds"] <= found["slowest_seconds"] * 1.05
 
 

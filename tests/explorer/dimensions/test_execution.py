@@ -12,6 +12,7 @@ from bexp.explorer.dimensions.kernels import KERNELS, Kernels
 from bexp.explorer.model.target import BEXP
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF
+from tests.explorer.choices import choices_of
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 
@@ -31,9 +32,9 @@ def build(**fields: Any) -> ExplorationRequest:
 
 def test_a_list_or_explore_is_a_choice() -> None:
     both = (Execution.EAGER, Execution.COMPILE)
-    assert build(execution=["compile", "eager"]).space.choices_of(EXECUTION) == both
-    assert build(execution="explore").space.choices_of(EXECUTION) == tuple(Execution)
-    assert build(execution="compile").space.choices_of(EXECUTION) == (None,)
+    assert choices_of(build(execution=["compile", "eager"]).space, EXECUTION) == both
+    assert choices_of(build(execution="explore").space, EXECUTION) == tuple(Execution)
+    assert choices_of(build(execution="compile").space, EXECUTION) == (None,)
     assert [build(execution=asked).space.compiles for asked in ("eager", "compile", "explore", ["eager"])] == [
         *(False, True, True, False)
     ]
@@ -97,9 +98,9 @@ def test_wrong_kernels_name_the_field(fields: dict[str, Any]) -> None:
 
 
 def test_the_models_own_kernels_alone_are_no_choice() -> None:
-    assert build(kernels=["library"]).space.choices_of(KERNELS) == (None,)
-    assert build(kernels=["liger"]).space.choices_of(KERNELS) == (Kernels.LIGER,)
-    assert build(kernels=["liger", "library"]).space.choices_of(KERNELS) == (Kernels.LIBRARY, Kernels.LIGER)
+    assert choices_of(build(kernels=["library"]).space, KERNELS) == (None,)
+    assert choices_of(build(kernels=["liger"]).space, KERNELS) == (Kernels.LIGER,)
+    assert choices_of(build(kernels=["liger", "library"]).space, KERNELS) == (Kernels.LIBRARY, Kernels.LIGER)
 
 
 def test_a_choice_of_flash_alone_is_undone_by_its_exclusion() -> None:

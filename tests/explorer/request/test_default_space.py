@@ -10,6 +10,7 @@ from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.dimensions.kernels import KERNELS, Kernels
 from bexp.explorer.dimensions.loss import LOSS, LOSSES
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.choices import choices_of
 
 CONFIG: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 MODEL = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
@@ -23,12 +24,12 @@ def build(fields: dict[str, Any], **others: Any) -> ExplorationRequest:
 
 def test_a_gpu_explores_all_that_can_be_had_without_asking() -> None:
     space = build(CONFIG).space_on("cuda")
-    assert space.executions == space.choices_of(EXECUTION) == tuple(Execution)
+    assert space.executions == choices_of(space, EXECUTION) == tuple(Execution)
     assert space.values_of(LOSS) == tuple(LOSSES)
-    assert space.choices_of(KERNELS) == tuple(Kernels)
+    assert choices_of(space, KERNELS) == tuple(Kernels)
     shapes = build(SHAPES).space_on("cuda")
     assert shapes.executions == tuple(Execution)
-    assert shapes.choices_of(KERNELS) == (None,)
+    assert choices_of(shapes, KERNELS) == (None,)
 
 
 @pytest.mark.parametrize("fields", [CONFIG, SHAPES])
@@ -36,23 +37,23 @@ def test_a_cpu_and_a_quick_request_stay_eager_with_the_librarys_loss(fields: dic
     on_cpu = build(fields).space_on("cpu")
     for space in (on_cpu, build(fields, device_kind="cpu").space, build(fields, quick=True).space_on("cuda")):
         assert space.executions == EAGER
-        assert (space.choices_of(EXECUTION), space.choices_of(KERNELS)) == ((None,), (None,))
+        assert (choices_of(space, EXECUTION), choices_of(space, KERNELS)) == ((None,), (None,))
         assert space.values_of(LOSS) == ("library",)
 
 
 def test_what_is_named_is_explored_on_any_device() -> None:
     named = build(CONFIG, execution="compile", losses=["chunked"], kernels=["library"], quick=True).space_on("cpu")
     assert named.executions == (Execution.COMPILE,)
-    assert named.choices_of(EXECUTION) == (None,)
+    assert choices_of(named, EXECUTION) == (None,)
     assert named.values_of(LOSS) == ("chunked",)
     both = build(CONFIG, execution=["eager", "compile"]).space_on("cpu")
-    assert both.choices_of(EXECUTION) == (Execution.EAGER, Execution.COMPILE)
+    assert choices_of(both, EXECUTION) == (Execution.EAGER, Execution.COMPILE)
 
 
 def test_a_trainer_is_asked_for_no_loss_and_no_kernels_that_it_cannot_be_told() -> None:
     space = build(CONFIG, trainer="accelerate").space_on("cuda")
     assert space.values_of(LOSS) == ("library",)
-    assert space.choices_of(KERNELS) == (None,)
+    assert choices_of(space, KERNELS) == (None,)
 
 
 def test_several_devices_that_compute_together_stay_eager() -> None:

@@ -38,7 +38,7 @@ from tests.explorer.simulator import SimulatedDevice
 class Device(SimulatedDevice):
     """A device whose layers take a fifth less time with a toy."""
 
-    def seconds(self, component, model):  # type: ignore[no-untyped-def]
+    def seconds(self, component, model):  # type: ignore[no-untyped-def]  # as the simulator has them
         device, host = super().seconds(component, model)
         share = 0.8 if "toy=on" in component.key else 1.0
         return share * device, share * host
