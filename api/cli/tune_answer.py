@@ -117,8 +117,8 @@ class TuneAnswer:
 
     def rows(self, command: TunedCommand) -> Iterator[str]:
         """Yield what to change in a command, and what it is worth."""
-        named = {PLACEHOLDER: self.size, STEPS_PLACEHOLDER: self.steps} if self._has_size(command) else {}
-        named |= {name: value for name, value in self.choice.items() if stands_in(name, command.arguments)}
+        named = {PLACEHOLDER: self.size, STEPS_PLACEHOLDER: self.steps, **self.choice}
+        named = {name: value for name, value in named.items() if stands_in(name, command.arguments)}
         filled = [f"{{{name}}} = {text_of(value)}" for name, value in named.items() if value is not None]
         left = self._left(command)
         lines = [", ".join(filled)] if filled else []

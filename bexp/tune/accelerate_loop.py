@@ -63,9 +63,10 @@ def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_c
         kind="accelerate's loop",
         micro_batch_size=given.batch_size,
         grad_accum_steps=accelerator.gradient_accumulation_steps,
+        given_steps=min(ACCUMULATION, accelerator.gradient_accumulation_steps),
         lengths=lengths.describe(),
     )
-    accelerator.gradient_accumulation_steps = min(ACCUMULATION, accelerator.gradient_accumulation_steps)
+    accelerator.gradient_accumulation_steps = asked["given_steps"]
     epoch, number, rank = epoch_of(given.sampler, lengths), accelerator.num_processes, accelerator.process_index
 
     def order(size: int) -> tuple[Any, MicroBatches | None]:

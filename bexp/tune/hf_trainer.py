@@ -228,6 +228,7 @@ def _measure(
     trainer.accelerator.free_memory()  # now, and not when the clock of the peak runs
     clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
     clock.are_alike = lengths.are_alike
+    clock.accumulation_given = arguments.gradient_accumulation_steps
     numbers = itertools.count()
 
     class Steps(TrainerCallback):

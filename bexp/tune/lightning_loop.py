@@ -122,6 +122,7 @@ def _resized(trainer: Any, loader: Any, stated: int | None, *, is_compiled: bool
         kind="Lightning's Trainer",
         micro_batch_size=size or stated,
         grad_accum_steps=trainer.accumulate_grad_batches,
+        given_steps=ACCUMULATION,
         lengths=lengths.describe(),
     )
     trainer.accumulate_grad_batches = ACCUMULATION

@@ -28,7 +28,10 @@ PROMISE = "BEXP_TUNE_PROMISE"
 SCRATCH = "BEXP_TUNE_SCRATCH"
 """The variable that names a folder for files that the command would write elsewhere."""
 asked: dict[str, Any] = {}
-"""Kind, size, accumulation and lengths as the command asked a library's loop, if its size can be set from within."""
+"""Kind, size, accumulation and lengths as the command asked a library's loop, if its size can be set from within.
+
+`given_steps` are the accumulation steps that the trial has set.
+"""
 
 
 class Link:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,7 @@ class Clock:
 
     `micro_batches` are those of the steps, if they vary in length and are known. The trial learns `ran_longest`.
     `are_alike` is False if samples vary in length. With `forgets_first_peak` the peak counts from the second step on.
+    `accumulation_given` is what the trial has set for the loop's own accumulation steps.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks, warm_up_steps: int) -> None:
@@ -99,12 +101,14 @@ class Clock:
         self._micro_steps: list[MicroStep] = []
         self._met: set[object] = set()
         self._optimizer_steps: list[float] = []
+        self._step_ends: list[int] = []  # the number of micro-steps at the end of each optimizer step
         self._num_restarts = 0
         self.is_over = False
         self.micro_batches: MicroBatches | None = None
         self.ran_longest = False
         self.are_alike = True
         self.forgets_first_peak = False
+        self.accumulation_given: int | None = None
         reset_peak(self._device)
 
     def begin_micro_step(self) -> None:
@@ -132,8 +136,8 @@ class Clock:
     def end_step(self) -> None:
         """End an optimizer step, after which the loop may be over."""
         now = self._now()
-        if self._began is not None:
-            self._optimizer_steps.append(now - self._ended)
+        self._optimizer_steps.append(now - self._ended)
+        self._step_ends.append(len(self._micro_steps))
         self._ended = now
         self._num_steps += 1
         ran = 0.0 if self._first is None else now - self._first
@@ -143,7 +147,7 @@ class Clock:
         warm_up_steps, fewest_steps = (1, 1) if is_long else (self._warm_up_steps, FEWEST_STEPS)
         warm = self._num_steps >= warm_up_steps and ran >= WARM_UP_SECONDS and self._has_met_others()
         elapsed = 0.0 if self._began is None else now - self._began
-        number = len(self._optimizer_steps)
+        number = 0 if self._began is None else len(self._optimizer_steps)
         enough = number >= fewest_steps and len(self._timed()) > 1 and elapsed >= LEAST_SECONDS
         if enough and len(self._timed()) < FEWEST_VARIED:
             enough = not self._varies()
@@ -161,10 +165,38 @@ class Clock:
             self._began = now
         self.is_over = agreed["is_over"]
 
+    def end_early(self) -> None:
+        """Time all that followed the first optimizer step, because the loop has ended before it was warm."""
+        self.is_over = True
+        if not self.has_figures:
+            after = self._step_ends[0] if self._step_ends else len(self._micro_steps)
+            self._micro_steps = [
+                replace(step, is_timed=place >= after and not step.is_first)
+                for place, step in enumerate(self._micro_steps)
+            ]
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether enough micro-steps were timed."""
+        return len(self._timed()) > 1
+
+    @property
+    def accumulation(self) -> int | None:
+        """The micro-batches of an optimizer step, as most of the steps after the first had; None before the second.
+
+        A loop may call backward several times for a micro-batch. Where its data loader numbers them, each counts once.
+        """
+        steps = [self._micro_steps[begin:end] for begin, end in pairwise(self._step_ends)]
+        counts = [
+            len(micro_steps) if any(each.number is None for each in micro_steps) else len({e.number for e in micro_steps})
+            for micro_steps in steps
+        ]
+        return statistics.mode(counts) if counts else None
+
     def figures(self) -> dict[str, Any]:
         """Return the figures for the trial, each of the slowest or the fullest process."""
         timed = self._timed()
-        if len(timed) < 2:
+        if not self.has_figures:
             raise RuntimeError("the training ended by itself before two micro-steps could be timed")
         number = len(timed)
         expected = None if self.micro_batches is None else self.micro_batches.expect(self._micro_steps)
@@ -177,11 +209,16 @@ class Clock:
             "peak_bytes": peak,
             "reserved_bytes": reserved,
         }
-        each = self._ranks.gather(own | {"alone": statistics.quantiles(timed)[0]})
+        each = self._ranks.gather(own | {"alone": statistics.quantiles(timed)[0], "accumulation": self.accumulation or 0})
+        counts = [int(figures["accumulation"]) for figures in each]
+        if len(set(counts)) > 1:
+            raise RuntimeError(f"the processes accumulate different numbers of micro-batches: {counts}")
         return {
             **{name: max(figures[name] for figures in each) for name in own},
             "repeats": number,
             "data": {
+                "accumulation": self.accumulation,
+                "accumulation_given": self.accumulation_given,
                 "ran_longest": self.ran_longest,
                 "tail": self.micro_batches.tail if expected is not None and self.micro_batches is not None else None,
                 "processes": _spread(each),

@@ -7,8 +7,11 @@ The module is loaded while torch itself is, so it imports nothing of torch befor
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import os
+import sys
 import weakref
 from collections.abc import Mapping
 from types import ModuleType
@@ -71,7 +74,7 @@ class _Loop:
         kind = asked.get("kind", "a loop of its own")
         with refusing():
             _refuse_choice(kind)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = _parameters(torch.optim.Optimizer)
         self._link, ranks = connect(), measuring.Ranks()
         size = os.environ.get(SIZE)
         if self._link is not None:
@@ -95,9 +98,11 @@ class _Loop:
             return result
 
         torch.Tensor.backward = timed  # type: ignore[method-assign]  # the loop calls it by this name
-        self._device = parameters[0].device
+        self._device = optimizer.param_groups[0]["params"][0].device
         early = followed.early_steps()
         self._early = early[:-1] if has_closure else early  # the last one is run within this step
+        if ranks.number == 1:  # else the others may be gone
+            atexit.register(self._end_early)
         if self._sized is None:
             self._begin_clock(followed.lengths, followed.micro_batches)
 
@@ -105,10 +110,11 @@ class _Loop:
         from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
         from bexp.tune.measuring import ACCUMULATION, Clock, Ranks  # noqa: PLC0415 - needs torch
 
-        steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
+        steps = WORST_TIMES // asked.get("given_steps", ACCUMULATION)
         clock = self._clock = Clock(self._device, Ranks(), steps)
         clock.micro_batches, clock.ran_longest = micro_batches, lengths is not None and lengths.is_known
         clock.are_alike = lengths is None or lengths.are_alike
+        clock.accumulation_given = asked.get("given_steps")
         for early in self._early:
             clock.note(*early)
         self._early = []
@@ -122,6 +128,13 @@ class _Loop:
             os._exit(0)  # the command's code for its end is not for a trial
         self._link.send(reply)
         self._measure_next()
+
+    def _end_early(self) -> None:
+        """Send what was timed until the loop ended by itself, which no error did."""
+        if self._clock is not None and not self._clock.is_over and getattr(sys, "last_value", None) is None:
+            self._clock.end_early()
+            if self._clock.has_figures:
+                self._end(self._clock)
 
     def _measure_next(self) -> None:
         """Wait for the next size, and begin with it. The process ends when the trial wants no more of it."""
@@ -138,6 +151,13 @@ class _Loop:
         self._begin_clock(self._sized.lengths, self._sized.micro_batches)
         assert self._clock is not None, "it has begun"
         self._clock.forgets_first_peak = not is_first  # the loop still holds what the last size has left
+
+
+def _parameters(kind: type) -> list[Any]:
+    """Return the parameters of all optimizers there are: a loop may have several, of which one steps first."""
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
 def _refuse_choice(kind: str) -> None:

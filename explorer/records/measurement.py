@@ -85,6 +85,11 @@ class ComponentFigures(Frozen):
     together_host_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     batches: tuple[BatchFigures, ...] | None = Field(None, exclude_if=is_null)
     new_width_seconds: Seconds | None = Field(None, exclude_if=is_null)
+    grad_accum_steps: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Micro-batches of an optimizer step of a training command, as they were counted.",
+        exclude_if=is_null,
+    )
 
 
 class ComponentMeasurement(ComponentFigures):

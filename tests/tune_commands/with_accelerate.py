@@ -15,15 +15,23 @@ def main() -> None:
     """Train, and save."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--by-hand", type=int, help="accumulate so many micro-batches without accelerate")
     options = parser.parse_args()
     torch.manual_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=4)
+    accelerator = Accelerator(gradient_accumulation_steps=1 if options.by_hand else 4)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(TensorDataset(torch.randn(512, 256)), batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(100):
-        for (x,) in loader:
+        for number, (x,) in enumerate(loader):
+            if options.by_hand:
+                accelerator.backward((model(x) - x).square().mean())
+                if (number + 1) % options.by_hand:
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
             with accelerator.accumulate(model):
                 accelerator.backward((model(x) - x).square().mean())
                 optimizer.step()

@@ -37,7 +37,7 @@ from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.targets.custom.process import last_lines
-from bexp.workers.targets.custom.training_command import TrainingCommand, environment_of, locks_of
+from bexp.workers.targets.custom.training_command import OtherBatchError, TrainingCommand, environment_of, locks_of
 
 TAIL_LINES, LAST_LINES = 100, 6
 EVALUATION_SECONDS = 60.0
@@ -158,7 +158,7 @@ class CommandProcess:
         found, lengths = self._hello, self._hello.get("lengths") or {}
         samples = lengths.get("samples")
         length = max(1, round(lengths.get("mean") or 1))
-        size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
+        size, accumulation = found.get("micro_batch_size"), self._accumulation or 1
         batch = self._command.batch_size or (size * accumulation if size and not self._command.has_size else None)
         return {
             "class_name": found["class_name"],
@@ -201,23 +201,33 @@ class CommandProcess:
     def _measure_first(self, size: int, until: float) -> int:
         """Measure the command's own size, or half of it and so on, until one fits the memory; return the size.
 
-        The first trial of this size takes these figures.
+        The first trial of this size takes these figures. If the command trains with another batch than the stated one,
+        the size with which it would train with that is tried.
         """
+        other: OtherBatchError | None = None
         while True:
             try:
                 self._figures[size] = self._measure(size, until)
             except TrialFailedError as error:
-                if error.outcome is not Outcome.OUT_OF_MEMORY or size == 1:
+                other = error if other is None and isinstance(error, OtherBatchError) else other
+                if other is error and other.size is not None:
+                    size = other.size
+                elif other is not None:
+                    way = f"say --batch-size {other.batch_size}, or put {{grad_accum_steps}} where the command takes it"
+                    raise TrialFailedError(other.outcome, f"{other}: {way}") from error
+                elif error.outcome is Outcome.OUT_OF_MEMORY and size > 1:
+                    size //= 2
+                    if not self._restarts:
+                        self._start(None, until)
+                else:
                     raise
-                size //= 2
-                if not self._restarts:
-                    self._start(None, until)
             else:
                 return size
 
     def _measure(self, size: int, until: float) -> dict[str, Any]:
         if size in self._figures:
             return self._figures.pop(size)
+        self._command.expect(self._choice, size)
         if self._restarts and self._coming != size:
             self._start(size, until)
         reply = self._figures_of(size, until)
@@ -228,7 +238,26 @@ class CommandProcess:
         self._has_served = True
         if self._restarts:
             self._stop()
-        return reply
+        self._check_batch(size)
+        return reply | {"grad_accum_steps": self._accumulation}
+
+    def _check_batch(self, size: int) -> None:
+        """Raise TrialFailedError if a command that takes its size in braces trains with another batch than is stated."""
+        own, steps = self._hello.get("micro_batch_size"), self._accumulation
+        if self._command.has_size and own not in (None, size):
+            what = f"with {size} for {{micro_batch_size}}, {self._hello['kind']} has a size of {own}"
+            raise TrialFailedError(Outcome.UNSUPPORTED, f"{what}: put it where the command takes the size")
+        if steps is not None:
+            self._command.count(self._choice, size, steps)
+
+    @property
+    def _accumulation(self) -> int | None:
+        """The micro-batches of an optimizer step without what a trial has set, as they were counted."""
+        counted, own = self._data.get("accumulation"), self._hello.get("grad_accum_steps")
+        given = self._data.get("accumulation_given")
+        if counted is None or given is None or own is None:
+            return counted if own is None else own
+        return max(1, round(counted / given)) * own
 
     def _figures_of(self, size: int, until: float) -> dict[str, Any]:
         """Ask for the figures of a size. A loop that has ended by itself after other sizes is started once more."""

@@ -134,6 +134,7 @@ class CustomTarget:
             saved_bytes=0,
             forward_peak_bytes=activations,
             backward_peak_bytes=activations,
+            grad_accum_steps=figures.get("grad_accum_steps"),
         )
 
     def rest(self) -> None:

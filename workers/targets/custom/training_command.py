@@ -6,16 +6,18 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bexp.child_process import PACKAGES_FOLDER
+from bexp.explorer.records.measurement import Outcome
 from bexp.tune.environment import on_devices, with_hook
-from bexp.tune.placeholders import fill, stands_in
+from bexp.tune.placeholders import describe_choice, fill, stands_in
 from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceLocks, lock_folder
+from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 from bexp.workers.settings import LOCAL_TARGET
@@ -25,6 +27,17 @@ SUFFIX = ".json:command"
 SIZE_FIELD = "{micro_batch_size}"
 SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
 """Variables that keep trials from trackers."""
+
+
+class OtherBatchError(TrialFailedError):
+    """A command that trains with another batch than the stated one. It has the stated one with `size`, if any."""
+
+    def __init__(self, batch_size: int, size: int, steps: int) -> None:
+        calls = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
+        reason = f"the command has {calls} of {size} in an optimizer step: a batch of {size * steps}, not {batch_size}"
+        super().__init__(Outcome.UNSUPPORTED, reason)
+        self.batch_size = size * steps
+        self.size = batch_size // steps if batch_size % steps == 0 else None
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,8 @@ class TrainingCommand:
     """For the files of trials; removed when the person's own command ends. Default: a temporary folder."""
     devices: tuple[str, ...] = ()
     """Where the command runs, if the person has named devices."""
+    counted: dict[str, dict[int, int]] = field(default_factory=dict)
+    """The accumulation steps that were counted, by size, for each choice of other settings."""
 
     @classmethod
     def read(cls, path: Path) -> TrainingCommand:
@@ -63,6 +78,24 @@ class TrainingCommand:
             values |= {"micro_batch_size": size, "grad_accum_steps": self.steps(size)}
         left = {name: value for name, value in choice.items() if not stands_in(name, self.arguments)}
         return fill(self.arguments, values), left
+
+    def count(self, choice: Mapping[str, Any], size: int, steps: int) -> None:
+        """Take the accumulation steps that a trial has counted.
+
+        Raises OtherBatchError if the command trains with another batch than the stated one.
+        """
+        self.counted.setdefault(describe_choice(choice), {})[size] = steps
+        self._check_batch(size, steps)
+
+    def expect(self, choice: Mapping[str, Any], size: int) -> None:
+        """Raise OtherBatchError if the accumulation steps of other sizes show that this one has another batch."""
+        steps = set((counted := self.counted.get(describe_choice(choice), {})).values())
+        if len(counted) > 1 and len(steps) == 1:  # they do not follow the size
+            self._check_batch(size, steps.pop())
+
+    def _check_batch(self, size: int, steps: int) -> None:
+        if self.has_size and self.batch_size not in (None, size * steps):
+            raise OtherBatchError(self.batch_size or 0, size, steps)
 
     def steps(self, size: int) -> int:
         """Return the accumulation steps of a size, by the batch that the person has stated."""

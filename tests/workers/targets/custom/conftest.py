@@ -12,6 +12,7 @@ import pytest
 
 from tests.forked_ranks import HAS_GPUS
 from tests.forked_trainings import start_training
+from tests.workers.targets.custom.commands import Commands
 from tests.workers.targets.custom.samples import ProcessStandIn
 
 
@@ -34,3 +35,12 @@ def forked_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPUS:
         stand_in = SimpleNamespace(Popen=start_training, **names)
         monkeypatch.setattr("bexp.workers.targets.custom.command.subprocess", stand_in)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = Commands(tmp_path)
+    yield made
+    for process in made.started:
+        process.end()

@@ -23,38 +23,9 @@ from bexp.workers.targets.custom.training_command import TrainingCommand, locks_
 from tests.forked_trainings import SCRIPTS
 from tests.tune_commands import with_a_loader, with_trainer
 from tests.waits import PATIENCE_SECONDS, wait_until
+from tests.workers.targets.custom.commands import Commands, measure, open_
 
 pytestmark = [pytest.mark.slow(together="trainings"), pytest.mark.usefixtures("forked_trainings")]
-
-
-class Commands:
-    """Starts commands in a folder of their own, and ends them. A script after an option, `-u`, is no fork."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[CommandProcess] = []
-
-    def __call__(self, *arguments: str, batch_size: int | None = None, **tries: list[Any]) -> CommandProcess:
-        command = TrainingCommand((sys.executable, *arguments), str(self.folder), tries, batch_size)
-        self.started.append(CommandProcess(command))
-        return self.started[-1]
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    made = Commands(tmp_path)
-    yield made
-    for process in made.started:
-        process.end()
-
-
-def open_(process: CommandProcess, **choice: Any) -> dict[str, Any]:
-    return process.ask("open", PATIENCE_SECONDS, device="cpu", choice=choice or None)
-
-
-def measure(process: CommandProcess, size: int, seconds: float = PATIENCE_SECONDS) -> WholeModelMeasurement:
-    return WholeModelMeasurement.model_validate(process.ask("measure", seconds, micro_batch_size=size))
 
 
 def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(commands: Commands) -> None:
