@@ -68,6 +68,8 @@ class TuneAnswer:
     choice: Mapping[str, Any]
     class_name: str | None
     most_bytes: int
+    counted_steps: int | None = None
+    """The accumulation steps that trials of the best candidate have counted."""
 
     @classmethod
     def find(
@@ -84,7 +86,11 @@ class TuneAnswer:
         if own_size and batch and batch_size is None:
             own[STEPS] = batch // own_size
         peaks: dict[Candidate, int] = {}
+        counted: dict[Candidate, int] = {}
         for trial in stored.trials(job_id):
+            for component in trial.measurement.components:
+                if component.grad_accum_steps is not None:
+                    counted[trial.candidate] = component.grad_accum_steps
             peaks[trial.candidate] = max(peaks.get(trial.candidate, 0), trial.measured_peak_bytes or 0)
         candidate, rate, steps = _best(found)
         base_rate = found.expected_tokens_per_second / found.performance
@@ -98,6 +104,7 @@ class TuneAnswer:
             choice=next((each for each in choices if describe_choice(each) == candidate.settings), {}),
             class_name=None if parts is None else parts.class_name,
             most_bytes=found.memory_limit_bytes - found.required_bytes + found.measured_peak_bytes,
+            counted_steps=counted.get(candidate),
         )
 
     @property
@@ -128,6 +135,9 @@ class TuneAnswer:
             yield row("" if number else "for the command", line)
         for number, line in enumerate(applied):
             yield row("" if number else "before train()", line)
+        if self.batch_size is None and self.counted_steps is not None:
+            text = f"{self.size} x {self.counted_steps} in an optimizer step, as counted; --batch-size N keeps it at N"
+            yield row("command's batch", text)
         if self.base.candidate != self.best.candidate:
             is_own = self.base.candidate.micro_batch_size == self.own[SIZE] and not self._has_size(command)
             yield row("before" if is_own else "base", str(self.base))

@@ -188,7 +188,9 @@ class Clock:
         """
         steps = [self._micro_steps[begin:end] for begin, end in pairwise(self._step_ends)]
         counts = [
-            len(micro_steps) if any(each.number is None for each in micro_steps) else len({e.number for e in micro_steps})
+            len(micro_steps)
+            if any(each.number is None for each in micro_steps)
+            else len({e.number for e in micro_steps})
             for micro_steps in steps
         ]
         return statistics.mode(counts) if counts else None
@@ -209,7 +211,9 @@ class Clock:
             "peak_bytes": peak,
             "reserved_bytes": reserved,
         }
-        each = self._ranks.gather(own | {"alone": statistics.quantiles(timed)[0], "accumulation": self.accumulation or 0})
+        each = self._ranks.gather(
+            own | {"alone": statistics.quantiles(timed)[0], "accumulation": self.accumulation or 0}
+        )
         counts = [int(figures["accumulation"]) for figures in each]
         if len(set(counts)) > 1:
             raise RuntimeError(f"the processes accumulate different numbers of micro-batches: {counts}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,6 +30,8 @@ MAX_DIGITS = 300
 """Python refuses to print integers of more than 4300 digits, and JSON's readers elsewhere end far below that."""
 
 _TOO_LARGE = 10**MAX_DIGITS
+_TOML = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*\[[\w.-]+\][ \t]*\n")
+"""The first line of a TOML file such as torchtitan's is the name of a table."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TOO_MANY_DIGITS = "a number has too many digits"
 _TOO_MANY_VALUES = f"has more than {MAX_VALUES:,} values"
@@ -90,6 +93,8 @@ def load_document(text: str) -> dict[str, Any]:
     try:
         if text.lstrip().startswith("--") and not text.lstrip().startswith("---"):
             return {"megatron": _checked_flags(text)}
+        if _TOML.match(text):
+            return _parse_toml(text)
         data = _parse_json(text) if re.match(r"\s*{\s*[\"}]", text) else _parse_yaml(text)
     except RecursionError:
         raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels")]) from None
@@ -175,6 +180,17 @@ def _refuse_text(text: str) -> str | None:
 def _describe(data: Any) -> str:
     names = {list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
     return names.get(type(data), type(data).__name__)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FormatError([((), f"not valid TOML: {error}")]) from None
+    if problems := list(islice(find_problems(data), 20)):
+        raise FormatError(problems)
+    _check_number_of_values(data)
+    return data
 
 
 def _parse_json(text: str) -> Any:

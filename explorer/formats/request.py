@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from bexp.explorer.formats import cerebras, megatron, modelzoo, nemo
 from bexp.explorer.formats.document import FormatError, find_problems
 from bexp.explorer.formats.errors import explain, relocate
+from bexp.explorer.formats.foreign import why_foreign
 from bexp.explorer.formats.huggingface import (
     OWN_FIELDS,
     assume_seq_length,
@@ -63,6 +64,8 @@ def parse_request(
     problems = list(islice(chain(find_problems(dict(document)), find_problems(changes)), MAX_ERRORS))
     if problems:
         raise FormatError(problems)
+    if (reason := why_foreign(document)) is not None:
+        raise FormatError([((), reason)])
     translation = _translate(document, changes)
     merged = _merge(_one_device_field(translation.document, translation), changes)
     if translation.problems:

@@ -166,12 +166,22 @@ def test_a_batch_that_nobody_states_has_no_steps() -> None:
     """The size stands in the command, and the first that was measured is no size of its own."""
     parts = SimpleNamespace(micro_batch_size=4, seq_length=1, batch_size=None, class_name=None)
     job = SimpleNamespace(recommendation=make_recommendation(), report=SimpleNamespace(parts=parts))
-    stored: Any = SimpleNamespace(get=lambda _: job, trials=lambda _: [])
+    best = job.recommendation.candidate
+    counts = SimpleNamespace(components=[SimpleNamespace(grad_accum_steps=steps) for steps in (None, 3)])
+    trial = SimpleNamespace(candidate=best, measurement=counts, measured_peak_bytes=None)
+    stored: Any = SimpleNamespace(get=lambda _: job, trials=lambda _: [trial])
     answer = TuneAnswer.find(stored, "j", {}, None)
     assert answer is not None
     assert answer.own == {SIZE: 4}
     rows = "\n".join(answer.rows(TunedCommand(["python", "t.py", "{micro_batch_size}"])))
     assert "before  " not in rows
+    assert f"{best.micro_batch_size} x 3 in an optimizer step, as counted" in rows
+
+
+def test_steps_are_named_in_braces_only_if_the_command_has_them() -> None:
+    command = "python t.py --batch {micro_batch_size}"
+    assert rows(command)[0] == ("for the command", "{micro_batch_size} = 8")
+    assert rows(f"{command} --steps {{grad_accum_steps}}")[0][1] == "{micro_batch_size} = 8, {grad_accum_steps} = 2"
 
 
 SLOW = Candidate(micro_batch_size=1, attention_backend="own", num_query_groups=1)
@@ -260,7 +270,10 @@ def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
     tuned = found.candidate.model_copy(update={"settings": "optim=sgd"})
     stored: Any = SimpleNamespace(
         get=lambda _: SimpleNamespace(recommendation=found, report=SimpleNamespace(parts=parts)),
-        trials=lambda _: [SimpleNamespace(candidate=of, measured_peak_bytes=peak) for of, peak in tried],
+        trials=lambda _: [
+            SimpleNamespace(candidate=of, measurement=SimpleNamespace(components=()), measured_peak_bytes=peak)
+            for of, peak in tried
+        ],
     )
     tries = {"optim": ["adamw", "sgd"]}
     answer = TuneAnswer.find(stored, "j", tries, None)

@@ -242,7 +242,7 @@ class CommandProcess:
         return reply | {"grad_accum_steps": self._accumulation}
 
     def _check_batch(self, size: int) -> None:
-        """Raise TrialFailedError if a command that takes its size in braces trains with another batch than is stated."""
+        """Raise TrialFailedError if a command that takes its size in braces has another batch than is stated."""
         own, steps = self._hello.get("micro_batch_size"), self._accumulation
         if self._command.has_size and own not in (None, size):
             what = f"with {size} for {{micro_batch_size}}, {self._hello['kind']} has a size of {own}"

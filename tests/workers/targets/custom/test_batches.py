@@ -64,7 +64,9 @@ def test_a_size_in_braces_that_does_not_reach_the_trainer_is_refused(commands: C
     arguments = ("--output_dir", "out", "--per_device_train_batch_size", "4", "--fail_from", "9{micro_batch_size}")
     process = commands(str(SCRIPTS / "with_trainer.py"), *arguments)
     open_(process)
-    with pytest.raises(TrialFailedError, match="with 2 for {micro_batch_size}, transformers' Trainer has a size of 4"):
+    with pytest.raises(
+        TrialFailedError, match=r"with 2 for \{micro_batch_size\}, transformers' Trainer has a size of 4"
+    ):
         measure(process, 2)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
+from bexp.explorer.records.measurement import Outcome
 from bexp.tune.measuring import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
