@@ -180,9 +180,11 @@ def test_a_client_that_has_gone_leaves_its_turn_to_the_next() -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_waits_too_long_is_refused_and_waits_no_more() -> None:
+def test_a_request_that_waits_too_long_is_refused_and_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bexp.api.turns.WAITING_SHARE", 0.3 / PATIENCE_SECONDS)  # long before the answer's deadline
+
     async def run() -> None:
-        work = Work(answer_seconds=0.5)
+        work = Work(answer_seconds=PATIENCE_SECONDS)
         crowd = [work.ask("/crowd", CROWD) for _ in range(FEW + 2)]
         await asyncio.wait(crowd, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         await settle()

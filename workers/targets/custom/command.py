@@ -253,8 +253,9 @@ class CommandProcess:
     @property
     def _accumulation(self) -> int | None:
         """The micro-batches of an optimizer step without what a trial has set, as they were counted."""
-        counted, own = self._data.get("accumulation"), self._hello.get("grad_accum_steps")
-        given = self._data.get("accumulation_given")
+        counted: int | None = self._data.get("accumulation")
+        own: int | None = self._hello.get("grad_accum_steps")
+        given: int | None = self._data.get("accumulation_given")
         if counted is None or given is None or own is None:
             return counted if own is None else own
         return max(1, round(counted / given)) * own
