@@ -22,6 +22,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database, describe_trouble
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobFilter, JobState, JobSummary, get_job, get_summary, list_jobs
+from bexp.storage.matching import share_job
 from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
@@ -101,6 +102,11 @@ class StoredExplorations:
         with _refusals():
             return resources.exploration_of(self.queue.resume(job_id, own_worker=own_worker))
 
+    def share(self, job_id: str, *, own_worker: str) -> None:
+        """Let any worker take an exploration that is reserved for `own_worker`, which has ended."""
+        with _refusals():
+            share_job(self.database, job_id, own_worker)
+
     def delete(self, job_id: str) -> None:
         """Delete an exploration that has ended, and all that belongs to it."""
         with _refusals():
@@ -120,7 +126,7 @@ class StoredExplorations:
     def trials(self, job_id: str) -> tuple[Trial, ...]:
         """Return every trial that is stored so far, in the order of their numbers."""
         with _refusals():
-            return tuple(sorted(read_all_trials(self.database, job_id), key=lambda trial: trial.number))
+            return tuple(read_all_trials(self.database, job_id))
 
     def run_reports(self, job_id: str) -> tuple[RunReport, ...]:
         """Return every report of a real run, in the order in which they arrived."""

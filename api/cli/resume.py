@@ -51,7 +51,8 @@ def resume(
         request = _resumable(job, target)
         if job.state == "running":
             say("it runs already, or its worker has died: this command's worker takes it over if it has")
-        run = LocalRun(request, job.id, device, target)
+        is_shared = not job.is_final and not stored.summary(job.id).own_worker
+        run = LocalRun(request, job.id, device, target, is_shared=is_shared)
         resumed = stored.resume(job.id, own_worker=run.worker_name)
         with run:
             raise typer.Exit(run.follow(stored, resumed, as_json=as_json, verbose=verbose))
