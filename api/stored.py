@@ -1,4 +1,4 @@
-"""The explorations of a database, for commands on its machine: what a service would answer, without a service."""
+"""The explorations of a database for commands on its machine, with the answers of a service but without one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StoredExplorations:
     def list(
         self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
     ) -> Iterator[ExplorationSummary]:
-        """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
+        """Yield the explorations that have each of `labels`, as `key=value`, the newest first."""
         wanted = JobFilter(None if state is None else JobState(state), model, tuple(map(parse_label, labels)))
         cursor = None
         while True:
@@ -87,7 +87,7 @@ class StoredExplorations:
     def cancel(self, job_id: str, *, own_worker: str = "", has_ended: bool = False) -> Exploration:
         """Cancel an exploration; its worker stops within seconds.
 
-        With `own_worker`, only if it is that worker's; `has_ended` says that the process of that worker has ended.
+        With `own_worker`, cancel it only if it is that worker's; `has_ended`: the process of that worker has ended.
         """
         with _refusals():
             return resources.exploration_of(
@@ -95,7 +95,7 @@ class StoredExplorations:
             )
 
     def resume(self, job_id: str, *, own_worker: str = "") -> Exploration:
-        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is.
+        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays where it is.
 
         With `own_worker`, the caller has started a worker of this name for it alone.
         """

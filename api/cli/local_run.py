@@ -126,7 +126,7 @@ class LocalRun:
 
     @contextmanager
     def cancelling(self, stored: StoredExplorations) -> Iterator[None]:
-        """Cancel the exploration if the context fails or is stopped; if its worker fails, leave a shared one to others."""
+        """Cancel the exploration if the context fails or is stopped; a shared one waits again if its worker fails."""
         try:
             yield
         except BaseException as error:  # Ctrl-C too

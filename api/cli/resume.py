@@ -40,7 +40,7 @@ def resume(
     """
     if environment().api_url is not None:
         if device is not None or target is not None:
-            message = "--device and --target are for a worker here, and the workers of BEXP_API_URL continue it"
+            message = "--device and --target are for a worker here, but the workers of BEXP_API_URL continue it"
             raise CommandError(ExitCode.USAGE, message, "leave them out, or unset BEXP_API_URL")
         with connect() as service:
             job = service.resume(find_job(service, job_id).id)
