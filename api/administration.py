@@ -1,4 +1,4 @@
-"""What the routes of administration show: the audit, and quotas."""
+"""The resources of the routes of administration: the audit, and quotas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QuotaBytes = Annotated[int, Field(ge=0, le=1 << 50)] | None
 
 
 class AuditResource(BaseModel):
-    """Who did what: `owner`, `token` and `origin` are those of the caller."""
+    """An action and its caller, with the caller's `owner`, `token` and `origin`."""
 
     at: datetime
     action: Action
@@ -39,7 +39,7 @@ class QuotaLimits(BaseModel):
 
     max_queued: QuotaLimit = Field(None, description="Explorations in the queue.")
     max_running: QuotaLimit = Field(None, description="Explorations that run at the same time.")
-    max_stored_bytes: QuotaBytes = Field(None, description="What explorations take in the database; null is 1 GB.")
+    max_stored_bytes: QuotaBytes = Field(None, description="Bytes of explorations in the database; null is 1 GB.")
 
 
 class QuotaResource(QuotaLimits):

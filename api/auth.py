@@ -1,7 +1,8 @@
 """Authorization: a request needs a token, or, if the service does not require one, must come from its own user.
 
 A token that is sent is checked, whoever sends it: a program of this user may pass on the requests of others.
-A token has an owner and scopes. Each route says which scope it needs; what belongs to another owner does not exist.
+A token has an owner and scopes. Each route states the scope that it needs. Explorations of other owners do not exist
+for a caller.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from bexp.storage.owners import LOCAL, Caller, Scope
 
 _TOKEN = "A bearer token is required."  # noqa: S105 - no password
 _OTHER_USER = (
-    "Without a token, this service serves the user who runs it alone, and this connection is not known to be that "
+    "Without a token, this service serves only the user who runs it, and this connection is not known to be that "
     "user's: ask for a token of `bexp token create`, or for a start with --open."
 )
 _FORWARDED = (
@@ -41,13 +42,13 @@ async def authorize(
     service: ServiceDep,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> None:
-    """Check that a request may use the service, and note its caller. Every route but the health checks depends on this.
+    """Check that a request may use the service, and note its caller. All routes but the health checks depend on this.
 
     Raises:
-        ProblemException: 401 if a token is required and none is sent, or if the one that is sent is not valid. 403 if
-            it was forwarded, and not by a trusted proxy. 403 if no token is required, and a web page of another origin
-            or another machine sent the request, or it used a name that is not one of this machine. 429 if the address
-            or the token has sent too many requests.
+        ProblemException: 401 if a token is required and missing, or if the token is not valid. 403 if the request was
+            forwarded, and not by a trusted proxy. 403 without a required token if the request comes from a web page of
+            another origin or from another machine, or names a host that is not this machine. 429 if the address or the
+            token has sent too many requests.
     """
     settings = service.settings
     peer = peer_of(request.scope)
@@ -107,7 +108,7 @@ def _origin(request: Request, peer: Peer, settings: ServiceSettings) -> str:
 def _refuse_foreign(request: Request, peer: Peer) -> None:
     """Refuse requests of other machines, and those that a web page can send by DNS rebinding or across origins."""
     if not is_loopback(peer.address):
-        raise ProblemException(HTTPStatus.FORBIDDEN, "Without --require-token, the service answers this machine alone.")
+        raise ProblemException(HTTPStatus.FORBIDDEN, "Without --require-token, the service answers only this machine.")
     if not is_loopback(_host_name(f"//{request.headers.get('host', '')}")):
         raise ProblemException(
             HTTPStatus.FORBIDDEN,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 RESTART_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
-"""A task that has finished no round for so long beyond its interval counts as stuck."""
+"""A task counts as stuck if it has finished no round for its interval and this time."""
 
 Beat = Callable[[], None]
 
@@ -30,7 +30,7 @@ class _Task:
 
 
 class Supervisor:
-    """Runs tasks until it is closed. A task gets a function that it calls after each round that went well."""
+    """Runs tasks until it is closed. A task gets a function to call after each successful round."""
 
     def __init__(self, *, restart_seconds: float = RESTART_SECONDS) -> None:
         self._restart_seconds = restart_seconds
@@ -44,7 +44,7 @@ class Supervisor:
         self._running.append(asyncio.create_task(self._keep_running(task, run)))
 
     def find_trouble(self) -> str | None:
-        """Return what is wrong with the first task that does not do its work, or None if all do."""
+        """Return the trouble of the first task that does not do its work, or None if all do."""
         now = time.monotonic()
         for task in self._tasks:
             if task.fault is not None:

@@ -1,4 +1,4 @@
-"""How far an answer can be trusted: noise, confidence, what was not measured, and what measuring is worth."""
+"""The certainty of an answer: noise, confidence, what was not measured, and the worth of the next measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bexp.explorer.request.request import ExplorationRequest
 
 
 def describe_certainty(job: Exploration, num_reports: int) -> dict[str, Any] | None:
-    """Return a JSON object that says how far a recommendation can be trusted; None if there is none.
+    """Return the certainty of a recommendation as a JSON object; None without a recommendation.
 
     `noise` is the relative standard deviation between two runs of a micro-step, null if it was not measured.
     `worth_at_most` of the next measurement is a share of the tokens/s.

@@ -1,4 +1,4 @@
-"""Two answers side by side: how likely the second one is faster, what differs between them, and what is not known."""
+"""A comparison of two answers: the probability that the second is faster, the differences, and what is not known."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from bexp.explorer.search.confidence import confidence_score
 
 NOT_COMPARED = {
     *("budget", "fresh", "labels", "notices", "sampler", "seed", "verify", "tolerance", "base_micro_batch_size"),
-    *("target", "device_kind"),  # null means the same as a name; the hardware and the target that ran are compared
+    *("target", "device_kind"),  # None can mean the same as a name; the target and the hardware that ran are compared
 }
-"""Fields of a request that change how an answer is found or stated, and not which candidate it is or its speed."""
+"""Fields of a request that change the search or the wording, and neither the best candidate nor its speed."""
 NAMES = {"model.name", "hf_config._name_or_path", "hf_config.transformers_version", "hf_config.architectures"}
 MODELS = ("model", "hf_config")
 MOST_LISTED = 3
 """Fields of two models that are listed one by one where they differ."""
 LEAST_LOAD = 0.1
-"""The difference between two loads of a host that is worth a line: a share of its processors' time."""
+"""The smallest difference between two loads of a host that gets a line: a share of its processors' time."""
 
 
 class _Known:
     """One of the two answers: the candidate that exports take, and every run of it in the explorations `given`.
 
-    `given` are ids, separated by commas. The answer is that of the first one, and the others ask the same.
-    `without_run` are those of the others that have no run of it.
+    `given` are ids, separated by commas. The answer is that of the first exploration, and the others ask the same.
+    `without_run` are the others that have no run of the candidate.
     """
 
     def __init__(self, client: Explorations, given: str) -> None:
@@ -57,21 +57,21 @@ class _Known:
 
     @property
     def run_seconds(self) -> float | None:
-        """What a run of a whole model took, in the mean; None if there was none."""
+        """The mean seconds of a whole-model run; None if there was none."""
         taken = [trial.seconds for trial in self.trials if trial.kind is TrialKind.WHOLE_MODEL]
         return sum(taken) / len(taken) if taken else None
 
     @property
     def host_busy_share(self) -> float | None:
         """The share of the host's processors that other programs used, in the median of its measurements."""
-        found = [trial.measurement for trial in self.trials]
-        parts = chain((m.whole_model for m in found), *(m.components for m in found))
+        measurements = [trial.measurement for trial in self.trials]
+        parts = chain((m.whole_model for m in measurements), *(m.components for m in measurements))
         conditions = [part.conditions for part in parts if part is not None and part.conditions is not None]
         shares = [each.host_busy_share for each in conditions if each.host_busy_share is not None]
         return median(shares) if shares else None
 
     def document(self) -> dict[str, Any]:
-        """Return what is known of it, as JSON."""
+        """Return the answer and its figures, as JSON."""
         candidate = self.chosen.candidate.model_dump(mode="json")
         about = {"explorations": [job.id for job in self.jobs], "model": self.job.model, "candidate": candidate}
         known = {
@@ -123,7 +123,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
 
 
 def _percent(probability: float) -> str:
-    """Return the probability of one of two, that of the likelier one floored as confidences are."""
+    """Return the probability of one of two; that of the likelier one is floored, as confidences are."""
     score = confidence_score(max(probability, 1.0 - probability))
     return f"{score if probability >= 0.5 else 100 - score}%"
 
@@ -168,18 +168,18 @@ def _advice(needed: int | None, seconds: float | None) -> str:
 
 
 def _depends_on(job: Exploration) -> dict[str, Any]:
-    """Return what an answer depends on, by dotted names."""
+    """Return the values that an answer depends on, by dotted names."""
     asked = job.request
     request = {} if asked is None else asked.model_dump(mode="json", exclude=NOT_COMPARED)
     hardware = None if job.report is None else job.report.hardware
     names = ("device_name", "versions")
     device = dict.fromkeys(names) if hardware is None else hardware.model_dump(mode="json", include=set(names))
-    found = {**request, "target": None if asked is None else asked.target_name, "device": device}
-    return {name: value for name, value in _flatten(found) if name not in NAMES}
+    values = {**request, "target": None if asked is None else asked.target_name, "device": device}
+    return {name: value for name, value in _flatten(values) if name not in NAMES}
 
 
 def _check_same_question(first: Exploration, other: Exploration) -> None:
-    """Raise CommandError if `other` asks something else than `first`, or has measured it on another device."""
+    """Raise CommandError if `other` differs from `first` in its request or in its device."""
     if not (first.report and other.report):  # no device has run one of them
         other = other.model_copy(update={"report": first.report})
     differences = list(_differences(_depends_on(first), _depends_on(other), (first.id, other.id)))

@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class DeadlineMiddleware:
-    """Answers 503 if a response has not started after `seconds`, in which no time counts that the body is awaited.
+    """Answers 503 if a response has not started after `seconds`, not counting the wait for the request's body.
 
     `refuse` makes the answer. A thread that waits for the database cannot be stopped. It is left to its own time
-    limits, and what it returns is dropped.
+    limits, and its result is dropped.
     """
 
     def __init__(self, app: ASGIApp, seconds: float, refuse: Refuse = database_unavailable) -> None:
@@ -85,7 +85,7 @@ class DeadlineMiddleware:
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._abandoned.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("a request failed after its client was told to come back", exc_info=error)
+            logger.warning("a request failed after the 503 to its client", exc_info=error)
 
 
 async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +93,7 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
 
 
 def has_body(scope: Scope) -> bool:
-    """Whether a body follows the header of a request; no route with another method reads one."""
+    """Return whether a body follows the header of a request, by its method."""
     if scope["method"] in {"GET", "HEAD", "DELETE"}:
         return False
     headers = dict(scope["headers"])

@@ -1,4 +1,4 @@
-"""What one of the API processes on a database does for all: it notes why jobs wait, and applies retention."""
+"""The work of one API process for all on a database: it notes why jobs wait, and applies retention."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError, is_of_later_version
 
 TERM = timedelta(seconds=10)
-"""A housekeeper that is silent for so long is replaced, at the next check of another process."""
+"""A housekeeper that is silent for so long is replaced at the next check of another process."""
 
 PRUNE_SECONDS = 300.0
 MOST_PRUNED = 200
-"""Jobs, and records of the audit, that one round deletes, so that a round does not take long; the next one goes on."""
+"""The most jobs, and records of the audit, that one round deletes, so that it stays short; the next round goes on."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Housekeeper:
         return True
 
     def _prune(self) -> bool:
-        """Delete some of what is not kept; return whether there is more."""
+        """Delete some of the jobs and records that are not kept; return whether more remain."""
         database, days = self._queue.database, self._settings.keep_days
         num_records = prune_audit(database, at_most=MOST_PRUNED) or prune_most_recorded(database, at_most=MOST_PRUNED)
         if self._settings.keeps_all:

@@ -1,4 +1,4 @@
-"""The only way to listen on a port. Whatever application it is for, its clients have the same limits."""
+"""The only way to listen on a port, with the same limits on clients for each application."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bexp.api.settings import Limits
 
 SHUTDOWN_SECONDS = 5
 SWITCH_SECONDS = 0.0005
-"""How long the thread that serves connections waits for another one that computes, each time it has read or sent."""
+"""The wait of the thread that serves connections for a thread that computes, after each read or write."""
 
 A = TypeVar("A", bound=ASGIApp)
 L = TypeVar("L", bound=Limits)
@@ -76,7 +76,7 @@ def listen(
 
     Args:
         listener: from `bind`.
-        limits: what clients are granted; `create_app` gets them with as many connections as open files allow.
+        limits: of clients; `create_app` gets them with as many connections as open files allow.
         create_app: makes the application.
         on_ready: called once requests are answered.
         end_streams: called when the server shuts down, before it waits for the responses that have begun.
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop without raising the signal again, as uvicorn does: a service that is told to end has not failed."""
+        """Stop without raising the signal again, which uvicorn would: a service that a signal ends has not failed."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
@@ -197,7 +197,7 @@ class GuardedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
-        """Take a connection, and close another if there are too many."""
+        """Take a connection; if there are too many, close one."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             oldest = next(iter(self._waiting), self)
@@ -269,7 +269,7 @@ _LOGGERS = ("uvicorn", "asyncio", "bexp", "mcp")
 
 
 class OneLineFormatter(logging.Formatter):
-    """Writes an exception as its type, its message and its innermost frames, all in the record's line."""
+    """Writes an exception in the record's line: its type, its message and its innermost frames."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""

@@ -28,7 +28,7 @@ SMALLEST_SHARE = 0.1
 INDENT = 13
 FEWEST_ROWS, MAX_ROWS = 3, 12
 OTHER_ROWS = 15
-"""What the view needs beside the bars: a terminal cuts the rows below its last."""
+"""The rows of the view around the bars: a terminal cuts the rows below its last."""
 PART_COLORS = {
     "parameters": "blue",
     "gradients": "cyan",
@@ -40,7 +40,7 @@ PART_COLORS = {
 
 
 class LiveView:
-    """The state of a running job. Rich asks for a drawing of it several times a second.
+    """The state of a running job, which Rich draws several times a second.
 
     At the end only the charts are left, because the answer follows below them.
     """
@@ -136,9 +136,9 @@ class LiveView:
         return head
 
     def _left(self, request: ExplorationRequest) -> str:
-        """Return how long it will take, as far as the confidence and the budget tell.
+        """Return the remaining time as the confidence and the budget predict it, as text.
 
-        The confidence is taken to grow as fast as it has grown until now; the search ends at the target or with the
+        The confidence is assumed to grow as fast as it has grown until now. The search ends at the target or with the
         budget, whichever comes first.
         """
         passed, budget = self._elapsed(), request.budget
@@ -174,7 +174,7 @@ class LiveView:
         return [title, Padding(Text(best.candidate.describe(), style="bold green"), (0, 0, 0, INDENT))]
 
     def _memory(self, best: Recommendation, width: int) -> list[RenderableType]:
-        """Return the parts of the peak as a bar as wide as the limit, or as the peak if the peak is small."""
+        """Return the parts of the peak as a bar, which is as wide as the limit, or as the peak if that is small."""
         total, limit = best.memory.total, best.memory_limit_bytes
         whole = limit if total > limit * SMALLEST_SHARE else total
         cells = max(10, width - 4)
@@ -194,7 +194,7 @@ def _find_size(data: dict[str, Any]) -> int | None:
 
 
 FEWEST_CELLS, ROOM = 10, 30
-"""The shortest scale in columns, and what the other columns of a row need."""
+"""The shortest scale, and the room for the rest of a row, in columns."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -211,7 +211,7 @@ class RateChart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is known."""
+        """Whether no candidate has a figure or a failure."""
         return not self._rates and not self._failures
 
     def note_rate(self, size: int, candidate: Any, rate: float) -> None:
@@ -219,7 +219,7 @@ class RateChart:
         self._rates.setdefault(size, {})[json.dumps(candidate, sort_keys=True)] = rate
 
     def note_failure(self, size: int, outcome: str) -> None:
-        """Take how a candidate failed."""
+        """Take the outcome of a candidate that failed."""
         self._failures.setdefault(size, outcome)
 
     def note_best(self, best: Recommendation) -> None:
@@ -257,7 +257,7 @@ class RateChart:
         return [title, table, *self._whole_model()]
 
     def _whole_model(self) -> list[RenderableType]:
-        """Return what the recommended candidate reached as a whole model, if it was run."""
+        """Return a line with the speed of the recommended candidate as a whole model, if it was run."""
         best = self._best
         if best is None or best.whole_model is None:
             return []
@@ -265,7 +265,7 @@ class RateChart:
         return [Text(f"micro_batch_size {size} ran as a whole model: {rate_text(rate)}", style="green")]
 
     def _rate(self, size: int, of_size: dict[str, float]) -> float:
-        """Return the figure of a size: that of the recommended candidate where there is one, else the best."""
+        """Return the figure of a size: that of the recommended candidate if it has this size, else the best."""
         if self._best is not None and size == self._best.candidate.micro_batch_size:
             return self._best.tokens_per_second
         return max(of_size.values())
@@ -279,7 +279,7 @@ class RateChart:
 
 
 def axis_start(low: float, top: float) -> float:
-    """Return where bars from `low` to `top` begin: 0 if they differ enough there, else a round number below them.
+    """Return the start of the bars from `low` to `top`: 0 if they differ enough, else a round number below them.
 
     The shortest bar then has at least a fifth of the length of the longest.
     """

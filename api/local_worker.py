@@ -24,14 +24,14 @@ from bexp.client.errors import ServiceError
 GRACE_SECONDS = 8.0
 TAIL_LINES = 8
 EXPLAINED = (2, 3)
-"""With these statuses, wrong usage and a worker that failed, the last line of the log is a sentence that says why."""
+"""With these statuses (wrong usage, a worker that failed) the last line of the log is a sentence with the reason."""
 RECORD_START = re.compile(r"^(?:[\d-]{10} [\d:,]+ [A-Z]+ |bexp worker: )")
-"""What stands before the sentence: the time and the level of a record, or what argparse writes."""
+"""The text before the sentence: the time and the level of a record, or the prefix of argparse."""
 VERBOSE = ("Traceback (most recent call last)", "usage: ")
 
 
 def child_environment(database_url: str) -> dict[str, str]:
-    """Return this environment with the database's URL. On a command line, other users could read its password."""
+    """Return this environment with the database's URL, whose password other users could read on a command line."""
     return safe_environment({**os.environ, "BEXP_DATABASE_URL": database_url})
 
 
@@ -48,9 +48,9 @@ class LocalWorker:
 
     Args:
         job_id: the exploration; it may be submitted later.
-        name: that of the worker, which the exploration is submitted for.
-        options: what `python -m bexp.workers` takes to choose devices.
-        database_url: where the exploration is.
+        name: of the worker, for which the exploration is submitted.
+        options: of `python -m bexp.workers`, to choose devices.
+        database_url: the database of the exploration.
         more_environment: variables for the worker alone.
     """
 
@@ -97,7 +97,7 @@ class LocalWorker:
         raise WorkerEndedError("\n".join([f"the worker {how}; {self.log} ends with", *lines]), status)
 
     def stop(self, *, keeps_log: bool) -> None:
-        """Ask the process to end, which ends its own children, then kill what is left of its group."""
+        """Ask the process to end, which ends its own children; then kill the rest of its group."""
         with suppress(OSError):
             os.kill(self.pid, signal.SIGTERM)
         with suppress(OSError):

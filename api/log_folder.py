@@ -18,7 +18,7 @@ WRITE_SECONDS = 2.0
 
 
 class LogFolder:
-    """Appends what is new in the logs of all explorations to their files."""
+    """Appends new events of all explorations to their log files."""
 
     def __init__(self, database: Database, directory: Path) -> None:
         self._database = database
@@ -34,7 +34,7 @@ class LogFolder:
             await asyncio.sleep(WRITE_SECONDS)
 
     def write(self) -> None:
-        """Write what is new.
+        """Write the new events.
 
         Raises:
             OSError: a file cannot be written, though the others have been.

@@ -39,7 +39,7 @@ class Metrics:
         )
         build = Gauge("bexp_build_info", "1; the version is in the label.", ("version",), registry=self._registry)
         build.labels(metadata.version("bexp")).set(1)
-        self._streams = Gauge("bexp_event_streams", "Clients that wait for events.", registry=self._registry)
+        self._streams = Gauge("bexp_event_streams", "Open streams that wait for events.", registry=self._registry)
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request."""

@@ -1,7 +1,7 @@
-"""Who is at the other end of a connection: its address, and on this machine its user, as the kernel knows both.
+"""The peer of a connection: its address, and on this machine its user, as the kernel knows both.
 
-The kernel is asked for the one socket that the connection comes from. /proc/net/tcp says the same, but it lists every
-socket, which takes 10 ms and more.
+The kernel is asked for the one socket that the connection comes from. /proc/net/tcp has the same data, but it lists
+every socket, which takes 10 ms and more.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _REPLY = struct.Struct("=4x4s56xII")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`uid` is the user whose socket it is; None: no process here has it, or this system does not say."""
+    """The other end of a connection. `uid` is its user; None for another machine, or if the system does not say."""
 
     address: str
     uid: int | None = None
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the user who runs this process, or root, who may do all that this user may."""
+        """Whether the peer is the user who runs this process, or root, who has all rights of this user."""
         return self.uid in {0, os.geteuid()}
 
     def is_among(self, proxies: Collection[Proxy]) -> bool:
-        """Whether it is one of `proxies`. On this machine the user decides, because all users share its addresses."""
+        """Return whether the peer is one of `proxies`: on this machine by its user, because users share addresses."""
         if self.uid is not None or is_loopback(self.address):
             return self.uid in proxies
         address = ipaddress.ip_address(self.address)
         return any(not isinstance(proxy, int) and address in proxy for proxy in proxies)
 
     def forwards_for(self, headers: Headers, proxies: Collection[Proxy]) -> str | None:
-        """Return the address of the client whose request this forwards; None if it is none of `proxies`, or names none.
+        """Return the address of the client for whom this peer forwards; None if it is no proxy, or names no client.
 
-        A proxy adds the address at the end of X-Forwarded-For. What stands before it came with the request.
+        A proxy adds the address at the end of X-Forwarded-For. The text before it came with the request.
         """
         added = ",".join(headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
         with suppress(ValueError):
@@ -70,7 +70,7 @@ class Peer:
 
 
 def peer_of(scope: Scope) -> Peer:
-    """Return the peer of a request that `bexp.api.listener` has found; elsewhere its user is not known."""
+    """Return the peer of a request, from `bexp.api.listener`; with another listener, its user is not known."""
     peer: Peer = scope.get("state", {}).get("peer") or Peer((scope["client"] or [""])[0])
     return peer
 
@@ -86,7 +86,7 @@ def read_proxy(text: str) -> Proxy:
     """Read an address or a network of other machines, or the name or the id of a user of this one.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `text` is none of these.
     """
     try:
         network = ipaddress.ip_network(text)
@@ -113,9 +113,9 @@ def _find_uid(client: Address, server: Address) -> int | None:
             reply = kernel.recv(4096, socket.MSG_DONTWAIT)  # it is there when `send` returns
         if _HEADER.unpack_from(reply)[1] != _SOCK_DIAG_BY_FAMILY:
             return None
-        found, uid, inode = _REPLY.unpack_from(reply, _HEADER.size)
+        replied_ports, uid, inode = _REPLY.unpack_from(reply, _HEADER.size)
     except (OSError, struct.error):
         return None
-    # If there is no such connection, the kernel tells of a socket that listens at `client`, whose other port is 0. One
-    # that its process has closed may count as root's. It has no inode.
-    return int(uid) if found == ports and inode else None
+    # Without such a connection, the kernel replies with a socket that listens at `client`, whose other port is 0. A
+    # socket that its process has closed may count as root's; it has no inode.
+    return int(uid) if replied_ports == ports and inode else None

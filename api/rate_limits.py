@@ -1,4 +1,4 @@
-"""How many requests a second a token or an address may send.
+"""Limits on the requests a second of a token or an address.
 
 The `limits` package was looked at: it counts requests in windows, has no burst apart from its rate, and starts a timer
 thread for its memory. Here one number for each key does.
@@ -19,7 +19,7 @@ MAX_KEYS = 20_000
 
 
 class RateLimiter:
-    """Admits `rate` requests a second for each key, and at once as many as in BURST_SECONDS. A rate of 0 admits all.
+    """Admits `rate` requests a second for each key, in bursts of up to BURST_SECONDS. A rate of 0 admits all.
 
     It is the generic cell rate algorithm (ITU-T I.371): for each key it keeps the time at which its bucket is empty.
     """
@@ -30,7 +30,7 @@ class RateLimiter:
         self._empty_at: dict[str, float] = {}
 
     def wait_seconds(self, key: str) -> float:
-        """Count a request and return 0 if it is admitted; else return after how many seconds one will be."""
+        """Count a request and return 0 if it is admitted; else return the seconds until one will be."""
         if not self.rate:
             return 0.0
         now = self._clock()
@@ -43,10 +43,10 @@ class RateLimiter:
 
 
 def limit_rate(limiter: RateLimiter, key: str, what: str) -> None:
-    """Count a request of a key. `what` it is, an address or a token, is told.
+    """Count a request of a key. `what` says in the refusal whether the key is an address or a token.
 
     Raises:
-        ProblemException: 429 if it has sent too many.
+        ProblemException: 429 if the key has sent too many.
     """
     if wait := limiter.wait_seconds(key):
         raise ProblemException(
@@ -58,7 +58,7 @@ def limit_rate(limiter: RateLimiter, key: str, what: str) -> None:
 
 
 def address_key(address: str | None) -> str:
-    """Return the key of an address: an IPv6 host has a network of 64 bits to itself."""
+    """Return the key of an address. Of an IPv6 address it is the network of 64 bits, which one host has to itself."""
     try:
         parsed = ipaddress.ip_address(address or "")
     except ValueError:

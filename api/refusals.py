@@ -1,4 +1,4 @@
-"""What refuses a request, and why: the same over REST and in a command that works in the database."""
+"""Refusals of a request and their reasons: the same over REST and in a command that works in the database."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def database_unavailable() -> ProblemException:
 
 
 def refusal_of(error: Exception) -> ProblemException | None:
-    """Return how a request is refused that raised `error`; None if this is no refusal."""
+    """Return the refusal of a request that raised `error`; None if the error is no refusal."""
     match error:
         case ProblemException():
             return error

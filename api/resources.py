@@ -1,4 +1,4 @@
-"""What the API answers with, as JSON."""
+"""The resources of the API: what it answers with, as JSON."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def summary_of(job: JobSummary) -> ExplorationSummary:
 
 
 def exploration_of(job: Job, *, with_results: bool = True) -> Exploration:
-    """Return an exploration; without its results for a caller that may not read them.
+    """Return an exploration, without its results for a caller that may not read them.
 
-    Its parts are not validated again, because the rules of a request take longer than all else here.
+    Its parts are not validated again, because the rules of a request take longer than all the rest.
     """
     names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
     shown = _summary_fields(job) | {name: getattr(job, name) for name in names}
@@ -135,6 +135,6 @@ class WorkerList(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the service is alive, or can do its work."""
+    """The state of the service."""
 
     status: str

@@ -14,20 +14,20 @@ from bexp.private_files import make_private_folder, private
 
 
 def log_path(directory: Path, mode: Literal["train", "eval"], model_name: str, job_id: str) -> Path:
-    """Return the file for the BEXP lines of a job; it is below `directory`, whatever a service calls model and job."""
+    """Return the file for the BEXP lines of a job. It is below `directory`, whatever the names of model and job."""
     return directory / f"local_compile_{mode}" / _file_name(model_name) / f"run_{_file_name(job_id)}.log"
 
 
 def _file_name(name: str) -> str:
-    """Return `name` as one part of a path, which never leads out of the folder that it is in."""
+    """Return `name` as one part of a path, which never leads out of its folder."""
     return re.sub(r"[^A-Za-z0-9._ -]|^\.+", "-", name)[:128] or "-"
 
 
 class RunLog:
     """Appends the BEXP line of each event once, however often a job is watched. Only this user can read the file.
 
-    Events are numbered from 1 without gaps and each is one line, so the number of lines in the file is the number of
-    the last event in it. While one process writes a file, another that opens it writes nothing.
+    Events are numbered from 1 without gaps and each is one line, so the file has as many lines as its last event's
+    number. While one process writes a file, others that open it write nothing.
 
     Raises OSError if the file cannot be created.
     """

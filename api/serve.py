@@ -27,10 +27,10 @@ def serve(
     on_ready: Callable[[str], None] = lambda url: None,
     notify: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),  # noqa: T201 - the default for a command, where standard error is the log
 ) -> None:
-    """Serve until SIGINT or SIGTERM, on a database whose schema is brought up to date first.
+    """Serve until SIGINT or SIGTERM; bring the database's schema up to date first.
 
     Args:
-        settings: how to serve. Tokens are always required if `host` is not a loopback address, or behind a proxy.
+        settings: of the service. Tokens are always required if `host` is not a loopback address, or behind a proxy.
         host: name or address to bind to.
         port: 0 for any free port.
         on_ready: called with the URL once requests are answered.

@@ -59,7 +59,7 @@ class Service:
 
 
 class WriteProbe:
-    """Tries a write, at most once in `keep_seconds`, however often and by how many it is asked."""
+    """Tries a write, at most once in `keep_seconds`, whatever the number of callers."""
 
     def __init__(self, database: Database, *, keep_seconds: float = 1.0) -> None:
         self._database = database
@@ -84,7 +84,7 @@ class WriteProbe:
 
 @asynccontextmanager
 async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncIterator[Service]:
-    """Open what the service needs and keep its background work going."""
+    """Open the resources of the service, and keep its background work going."""
     database = open_database(settings.database_url, DatabaseLimits())
     feed = EventFeed(database, poll_seconds=settings.poll_seconds, keep_alive_seconds=settings.keep_alive_seconds)
     supervisor = Supervisor()
@@ -121,7 +121,7 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
 async def service_of(request: Request) -> Service:
     """Return the service of the application that answers `request`. Routes depend on this.
 
-    Like other dependencies that only look something up, it is `async`: FastAPI calls others in a thread of their own.
+    It is `async`, like other dependencies that only look something up: FastAPI calls the rest in threads.
     """
     service: Service = request.app.state.service
     return service
@@ -134,7 +134,7 @@ async def refuse_changes_if_outdated(request: Request, service: ServiceDep) -> N
     """Refuse a request that may change something while the database has the schema of a later version.
 
     Raises:
-        NewerSchemaError: it has, as the last round of housekeeping found.
+        NewerSchemaError: the last round of housekeeping has seen such a schema.
     """
     if service.housekeeper.is_outdated and request.method not in {"GET", "HEAD"}:
         raise NewerSchemaError

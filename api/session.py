@@ -1,8 +1,8 @@
 """One exploration for a program on this machine: `python -m bexp.api.session`, which `bexp.explore_config` starts.
 
 The first line of stdin is JSON: the `document` of a request, and the `device` of the worker or null. Each line of
-stdout is JSON, too: the `exploration`, then each `event`, and at the end the `exploration` again with its `trials` and
-the document of its `result`; or the `error`. When stdin is closed, the exploration is cancelled unless it has ended.
+stdout is JSON as well: the `exploration`, then each `event`, and at the end the `exploration` with its `trials` and its
+`result`, or an `error`. When stdin is closed, the exploration is cancelled unless it has ended.
 """
 
 from __future__ import annotations

@@ -31,55 +31,55 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a listener grants its clients.
-
-    `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
-    start of a response may take. `token_rate` limits the requests a second with one token, `address_rate` those of an
-    address without a token that is known, where one is sent or required; `token_streams` limits what one token may have
-    open at once of streams, and of calls that wait; 0 is no limit. All of these together leave a quarter of
-    `max_connections` to other requests.
-    """
+    """The limits of a listener on its clients."""
 
     max_body_bytes: int = 256 * 1024
     max_connections: int = 4096
     header_seconds: float = 10.0
+    """The time in which a client must send the header of a request."""
     body_seconds: float = 10.0
+    """The time in which a client must send the body of a request."""
     answer_seconds: float = 4.5
+    """The time in which a response must start."""
     token_rate: float = DEFAULT_TOKEN_RATE
+    """Requests a second with one token; 0 is no limit."""
     address_rate: float = DEFAULT_ADDRESS_RATE
+    """Requests a second of an address without a known token, where one is sent or required; 0 is no limit."""
     token_streams: int = DEFAULT_TOKEN_STREAMS
+    """Streams and calls that wait, open at once with one token; 0 is no limit."""
 
     @property
     def max_streams(self) -> int:
-        """How many streams may be open at once, those of all tokens."""
+        """The streams that all tokens may have open at once; a quarter of the connections is left to other requests."""
         return 3 * self.max_connections // 4
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings(Limits):
-    """How one application serves.
-
-    `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
-    only requests that name a loopback host, so that no web page can reach it by rebinding its own name, and it asks
-    other users of this machine for a token unless it `is_open`. `trusted_proxies` may say whose requests they
-    forward. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are deleted after
-    `keep_days`, and the oldest beyond `keep_jobs`; None: all stay. A token is looked up again after
-    `token_check_seconds`, so a revoked one works no longer than that. The logs of all explorations are kept in files
-    below `log_dir`; None: in the database alone.
-    """
+    """The settings of one application."""
 
     database_url: str
     require_token: bool = False
+    """Ask for a bearer token on every route but the health checks. Without it, the application answers only requests
+    that name a loopback host, so that no web page can reach it by rebinding its own name.
+    """
     is_open: bool = False
+    """Serve other users of this machine without a token."""
     trusted_proxies: tuple[Proxy, ...] = ()
+    """The proxies whose word on the origin of a request counts."""
     max_wait_seconds: float = 3600 * MAX_WAIT_HOURS
+    """A job that no live worker can run fails after this time."""
     keep_days: float | None = None
+    """Finished jobs are deleted after this time; None: never."""
     keep_jobs: int | None = None
+    """The oldest finished jobs beyond this number are deleted; None: all stay."""
     poll_seconds: float = 0.2
     keep_alive_seconds: float = 15.0
     token_check_seconds: float = 2.0
+    """A token is looked up again after this time, so a revoked token works no longer than that."""
     waiting_check_seconds: float = 2.0
     log_dir: Path | None = None
+    """The folder for the log files of all explorations; None: logs stay in the database alone."""
 
     @property
     def keeps_all(self) -> bool:

@@ -1,4 +1,4 @@
-"""The explorations of a database, for commands on its machine: what a service would answer, without a service."""
+"""The explorations of a database for commands on its machine, with the answers of a service but without one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database, describe_trouble
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobFilter, JobState, JobSummary, get_job, get_summary, list_jobs
+from bexp.storage.matching import share_job
 from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
@@ -72,7 +73,7 @@ class StoredExplorations:
     def list(
         self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
     ) -> Iterator[ExplorationSummary]:
-        """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
+        """Yield the explorations that have each of `labels`, as `key=value`, the newest first."""
         wanted = JobFilter(None if state is None else JobState(state), model, tuple(map(parse_label, labels)))
         cursor = None
         while True:
@@ -86,7 +87,7 @@ class StoredExplorations:
     def cancel(self, job_id: str, *, own_worker: str = "", has_ended: bool = False) -> Exploration:
         """Cancel an exploration; its worker stops within seconds.
 
-        With `own_worker`, only if it is that worker's; `has_ended` says that the process of that worker has ended.
+        With `own_worker`, cancel it only if it is that worker's; `has_ended`: the process of that worker has ended.
         """
         with _refusals():
             return resources.exploration_of(
@@ -94,12 +95,17 @@ class StoredExplorations:
             )
 
     def resume(self, job_id: str, *, own_worker: str = "") -> Exploration:
-        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is.
+        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays where it is.
 
         With `own_worker`, the caller has started a worker of this name for it alone.
         """
         with _refusals():
             return resources.exploration_of(self.queue.resume(job_id, own_worker=own_worker))
+
+    def share(self, job_id: str, *, own_worker: str) -> None:
+        """Let any worker take an exploration that is reserved for `own_worker`, which has ended."""
+        with _refusals():
+            share_job(self.database, job_id, own_worker)
 
     def delete(self, job_id: str) -> None:
         """Delete an exploration that has ended, and all that belongs to it."""
@@ -120,7 +126,7 @@ class StoredExplorations:
     def trials(self, job_id: str) -> tuple[Trial, ...]:
         """Return every trial that is stored so far, in the order of their numbers."""
         with _refusals():
-            return tuple(sorted(read_all_trials(self.database, job_id), key=lambda trial: trial.number))
+            return tuple(read_all_trials(self.database, job_id))
 
     def run_reports(self, job_id: str) -> tuple[RunReport, ...]:
         """Return every report of a real run, in the order in which they arrived."""

@@ -1,4 +1,4 @@
-"""How many responses that last may be open at once: streams of events, and calls that wait for an exploration."""
+"""Limits on open responses that last: streams of events, and calls that wait for an exploration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RETRY_SECONDS = 10
 
 
 class StreamLimits:
-    """Counts what is open: at most `per_token` of each token (0: no such limit) and `total` together.
+    """Counts open responses: at most `per_token` of each token (0: no such limit) and `total` together.
 
-    `what` it is, is told. A stream counts from its first byte on. Requests that arrive in the same moment may exceed a
-    limit by a few.
+    `what` names them in a refusal. A stream counts from its first byte on, so requests that arrive in the same moment
+    may exceed a limit by a few.
     """
 
     def __init__(self, *, per_token: int, total: int, what: str = "streams") -> None:
@@ -26,7 +26,7 @@ class StreamLimits:
         self._open: Counter[str | None] = Counter()
 
     def check(self, token: str | None) -> None:
-        """Check that one more may begin. `token` is the name of its token, if it has one.
+        """Check that one more response may begin. `token` is the name of its token, if it has one.
 
         Raises:
             ProblemException: 429 if the token has too many, 503 if the service has.
@@ -41,12 +41,12 @@ class StreamLimits:
         raise ProblemException(status, f"{detail} It allows no more.", name="too-many-streams", headers=headers)
 
     def num_open(self, token: str | None) -> int:
-        """Return how many are open of a token, or without one."""
+        """Return the number of open responses of a token, or of those without one."""
         return self._open[token]
 
     @contextmanager
     def count(self, token: str | None) -> Iterator[None]:
-        """Count one while it is open."""
+        """Count a response while it is open."""
         self._open[token] += 1
         try:
             yield

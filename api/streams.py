@@ -17,7 +17,7 @@ from bexp.storage.events import PAGE, read_events, read_last_seqs
 from bexp.storage.notifications import NEW_EVENTS, Listener, parse_events_message
 
 LISTENING_POLL_SECONDS = 5.0
-"""How often PostgreSQL is asked although it tells of new events: a notification can be lost with its connection."""
+"""PostgreSQL is also polled in this interval, because a notification can be lost with its connection."""
 
 Turn = AbstractAsyncContextManager[object]
 NO_TURN: Turn = nullcontext()
@@ -69,9 +69,9 @@ class _Watch:
 class EventFeed:
     """Yields a job's events as they are appended.
 
-    PostgreSQL tells of them; SQLite is asked every `poll_seconds`, as PostgreSQL is while it does not tell. No
-    connection is held between two polls, but the one that listens. `run` must be kept running while streams are open;
-    `close` ends them.
+    PostgreSQL notifies of new events. SQLite is polled every `poll_seconds`, and so is PostgreSQL while notifications
+    fail. Between two polls only the listener holds a connection. `run` must run while streams are open; `close` ends
+    them.
     """
 
     def __init__(self, database: Database, *, poll_seconds: float, keep_alive_seconds: float) -> None:
@@ -129,9 +129,9 @@ class EventFeed:
     ) -> AsyncIterator[bytes]:
         """Yield the events with seq > `after`, page by page, to the one that ends the job.
 
-        Each page is read and rendered in a `turn`. Streams with the same `render` that ask for one share it. An empty
-        text means that nothing happened for a while. Ends early on `close`, when the job is deleted, when the database
-        does not answer, and when it may not continue.
+        Each page is read and rendered in a `turn`. Streams with the same `render` share pages. An empty text means that
+        nothing happened for a while. The stream ends early on `close`, when the job is deleted, when the database does
+        not answer, and when it may not continue.
         """
         watch = self._watches.setdefault(job_id, _Watch())
         watch.num_streams += 1
@@ -172,13 +172,13 @@ class EventFeed:
         return Page(render(events), events[-1].seq, has_end, is_last=has_end and len(events) < PAGE)
 
     async def _read_together(self, watch: _Watch, job_id: str, after: int, render: Render, turn: Turn) -> Page:
-        """`read`, shared by all streams that know of the same events and want the same page."""
+        """Return the page of `read`, shared by all streams that know of the same events and want the same page."""
         page = (after, watch.last_seq, render)
         if page not in watch.reads:
 
             def forget(task: asyncio.Task[Page]) -> None:
                 del watch.reads[page]
-                task.cancelled() or task.exception()  # whoever waited for it has been told
+                task.cancelled() or task.exception()  # who waited for it has got the exception
 
             watch.reads[page] = asyncio.create_task(self.read(job_id, after, render, turn))
             watch.reads[page].add_done_callback(forget)

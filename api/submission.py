@@ -27,9 +27,9 @@ def submit(
 ) -> tuple[Job, bool]:
     """Queue an exploration; return its job, and whether it is new. `Queue.enqueue` explains the arguments.
 
-    A worker that the submitter starts for it may have a target that is a file there.
+    A target that is a file needs `own_worker`, a worker that the submitter starts on the machine of the file.
 
-    Raises what `bexp.api.refusals.refusal_of` knows.
+    Raises the errors that `bexp.api.refusals.refusal_of` knows.
     """
     if idempotency_key is not None and not _KEY.fullmatch(idempotency_key):
         raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")

@@ -37,9 +37,9 @@ class OpenStream:
 
 
 class Tokens:
-    """Looks tokens up and remembers each for `check_seconds`. `run` ends the streams of those that are gone.
+    """Looks tokens up and remembers each for `check_seconds`. `run` ends the streams of tokens that are gone.
 
-    A revoked token is refused, and its streams end, `check_seconds` later at most, and as long as the look-up takes.
+    A revoked token is refused, and its streams end, after at most `check_seconds` and the time of the look-up.
     """
 
     def __init__(self, database: Database, feed: EventFeed, *, check_seconds: float) -> None:
@@ -58,7 +58,7 @@ class Tokens:
         """Return the token with this secret, or None. A token that has expired is returned as well.
 
         Raises:
-            sqlalchemy.exc.SQLAlchemyError: the database does not answer, and the token was not found lately.
+            sqlalchemy.exc.SQLAlchemyError: the database does not answer, and the token was not looked up lately.
         """
         if (known := self.remembered(secret)) is not None:
             return known
@@ -73,7 +73,7 @@ class Tokens:
 
     @contextmanager
     def stream(self, secret: str | None, job_id: str) -> Iterator[Callable[[], bool]]:
-        """Enter a stream; what it yields says whether the stream may go on. One without a token always may."""
+        """Enter a stream; yield a function that returns whether it may go on. A stream without a token always may."""
         if secret is None:
             yield lambda: True
             return
@@ -85,7 +85,7 @@ class Tokens:
             self._streams.discard(stream)
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """End the streams of revoked and expired tokens until cancelled; `beat` is called after each good round."""
+        """End the streams of revoked and expired tokens until cancelled; call `beat` after each successful round."""
         while True:
             await asyncio.sleep(self._check_seconds)
             digests = {stream.digest for stream in self._streams}

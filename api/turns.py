@@ -25,22 +25,22 @@ from bexp.api.refusals import ProblemException, Refuse, database_unavailable
 from bexp.api.settings import Limits, ServiceSettings
 
 WAITING_SHARE = 0.8
-"""How much of the time to the start of a response a request may wait for its turn; the rest is for its answer."""
+"""The share of the time to the start of a response that a request may wait for its turn; the rest is for its answer."""
 AT_ONCE = 4
 """Requests of one address, or of one user of this machine, that are worked on at the same time.
 
-A process computes one at a time. More at once take the turns of the processor in any order, so the slowest wait longer.
+A process computes one request at a time. More would take the processor in any order, so the slowest would wait longer.
 """
 FEW = 32
-"""Among so many, AT_ONCE at a time, one waits too long only if each takes about half a second."""
+"""With so few waiting, AT_ONCE at a time, a request waits too long only if each takes about half a second."""
 
 
 class TurnMiddleware:
     """Gives each request a turn of its address, or of its user on this machine.
 
-    A request leaves its turn to the next one when its response starts, so that streams take none. Until its body has
-    come it takes one only for what is done before, as for the check of its token. The state of the request has its
-    `turn`, for what a response still has to read when it has started.
+    A request leaves its turn to the next when its response starts, so that streams take none. While its body arrives it
+    has no turn; it takes one for the work before, such as the check of its token. The state of the request holds its
+    `turn`, for reads after the start of the response.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
@@ -91,17 +91,18 @@ class TurnMiddleware:
 
 
 def client_key(scope: Scope, proxies: Collection[Proxy] = ()) -> str:
-    """Return whose turn a request needs: its user's on this machine, else its address's, as `proxies` name it."""
+    """Return the key of a request's turn: its user on this machine, else its address, as `proxies` name it."""
     peer = peer_of(scope)
     client = peer.forwards_for(Headers(scope=scope), proxies)
     return f"user {peer.uid}" if client is None and peer.uid is not None else address_key(client or peer.address)
 
 
 class Turns:
-    """Lets AT_ONCE requests of each key be in work at a time. `what` a key is, an address or a token, is told.
+    """Lets AT_ONCE requests of each key be in work at a time. `what` names the key in a refusal: address or token.
 
-    More of a key than there may be connections are refused, and one that waits too long. If fewer than FEW were there
-    before it, it is not they who keep it waiting, but what those in work wait for: `stalled` makes what is raised then.
+    A request is refused if its key has as many requests as there may be connections, or if it waits too long. With
+    fewer than FEW requests before it, they do not cause its wait, but what those in work wait for: then `stalled` makes
+    the refusal.
     """
 
     def __init__(self, limits: Limits, what: str, stalled: Refuse) -> None:
@@ -117,7 +118,7 @@ class Turns:
         """Enter a request, whose turn has not begun yet.
 
         Raises:
-            ProblemException: 429, there are too many of this key.
+            ProblemException: 429, the key has too many requests.
         """
         if self._num[key] >= self._most:
             raise self._too_many()
@@ -137,9 +138,9 @@ class Turns:
 
 
 class Turn(AbstractAsyncContextManager["Turn"]):
-    """One request's. It may wait for it so many `seconds` in all, and then raises what `refuse` makes.
+    """The turn of one request, for which it waits at most `seconds` in all; then it raises the error of `refuse`.
 
-    Where it is entered as a context, it waits as long as it takes.
+    Entered as a context, it waits without a limit.
     """
 
     def __init__(self, turns: asyncio.Semaphore, seconds: float, refuse: Refuse) -> None:
@@ -164,7 +165,7 @@ class Turn(AbstractAsyncContextManager["Turn"]):
         self._seconds_left -= time.monotonic() - since
 
     def leave(self) -> None:
-        """Leave the turn to the next one; it can be begun again."""
+        """Leave the turn to the next request; it can be begun again."""
         if self._is_held:
             self._turns.release()
         self._is_held = False

@@ -13,15 +13,15 @@ from bexp.storage.owners import Caller
 from bexp.storage.tables import audit
 
 KEEP_AUDIT = timedelta(days=365)
-"""How long records stay, unless somebody deletes them earlier."""
+"""Older records are deleted."""
 
 MOST_RECORDS = 1_000_000
-"""Records that are kept of what one owner did: about 150 MB on SQLite."""
+"""The most records that are kept of one owner's actions: about 150 MB on SQLite."""
 _INSERT = sa.insert(audit)
 
 
 class Action(StrEnum):
-    """What was done to a job, a token, or the quota of an owner."""
+    """An action on a job, a token, or the quota of an owner."""
 
     SUBMIT = "submit"
     CANCEL = "cancel"
@@ -53,16 +53,16 @@ def note_action(
     *subjects: str,
     at: datetime | None = None,
 ) -> None:
-    """Write down that `by` did `action` to each of `subjects`: ids of jobs, or names of tokens or owners.
+    """Record that `by` did `action` to each of `subjects`: ids of jobs, or names of tokens or owners.
 
-    `at` is the database's time if the caller has asked for it.
+    `at` is the database's time, for a caller that has read it already.
     """
     if not subjects:
         return
     who = {"action": action.value, "owner": by.owner, "token": by.token, "origin": by.origin}
     insert = _INSERT if at is not None else _INSERT.values(at=database.clock())
-    told = who if at is None else {**who, "at": at}
-    connection.execute(insert, [told | {"subject": subject} for subject in subjects])
+    values = who if at is None else {**who, "at": at}
+    connection.execute(insert, [values | {"subject": subject} for subject in subjects])
 
 
 def read_audit(
@@ -89,13 +89,13 @@ def read_audit(
 
 
 def prune_audit(database: Database, older_than: timedelta = KEEP_AUDIT, *, at_most: int | None = None) -> int:
-    """Delete the records that are older, the oldest `at_most` of them; return how many there were."""
+    """Delete the records that are older, the oldest `at_most` of them; return how many were deleted."""
     old = sa.select(audit.c.id).where(audit.c.at < database.clock(-older_than)).order_by(audit.c.at).limit(at_most)
     return _delete(database, old)
 
 
 def prune_most_recorded(database: Database, keep: int = MOST_RECORDS, *, at_most: int | None = None) -> int:
-    """Delete what an owner did before its latest `keep` actions, the oldest `at_most`; return how many there were."""
+    """Delete all but the latest `keep` records of the owner with the most, `at_most` of them; return how many."""
     beyond = (sa.func.count() - keep).label("beyond")
     most = sa.select(audit.c.owner, beyond).group_by(audit.c.owner).order_by(beyond.desc()).limit(1)
     with database.read() as connection:

@@ -31,9 +31,9 @@ def change_job(
     drafts: Sequence[EventDraft] = (),
     **values: Any,
 ) -> int | None:
-    """Change the one job that meets `conditions` and append `drafts` to its log.
+    """Change the one job that meets `conditions`, and append `drafts` to its log.
 
-    Returns the seq of its last event; None if no job meets the conditions.
+    Returns the seq of the log's last event; None if no job meets the conditions.
     """
     change = (
         sa.update(jobs)
@@ -52,9 +52,9 @@ def change_job(
 def change_jobs(
     database: Database, connection: sa.Connection, conditions: Conditions, draft: EventDraft, **values: Any
 ) -> None:
-    """Change each job that meets `conditions` and append `draft`, which is no recommendation, to its log.
+    """Change each job that meets `conditions`, and append `draft`, which is no recommendation, to its log.
 
-    No lease ends here. However many jobs there are, it takes three statements.
+    No lease ends here. It takes three statements, however many jobs there are.
     """
     change = (
         sa.update(jobs)
@@ -69,7 +69,7 @@ def change_jobs(
 def write_job(
     database: Database, connection: sa.Connection, lease: Lease, drafts: Sequence[EventDraft] = (), **values: Any
 ) -> int:
-    """`change_job` under a lease; returns the seq of the job's last event.
+    """Change a job under a lease as `change_job` does; return the seq of its last event.
 
     Raises:
         LeaseLostError: the lease is gone, and nothing was written.
@@ -87,7 +87,7 @@ def end_job(
     state: JobState,
     error: str | None = None,
 ) -> None:
-    """End the job that meets `conditions`, if one does; no worker owns it."""
+    """End the job that meets `conditions`, if one does."""
     change_job(database, connection, conditions, [job_end_event(state, error)], **end_values(database, state, error))
 
 
@@ -126,7 +126,7 @@ def has_no_worker(database: Database) -> sa.ColumnElement[bool]:
 
 
 def progress_values(progress: Progress) -> dict[str, Any]:
-    """Return what progress changes in the job's row."""
+    """Return the columns of a job that progress changes, with their values."""
     values: dict[str, Any] = {} if progress.space is None else {"space": progress.space}
     best = progress.recommendation
     if progress.answer is not None:
@@ -140,7 +140,7 @@ def progress_values(progress: Progress) -> dict[str, Any]:
 
 
 def summary_of(best: Recommendation | None) -> dict[str, Any]:
-    """Return the columns of a job that a list shows of its recommendation."""
+    """Return the columns of a job that describe its recommendation in a list."""
     names = ("micro_batch_size", "performance", "tokens_per_second", "confidence")
     return {name: best and getattr(best.figures, name) for name in names}
 
@@ -161,9 +161,9 @@ def claim_event(attempt: int, worker: str, description: str | None, target: str,
 def find_progress(
     connection: sa.Connection, lease: Lease, progress: Progress, after_seq: int | None
 ) -> tuple[int, bool]:
-    """Return the last seq of a log that has gone on since `after_seq`, and whether it has it already.
+    """Return the last seq of a log that has gone on since `after_seq`, and whether the log holds `progress` already.
 
-    While the lease had run out, for instance in a frozen worker, others may have noted why the job waits.
+    Reasons for waiting do not count: others note them while the lease of a frozen worker has run out.
 
     Raises:
         LeaseLostError: the lease is gone, or the log has gone on in another way, or it ends before `after_seq`, because

@@ -1,4 +1,4 @@
-"""What happens when a worker asks for a job: the choice, the lease, and a stored answer instead of a measurement.
+"""Claims: the choice of the next job, its lease, and a stored answer in place of a measurement.
 
 Owners take turns, and within an owner the job of the highest priority is first. The owner whose jobs hold the fewest
 devices is next; among equals, the one whose last claim was longest ago. An owner with a thousand queued jobs thus
@@ -90,7 +90,7 @@ def end_abandoned(database: Database, settings: QueueSettings, abandoned: sa.Col
 def _claimable(
     database: Database, settings: QueueSettings, by: WorkerInfo, among: Collection[str] | None
 ) -> Conditions:
-    """Return what holds for a job that the worker can take now.
+    """Return the conditions of the jobs that the worker can take now.
 
     A pause that seems to last for longer than any was set before the clock was set back.
     """
@@ -109,7 +109,7 @@ def _claimable(
 
 
 def _values(database: Database, settings: QueueSettings, by: WorkerInfo) -> dict[str, Any]:
-    """Return the columns of a job that the worker takes."""
+    """Return the columns that a claim by the worker sets in a job."""
     return {
         "state": JobState.RUNNING.value,
         "worker": by.id,
@@ -125,7 +125,7 @@ def _values(database: Database, settings: QueueSettings, by: WorkerInfo) -> dict
 
 
 def _software(by: WorkerInfo) -> sa.ColumnElement[str | None]:
-    """Return what a job that is claimed has been measured with: None if an earlier claim had other versions."""
+    """Return the software that measures a claimed job; None if an earlier claim had other versions."""
     own = sa.case({target: software_of(target, by.targets, by.versions) for target in by.targets}, value=jobs.c.target)
     return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)
 
@@ -167,7 +167,7 @@ def _is_exhausted(settings: QueueSettings) -> sa.ColumnElement[bool]:
 
 
 HELD_BACK = "the quota of owner "
-"""How a reason for waiting begins that no worker can change."""
+"""The beginning of a reason for waiting that no worker can change."""
 
 _CLAIMS = int.from_bytes(b"bexptake", "big")
 """The number of PostgreSQL's advisory lock for claims."""
@@ -177,7 +177,7 @@ Conditions = Sequence[sa.ColumnElement[bool]]
 
 @dataclass(frozen=True, slots=True)
 class ClaimQuota:
-    """What a waiting job of an owner says of the owner's quota, and whether the quota holds it back now."""
+    """The reason for waiting that an owner's quota gives, and whether the quota holds jobs back now."""
 
     reason: str
     holds: bool
@@ -216,7 +216,7 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
 
 
 def await_turn(database: Database, connection: sa.Connection) -> None:
-    """Let claims choose one after the other; those that choose at once would all choose the same owner.
+    """Wait until no other claim chooses: claims that choose at once would all choose the same owner.
 
     On SQLite the transaction holds the write lock already.
     """
@@ -225,9 +225,9 @@ def await_turn(database: Database, connection: sa.Connection) -> None:
 
 
 def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool:
-    """Note that a worker has just taken a job of `owner`; return false if that is one more than its quota allows.
+    """Note that a worker has just taken a job of `owner`; return false if its quota allows one fewer.
 
-    The row stays locked until the transaction ends, so that two claims at once do not both take the last place.
+    The owner's row stays locked until the transaction ends, so that two claims at once do not both take the last place.
     """
     connection.execute(database.upsert(turns, {"owner": owner}, {"claimed_at": database.clock()}))
     limit = find_quota(connection, owner).max_running
@@ -238,7 +238,7 @@ def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool
 
 
 def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str, ClaimQuota]:
-    """Return what the quotas mean for claims, for each owner that has jobs and such a quota."""
+    """Return the quotas on running jobs, by owner: of each owner that has such a quota and active jobs."""
     quotas = select_quotas(connection)
     if all(quota.max_running is None for quota in quotas.values()):
         return {}

@@ -45,9 +45,9 @@ def keep_components(
     software: Mapping[str, str],
     trials: Iterable[Trial],
 ) -> int:
-    """Keep what the trials of a job have measured, the last run of each component; return how many there are.
+    """Keep the last run of each component that the trials of a job measured; return how many are kept.
 
-    Rows that are too old or too many are deleted. What is kept of a job replaces what was kept of it before.
+    They replace what was kept of the job before. Rows that are too old or too many are deleted.
     """
     source, environment = _digest(job_id)[:16], _environment(report.hardware, software)
     values = {
@@ -72,7 +72,7 @@ def keep_components(
             connection.execute(sa.delete(components).where(components.c.source == source))
             connection.execute(sa.insert(components), [{**row, "at": now} for row in rows.values()])
             _drop_old(connection, now)
-    except sa.exc.IntegrityError:  # a worker that has lost this job keeps the same at this moment
+    except sa.exc.IntegrityError:  # a worker that has lost this job keeps the same runs at this moment
         return 0
     return len(rows)
 
@@ -88,9 +88,9 @@ def _drop_old(connection: sa.Connection, now: datetime) -> None:
 def find_earlier_runs(
     database: Database, request: ExplorationRequest, report: DeviceReport, software: Mapping[str, str]
 ) -> EarlierRuns:
-    """Return the runs that an exploration may reuse, and how many there are of other versions on such a device.
+    """Return the runs that an exploration may reuse, and the number of runs of other versions on such a device.
 
-    There are none for a request that wants fresh measurements, nor for one that compares samplers.
+    A request for fresh measurements reuses none; neither does one that compares samplers.
     """
     subjects = list(component_subjects(request, report).values())
     if request.fresh or request.sampler != "bexp" or not subjects:
@@ -119,7 +119,7 @@ def find_earlier_runs(
 
 
 def prune_components(database: Database, *, older_than: timedelta | None = None) -> int:
-    """Delete what was measured longer ago, all of it by default; return how many rows."""
+    """Delete the components that were measured longer ago, all by default; return the number of rows."""
     with database.begin() as connection:
         delete = sa.delete(components)
         if older_than is not None:
@@ -128,7 +128,7 @@ def prune_components(database: Database, *, older_than: timedelta | None = None)
 
 
 def _read(rows: Sequence[sa.Row[Any]], now: datetime) -> tuple[list[EarlierRun], set[str]]:
-    """Return the newest runs of each component, oldest first, and their sources; unreadable rows are left out."""
+    """Return the newest runs of each component, oldest first, and their sources, without unreadable rows."""
     counts = Counter[tuple[str, str]]()
     runs: list[EarlierRun] = []
     sources: set[str] = set()

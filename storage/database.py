@@ -27,9 +27,9 @@ from bexp.storage.tables import UTCDateTime
 
 
 class WriterTurns:
-    """A lock that its waiters get in the order in which they asked for it.
+    """A lock that goes to its waiters in the order in which they asked for it.
 
-    `threading.Lock` keeps no order: the thread that has just released it may take it again before the others wake up,
+    `threading.Lock` keeps no order. The thread that has just released it may take it again before the others wake up,
     so that one of eight waiters may wait four times as long as most.
     """
 
@@ -40,7 +40,7 @@ class WriterTurns:
 
     @property
     def num_waiting(self) -> int:
-        """How many threads wait for their turn."""
+        """The number of threads that wait for their turn."""
         return len(self._waiting)
 
     def acquire(self, timeout_seconds: float) -> bool:
@@ -118,19 +118,17 @@ def describe_trouble(error: sa.exc.SQLAlchemyError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseLimits:
-    """How long a process waits for a database, and how many connections it opens.
-
-    SQLite has one lock, that of the file; `lock` limits the wait for it. Before that, a thread waits at most `turn` for
-    the other threads of its process that write. Without limits a connection waits as its driver does. PostgreSQL ends a
-    transaction whose process has been silent for `idle_transaction`, as a frozen one is, and frees its locks.
-    """
+    """The longest waits of a process for a database, and the most connections that it opens."""
 
     connect: timedelta = timedelta(seconds=3)
     statement: timedelta = timedelta(seconds=4)
     lock: timedelta = timedelta(seconds=3)
+    """The wait for a lock; SQLite has one, that of the file."""
     pool: timedelta = timedelta(seconds=3)
     idle_transaction: timedelta = timedelta(seconds=5)
+    """PostgreSQL ends a transaction whose process is silent for so long, as a frozen one is, and frees its locks."""
     turn: timedelta = timedelta(seconds=1.5)
+    """The wait of a thread for the other threads of its process that write to SQLite, before that for the lock."""
     max_connections: int = 10
 
 
@@ -150,7 +148,7 @@ class Database:
 
     @property
     def is_postgresql(self) -> bool:
-        """Whether several hosts can share it."""
+        """Whether it is PostgreSQL, which several hosts can share."""
         return self.engine.dialect.name == "postgresql"
 
     @property
@@ -166,9 +164,9 @@ class Database:
 
     @contextmanager
     def _take_turn(self) -> Iterator[None]:
-        """Let the threads of this process write to SQLite one after the other, each without a connection until then.
+        """Let the threads of this process write to SQLite one after the other; a thread that waits has no connection.
 
-        SQLite itself keeps no order: who finds the file locked tries again after up to 100 ms, and some for seconds.
+        SQLite itself keeps no order: a connection tries a locked file again after up to 100 ms, and some for seconds.
 
         Raises:
             sqlalchemy.exc.TimeoutError: the others took too long.
@@ -206,7 +204,7 @@ class Database:
     def upsert(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], where: Any = None
     ) -> sa.Insert:
-        """Return a statement that inserts a row, or changes the one with this key, where it meets `where`."""
+        """Return a statement that inserts a row, or changes the row with this key if it meets `where`."""
         insert = postgresql.insert(table) if self.is_postgresql else sqlite.insert(table)
         return insert.values({**key, **values}).on_conflict_do_update(index_elements=[*key], set_=values, where=where)
 
@@ -216,7 +214,7 @@ class Database:
             connection.execute(sa.select(1))
 
     def dispose(self) -> None:
-        """Close the connections; those that are in use, once they are given back."""
+        """Close the connections; those in use are closed when they are given back."""
         pool = self.engine.pool
         self.engine.dispose()
         event.listen(pool, "checkin", _close_late)  # not of the pool that takes its place
@@ -228,9 +226,9 @@ def _close_late(connection: Any, _: object) -> None:
 
 
 def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
-    """Open a database; nothing is created but the folder of a SQLite file.
+    """Open a database; only the folder of a SQLite file is created.
 
-    Both are for this user alone: the folder if it is created here, and the file when the first connection creates it.
+    That folder is for this user alone, and so is the file, which the first connection creates.
 
     Args:
         url: `sqlite:///path`, or `postgresql://user:password@host/name`.
@@ -339,7 +337,7 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
 
 @cache
 def _warn_if_exposed(path: Path) -> None:
-    """Say, once in a process, that other users can read the file. Its mode is its owner's to change."""
+    """Warn, once in a process, that other users can read the file. Only its owner may change its mode."""
     with suppress(OSError):
         if path.stat().st_mode & stat.S_IROTH and all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents):
             _log.warning("every user of this machine can read the database; to end that: chmod 600 %s", path)

@@ -1,7 +1,7 @@
-"""The event log of a job: appended under the job's row, read by cursor; and what was recommended when.
+"""The event log of a job, appended under the job's row and read by cursor; and what was recommended when.
 
-The answer that an event tells is stored with its job alone, and of a recommendation only what is said of its candidate.
-How it compares with others stands in the job's latest recommendation and in its answer, with its notes.
+An answer is stored with its job alone, and not with the event that announces it. An event with a recommendation holds
+the part about the candidate. The comparison with others, and the notes, stand in the job's recommendation and answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEFT_OUT: dict[str, Any] = {**dict.fromkeys(_COMPARED, True), "plan": set(_OF_P
 
 
 def insert_if_changed(connection: sa.Connection, job_id: str, seq: int, best: Recommendation | None) -> None:
-    """Insert a row that `best` is recommended since the event `seq`, unless the last row of the job says the same.
+    """Insert a row: `best` is recommended since the event `seq`. Nothing is inserted if the job's last row says so.
 
     The caller holds the lock of the job's row.
     """
@@ -43,7 +43,7 @@ def insert_if_changed(connection: sa.Connection, job_id: str, seq: int, best: Re
 
 
 def shorten(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an event stores of a recommendation: what is not the default of its field."""
+    """Return the part of a recommendation that an event stores: the fields that differ from their defaults."""
     best = Recommendation.model_validate(document)
     return best.model_dump(mode="json", exclude=_LEFT_OUT, exclude_defaults=True)
 
@@ -85,7 +85,7 @@ def read_last_seqs(database: Database, job_ids: Collection[str] | None = None) -
 
 
 def count_events(connection: sa.Connection, job_id: str, after: int, *, without: EventCode) -> int:
-    """Return how many events with `seq` > `after`, those `without` a code, a job has, within a transaction."""
+    """Return the number of a job's events with `seq` > `after` and no code `without`, within a transaction."""
     here = [events.c.job_id == job_id, events.c.seq > after, events.c.code != int(without)]
     return connection.scalars(sa.select(sa.func.count()).where(*here)).one()
 
@@ -100,13 +100,13 @@ def insert_events(
     at: datetime | None = None,
     is_new: bool = False,
 ) -> None:
-    """Insert `drafts` so that the last of them has `last_seq`, and tell those who listen when they are committed.
+    """Insert `drafts` so that the last of them has `last_seq`; the commit notifies the listeners.
 
-    `at` is the database's time if the caller has asked for it. Nobody listens to a job that `is_new`.
+    `at` is the database's time, for a caller that has read it already. Nobody listens to a job that `is_new`.
 
     The caller has taken those numbers by adding len(drafts) to the job's `last_seq` in this transaction. The row lock
-    of that update keeps the numbers of concurrent writers apart, and a rollback leaves no gap. If a draft tells the
-    job's answer, the caller stores that as well.
+    of that update keeps the numbers of concurrent writers apart, and a rollback leaves no gap. If a draft holds the
+    job's answer, the caller stores the answer with the job.
     """
     if not drafts:
         return
@@ -118,8 +118,8 @@ def insert_events(
             data = {**data, "recommendation": shorten(data["recommendation"])}
         elif draft.code.ends_job and "answer" in data:
             data = {**data, "answer": {"timings": data["answer"]["timings"]}}
-        told = {"code": int(draft.code), "message": draft.message, "data": data}
-        rows.append({"job_id": job_id, "seq": seq, "at": now, **told})
+        content = {"code": int(draft.code), "message": draft.message, "data": data}
+        rows.append({"job_id": job_id, "seq": seq, "at": now, **content})
     connection.execute(_INSERT, rows)
     if not is_new:
         notify_events(database, connection, {job_id: last_seq})
@@ -130,7 +130,7 @@ def insert_same_event(
 ) -> None:
     """Insert `draft` for several jobs; `last_seqs` has the seq that it gets in each log.
 
-    It is no recommendation, and tells no answer. The numbers are taken as for `insert_events`.
+    The draft holds neither a recommendation nor an answer. The numbers are taken as for `insert_events`.
     """
     if not last_seqs:
         return
@@ -140,7 +140,7 @@ def insert_same_event(
 
 
 def keep_answer(connection: sa.Connection, job_id: str, seq: int, answer: Mapping[str, Any]) -> None:
-    """Store the answer of a job with the event that told it, because the job is to get another one."""
+    """Store the answer of a job with the event that announced it, because the job is to get another one."""
     here = (events.c.job_id == job_id) & (events.c.seq == seq)
     data = connection.scalar(sa.select(events.c.data).where(here))
     if data is not None and "answer" in data:

@@ -48,7 +48,7 @@ class JobNotFoundError(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """What a list shows of a job. It is read from columns of its own, so no stored document is parsed for it.
+    """A job in a list. It is read from columns of its own, so no stored document is parsed for it.
 
     `own_worker` is the name of the only worker that may take it, which a command has started; empty if any may.
     """
@@ -85,23 +85,21 @@ SUMMARY_COLUMNS = tuple(jobs.c[part.name] for part in fields(JobSummary) if part
 class Job(JobSummary):
     """One exploration. `version` grows with every visible change; `last_seq` is its latest event.
 
-    A part that another version of this program stored may break the rules of this version. It is then None, and
-    `unreadable` names the first such part with the rule.
-
     `reused_from` is the exploration that measured the answer at `measured_at`; None if this one measured it.
-    `software` is what all claims measured with; None if its versions changed between two of them.
     """
 
     attempt: int
     worker: str | None
     lease_expires_at: datetime | None
     software: str | None
+    """The target and the libraries that all claims measured with; None if a version changed between two claims."""
     space: dict[str, Any] | None
     request: ExplorationRequest | None
     report: DeviceReport | None
     recommendation: Recommendation | None
     answer: Answer | None
     unreadable: str | None
+    """The first part that another version of this program stored and this one cannot read; that part is None."""
 
 
 _PARSED = {"state", "labels", "request", "report", "recommendation", "answer", "unreadable"}
@@ -177,7 +175,7 @@ def job_from_row(row: sa.Row[Any] | SimpleNamespace, request: ExplorationRequest
 
 
 def describe_unreadable(name: str, error: ValidationError) -> str:
-    """Return why a stored document cannot be read: its first field that breaks a rule, and the rule."""
+    """Return the reason why a stored document cannot be read: its first field that breaks a rule, and the rule."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
     return f"another version stored what this one cannot read: {field}: {rule_of(first)}"
@@ -197,15 +195,15 @@ def _is(job_id: str, owner: str | None) -> list[sa.ColumnElement[bool]]:
 
 
 class InvalidCursorError(ValueError):
-    """A page cursor that `list_jobs` has not given out."""
+    """The page cursor is not one that `list_jobs` gave out."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs to list: those that meet every part that is given. A job has all of `labels`, and may have others.
+    """The filter of a list: a job is listed if it meets every part that is given.
 
-    Each word of `search`, whatever its case, is somewhere in its model's name, its device, its owner or a label. On
-    SQLite that holds for ASCII letters; others are found in their own case.
+    A job has all of `labels`, and may have others. Each word of `search` stands in its model's name, its device, its
+    owner or a label, in upper or lower case. SQLite compares letters beyond ASCII in their own case.
     """
 
     state: JobState | None = None
@@ -215,7 +213,7 @@ class JobFilter:
     search: str = ""
 
     def conditions(self) -> list[sa.ColumnElement[bool]]:
-        """Return what a row of `jobs` must meet."""
+        """Return the conditions on a row of `jobs`."""
         conditions: list[sa.ColumnElement[bool]] = []
         if self.state is not None:
             conditions.append(jobs.c.state == self.state.value)
@@ -244,8 +242,8 @@ def list_jobs(
 ) -> tuple[list[JobSummary], str | None]:
     """Return a page of jobs, newest first, and the cursor of the next page (None at the end).
 
-    A cursor is a place in the order of submission. So it stays good when jobs are added, changed or deleted, and
-    whatever the filter is.
+    A cursor is a place in the order of submission. So it stays valid with any filter, and when jobs are added, changed
+    or deleted.
 
     Raises:
         InvalidCursorError: `cursor` is not one that this function gave out.

@@ -16,9 +16,9 @@ HOUSEKEEPER = "housekeeper"
 def hold_role(database: Database, role: str, holder: str, term: timedelta) -> bool:
     """Take or renew a role; return whether `holder` has it for the next half of `term` at least.
 
-    It is written only if half of the term is over, so that this may be called often. A holder that is frozen for longer
-    than its term may go on with what it has begun while another one has the role. A role that seems to be held for
-    longer than a term was taken before the clock was set back, and is free.
+    This may be called often: the row is written only once half of the term is over. A holder that was frozen for longer
+    than its term may go on with its work while another process has the role. A role that seems to be held for longer
+    than a term was taken before the clock was set back, and is free.
     """
     half = database.clock(term / 2)
     with database.read() as connection:

@@ -1,4 +1,4 @@
-"""Leases: the right of one worker to run and to write a job, how long it lasts, and how often a job is tried."""
+"""Leases: the right of one worker to run and to write a job, its duration, and the number of tries of a job."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LONGEST_PAUSE = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """A job's own faults and the infrastructure's are counted apart. A stored trial sets both counts to zero.
+    """The duration of leases, and the limits on tries. A stored trial sets both counts of tries to zero.
 
     Attributes:
         lease: how long a worker may be silent before another takes its job.
         max_attempts: a job is given up after this number of attempts that ended with the worker, its device or its
             host, and stored no trial.
-        max_faults: a job fails after this number of internal errors of its own without a stored trial between them.
+        max_faults: a job fails after this number of internal errors of its own search, with no stored trial between.
         retry_pause: how long a job that was put back waits at first; the pause doubles with each attempt, up to
             LONGEST_PAUSE.
     """
@@ -36,7 +36,7 @@ class QueueSettings:
     retry_pause: timedelta = timedelta(seconds=1)
 
     def pause(self, num_failures: int) -> timedelta:
-        """Return how long a job waits after `num_failures` failures in a row."""
+        """Return the pause of a job after `num_failures` failures in a row."""
         doublings = min(max(0, num_failures - 1), 16)
         return min(self.retry_pause * (1 << doublings), LONGEST_PAUSE)
 
@@ -84,7 +84,7 @@ def _read_count(variables: Mapping[str, str], name: str, default: int) -> int:
 
 
 LONGEST_LEASE = timedelta(days=1)
-"""No lease may be set to last longer. One that lasts for twice as long was given before the clock was set back."""
+"""The longest lease. A lease that lasts for twice as long was given before the clock was set back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatStatus:
-    """The result of a heartbeat, by which a worker goes on or stops."""
+    """The result of a heartbeat: the worker goes on, or stops."""
 
     cancel_requested: bool
 
@@ -116,7 +116,7 @@ class HeartbeatStatus:
 def is_held(database: Database) -> sa.ColumnElement[bool]:
     """Return the condition of jobs that a worker runs under a lease which has not run out.
 
-    The upper end has a margin: a statement may have read the clock long before the lease was given, and clocks are
+    The upper end has a margin. A statement may have read the clock long before the lease was given, and clocks are
     corrected by a little all the time.
     """
     live = jobs.c.lease_expires_at.between(database.clock(), database.clock(2 * LONGEST_LEASE))

@@ -1,4 +1,4 @@
-"""Which worker can run which job. A claim asks the database, and a reason for waiting names what no worker has.
+"""The match of jobs and workers. A claim asks the database, and a reason for waiting names what no worker has.
 
 The worker that a command starts for its own job takes that job alone, and no other takes it as long as it lives.
 
@@ -23,6 +23,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import has_no_worker
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
+from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.tables import jobs
 from bexp.storage.workers import WorkerInfo
 
@@ -30,34 +31,33 @@ MEMORY_TOLERANCE = 0.1
 """The free memory of a host or a GPU is never twice the same, and a card of 80 GB has 79 GiB."""
 
 OWN_WORKER = "its own worker "
-"""How a reason begins that only the command which follows a job can change."""
+"""The beginning of a reason that only the command which follows a job can change."""
 STARTING = "its own worker is starting"
 ENDED = "its own worker has ended"
 
 OWN_WORKER_TERM = timedelta(seconds=30)
-"""So long counts an own worker as alive that reports nothing, such as one whose process has not begun yet."""
+"""An own worker counts as alive for so long after its last report, or after its command has named it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a job needs of a worker: the value in `column`, or nothing if that is null.
-
-    `is_met` compares it with what a worker has. It takes the column in a claim, and the value of a row in a reason.
-    `missing` names it, and what else there is to say of it.
-    """
+    """A need of a job: the value in `column`, or nothing if that is null."""
 
     column: sa.Column[Any]
     of_worker: Callable[[WorkerInfo], Any]
+    """The value that a worker offers."""
     is_met: Callable[[Any, Any], Any]
+    """Whether an offer meets the need, which is the column in a claim, and the value of a row in a reason."""
     missing: Callable[[Any], tuple[str, str]]
+    """The name of the need, and a hint or an empty text."""
 
     def condition(self, offered: Any) -> sa.ColumnElement[bool]:
-        """Return the condition of jobs for which what a worker has is enough."""
+        """Return the condition of jobs whose need is met by what a worker offers."""
         met: sa.ColumnElement[bool] = self.is_met(self.column, offered)
         return sa.or_(self.column.is_(None), met) if self.column.nullable else met
 
     def is_met_by(self, job: Any, worker: WorkerInfo) -> bool:
-        """Whether a worker has it for a job, which is a row or has the same names."""
+        """Return whether a worker meets the need of a job, which is a row or has the same names."""
         needed = getattr(job, self.column.name)
         return needed is None or bool(self.is_met(needed, self.of_worker(worker)))
 
@@ -80,7 +80,7 @@ def _describe_pinned(job: Any) -> tuple[str, str]:
 
 
 OWN = Need(jobs.c.own_worker, lambda worker: worker.name, operator.eq, lambda _: ("", ""))
-"""A worker with a name is there for the jobs that name it alone, and any other one for those that name none."""
+"""A worker with a name takes only the jobs that name it; any other worker takes those that name none."""
 
 NEEDS = (
     OWN,
@@ -110,7 +110,7 @@ NEEDED = tuple(need.column for need in NEEDS)
 
 
 def needs_of(request: ExplorationRequest) -> dict[str, Any]:
-    """Return the columns of a new job that say what it needs, but its own worker."""
+    """Return the columns of a new job for its needs, without that for its own worker."""
     limit = request.memory_limit_gib
     return {
         "device_kind": request.device_kind,
@@ -133,25 +133,25 @@ def is_left_to_gpus(by: WorkerInfo, live: Iterable[WorkerInfo]) -> sa.ColumnElem
 
 
 def find_takers(job: Any, live: Iterable[WorkerInfo]) -> list[WorkerInfo]:
-    """Return those of the live workers that would take a job, which has the names of `NEEDED`."""
+    """Return the live workers that would take a job, which has the names of `NEEDED`."""
     able = [worker for worker in live if all(need.is_met_by(job, worker) for need in NEEDS)]
     gpus = [worker for worker in able if is_gpu(worker)]
     return gpus if job.device_kind is None and gpus else able
 
 
 def is_gpu(worker: WorkerInfo) -> bool:
-    """Whether a worker measures on a GPU. A recorded table answers few jobs, so that none is left to it."""
+    """Return whether a worker measures on a GPU. A recorded table does not count: it answers few jobs."""
     return worker.device_kind != "cpu" and not worker.is_replayed
 
 
 def has_live_own_worker(database: Database) -> sa.ColumnElement[bool]:
-    """Return the condition of the jobs whose own worker lives. A longer term was given before a clock was set back."""
+    """Return the condition of the jobs whose own worker lives. A longer term was set before a clock was set back."""
     until = jobs.c.own_worker_until.between(database.clock(), database.clock(2 * OWN_WORKER_TERM))
     return sa.and_(jobs.c.own_worker != "", jobs.c.own_worker_until.is_not(None), until)
 
 
 def waiting_reason(job: Any, live: Sequence[WorkerInfo]) -> str | None:
-    """Return why none of the live workers can run a job, or None if one can.
+    """Return the reason why none of the live workers can run a job, or None if one can.
 
     The row of the job has the columns `NEEDED`, its report, and `own_is_alive` of `has_live_own_worker`.
     """
@@ -181,15 +181,23 @@ def _can_run(offer: Sequence[Any]) -> sa.ColumnElement[bool]:
 
 
 def keep_job(database: Database, job_id: str, name: str) -> None:
-    """Say that the worker called `name` lives, which then alone may take a job, as `reserve_job` says."""
+    """Report that the worker called `name` lives, so that it alone may take a job, as in `reserve_job`."""
     with database.begin() as connection:
         reserve_job(database, connection, job_id, name)
 
 
-def reserve_job(database: Database, connection: sa.Connection, job_id: str, name: str) -> None:
-    """Let the worker called `name` alone take a job for another OWN_WORKER_TERM; without a name any worker may.
+def share_job(database: Database, job_id: str, name: str) -> None:
+    """Let any worker take a job that is reserved for the worker called `name`, which has ended."""
+    with database.begin() as connection:
+        here = (jobs.c.id == job_id, jobs.c.own_worker == name)
+        connection.execute(sa.update(jobs).where(*here).values(own_worker="", own_worker_until=None))
+        notify(database, connection, QUEUED_JOBS)
 
-    A job stays as it is that has ended, that another worker runs, or whose own worker lives and has another name.
+
+def reserve_job(database: Database, connection: sa.Connection, job_id: str, name: str) -> None:
+    """Let only the worker called `name` take a job for another OWN_WORKER_TERM; without a name, any worker may.
+
+    Nothing changes if the job has ended, if another worker runs it, or if its own worker lives and has another name.
     """
     is_free = has_no_worker(database) & sa.not_(has_live_own_worker(database))
     is_active = jobs.c.state.in_((JobState.QUEUED.value, JobState.RUNNING.value))

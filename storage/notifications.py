@@ -1,8 +1,8 @@
 """News between processes on PostgreSQL (LISTEN and NOTIFY): a job has new events, or a job was queued.
 
 A notification saves a reader from polling, and nothing depends on it: a reader that hears nothing still polls, at
-longer intervals. SQLite has no notifications. A pooler between the process and PostgreSQL that shares connections by
-transaction passes none on either; a listener notices it by a notification of its own.
+longer intervals. SQLite has no notifications. A pooler that shares connections by transaction passes none on. A
+listener notices such a pooler by a notification of its own.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ QUEUED_JOBS = "bexp_jobs"
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 4.0
 PROBE_SECONDS = 3.0
-"""How long a listener waits for its own notification."""
+"""The wait of a listener for its own notification."""
 PROBE_PAUSE_SECONDS = 60.0
 _ROUND_SECONDS = 0.5
-"""How long the thread waits for a notification before it looks whether it should end."""
+"""The wait of the thread for a notification, after which it looks whether it should end."""
 
 _MESSAGES = sa.func.unnest(sa.bindparam("messages", type_=postgresql.ARRAY(sa.Text)))
 _NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel", type_=sa.Text), _MESSAGES))
@@ -43,18 +43,18 @@ logger = logging.getLogger(__name__)
 
 
 def notify(database: Database, connection: sa.Connection, channel: str, messages: Sequence[str] = ("",)) -> None:
-    """Tell those who listen to `channel`, when the transaction of `connection` commits; on SQLite nothing happens."""
+    """Notify the listeners of `channel` when the transaction of `connection` commits; on SQLite, do nothing."""
     if database.is_postgresql:
         connection.execute(_NOTIFY, {"channel": channel, "messages": list(messages)})
 
 
 def notified(channel: str) -> sa.ColumnElement[str]:
-    """Return what a statement of PostgreSQL returns to do what `notify` does."""
+    """Return the expression that a statement of PostgreSQL evaluates to do the same as `notify`."""
     return sa.func.pg_notify(channel, "")
 
 
 def notify_events(database: Database, connection: sa.Connection, last_seqs: Mapping[str, int]) -> None:
-    """Tell that jobs, named by their ids, have events up to these numbers."""
+    """Notify listeners that jobs, given by their ids, have events up to these numbers."""
     notify(database, connection, NEW_EVENTS, [f"{job_id} {last_seq}" for job_id, last_seq in last_seqs.items()])
 
 
@@ -68,8 +68,8 @@ class Listener:
     """A thread that listens to a channel of PostgreSQL, over one of the database's pooled connections.
 
     `receive` gets each message, in that thread. After each connect it gets None: messages may have been missed, so the
-    receiver should read what it waits for. A lost connection is opened again after a pause of at most 4 s, and one that
-    passes on no notifications after a minute. On SQLite nothing happens, and `is_listening` stays false.
+    receiver should read what it waits for. A lost connection is opened again after at most 4 s. A connection that
+    passes on no notifications is tried again after a minute. On SQLite nothing happens, and `is_listening` stays false.
     """
 
     def __init__(self, database: Database, channel: str, receive: Callable[[str | None], None]) -> None:
@@ -99,10 +99,10 @@ class Listener:
             try:
                 with self._database.engine.connect() as connection:
                     try:
-                        is_told = self._listen(connection)
+                        passes_on = self._listen(connection)
                     finally:
                         connection.invalidate()  # nobody else should get a connection that listens
-                if not is_told and not self._ended.is_set():
+                if not passes_on and not self._ended.is_set():
                     logger.info("the database passes no notifications on, as behind a pooler, and is polled")
                     self._ended.wait(PROBE_PAUSE_SECONDS)
             except (sa.exc.SQLAlchemyError, psycopg.Error) as error:
@@ -119,7 +119,7 @@ class Listener:
         """Listen until the end, or until the connection is lost; return false if it passes no notifications on."""
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         driver = cast("psycopg.Connection[object]", connection.connection.driver_connection)
-        if not self._is_told(connection, driver):
+        if not self._passes_on(connection, driver):
             return False
         connection.exec_driver_sql(f"LISTEN {self._channel}")
         self.is_listening = True
@@ -129,7 +129,7 @@ class Listener:
                 self._receive(notification.payload)
         return True
 
-    def _is_told(self, connection: sa.Connection, driver: psycopg.Connection[object]) -> bool:
+    def _passes_on(self, connection: sa.Connection, driver: psycopg.Connection[object]) -> bool:
         """Return whether a notification that is sent over another connection arrives."""
         probe, own = f"{self._channel}_probe", secrets.token_hex(8)
         connection.exec_driver_sql(f"LISTEN {probe}")

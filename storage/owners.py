@@ -1,4 +1,4 @@
-"""Owners, such as teams: who a request or a command acts for, and what it may do."""
+"""Owners, such as teams, for whom requests and commands act, and the scopes that limit these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Scope(StrEnum):
-    """What a token allows. `admin` allows everything, and for every owner."""
+    """A right of a token. `admin` allows everything, for every owner."""
 
     SUBMIT = "submit"
     READ = "read"
@@ -27,9 +27,9 @@ USUAL_SCOPES = ALL_SCOPES - {Scope.ADMIN}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who acts: an owner, and the name of its token if there is one.
+    """An owner who acts, and the name of the token if there is one.
 
-    `origin` says from where: the address of a client, or user and host of a command that works on the database.
+    `origin` is the address of a client, or the user and the host of a command that works on the database.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class Caller:
     origin: str | None = None
 
     def may(self, scope: Scope) -> bool:
-        """Whether the scopes allow this."""
+        """Return whether the scopes allow `scope`."""
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
     @property
@@ -48,7 +48,7 @@ class Caller:
 
 
 LOCAL = Caller(LOCAL_OWNER, ALL_SCOPES)
-"""Whoever has access to this machine or to the database itself."""
+"""The caller with access to this machine or to the database itself."""
 
 
 def check_name(what: str, name: str) -> str:

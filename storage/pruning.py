@@ -32,9 +32,9 @@ def find_prunable(database: Database, *, older_than: timedelta | None = None, ke
     """Return the ids of finished jobs that retention does not keep, oldest first.
 
     Args:
-        database: to look in.
+        database: the database of the jobs.
         older_than: a job that finished earlier is not kept; None: age does not matter.
-        keep: the number of finished jobs to keep; None: any number. The oldest of the owner that has the most are not
+        keep: the number of finished jobs to keep; None: any number. Of the owner with the most jobs, the oldest are not
             kept, so that an owner with many jobs does not displace those of another.
     """
     newest_first = (jobs.c.finished_at.desc(), jobs.c.id.desc())
@@ -81,7 +81,7 @@ def _check_final(job_id: str, state: JobState) -> None:
 
 
 def drop_finished_studies(database: Database) -> int:
-    """Drop the Optuna studies of all finished jobs, which can be written again; return how many there were."""
+    """Drop the Optuna studies of all finished jobs, which can be written again; return how many were dropped."""
     return _drop_studies(database, set(find_prunable(database, keep=0)))
 
 

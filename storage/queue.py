@@ -110,11 +110,15 @@ class Queue:
 
         Owners take turns (`bexp.storage.claims`); within an owner, the highest priority and then the oldest is next.
 
-        A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
-        with these ids, and `bexp.storage.matching` to what the worker can run and no other one goes before it.
-        `description` of the hardware goes into the event. If another version stored the job and this one cannot read
-        it, the job is ended and the next one is taken. A job that a stored answer serves is ended with that. `is_able`
-        is asked once there is a job, and may leave it to others.
+        A job can be claimed if it is queued, or if its worker's lease has run out, and if `bexp.storage.matching` gives
+        it to this worker. A job that this version cannot read is ended, and the next one is taken. A job that a stored
+        answer serves is ended with that answer.
+
+        Args:
+            worker: who asks.
+            description: the hardware, for the event.
+            among: the ids of the only jobs to claim; default: any.
+            is_able: called once there is a job; false leaves the job to others.
 
         Raises:
             NewerSchemaError: a later version of this program has upgraded the database, and may have stored the job.
@@ -126,10 +130,10 @@ class Queue:
     ) -> DeviceReport:
         """Bind the job to the hardware of its first claim; return the report of that hardware.
 
-        What real runs with the same model on such hardware have reached by then becomes a part of the report. So do
-        components that were measured on such hardware with the same versions of torch and of `software`.
+        The report includes the speeds that real runs of the same model have reached on such hardware by then. It also
+        includes components that were measured on such hardware with the same versions of torch and of `software`.
 
-        The job then needs as many devices as it uses there, to share sequences or to train together.
+        From then on, the job needs as many devices as it uses there.
 
         Raises:
             HardwareMismatchError: the job is bound to other hardware.
@@ -139,7 +143,7 @@ class Queue:
         fingerprint = report.hardware.fingerprint
         values: dict[str, Any] = {}
         pinned = job.report
-        if pinned is None or pinned.refusal is not None:  # what refused the model then may be over by now
+        if pinned is None or pinned.refusal is not None:  # the reason for that refusal may be gone by now
             known: dict[str, Any] = {"reported_runs": find_reported_runs(self.database, job, report)}
             if job.request is not None:
                 known["earlier"] = find_earlier_runs(self.database, job.request, report, software)
@@ -170,7 +174,7 @@ class Queue:
             return _status(lease, connection.scalars(beat).one_or_none())
 
     def watch(self, lease: Lease) -> HeartbeatStatus:
-        """Return what `heartbeat` returns without extending the lease: a read that can be repeated often.
+        """Return the status of `heartbeat` without extending the lease: a read that can be repeated often.
 
         Raises:
             LeaseLostError: the lease is gone.
@@ -184,9 +188,9 @@ class Queue:
 
         Args:
             lease: of the job.
-            progress: what the exploration has done since.
-            after_seq: the log's last seq as this worker knows it. If the log has it already, nothing is
-                written: its commit succeeded, and only the confirmation was lost.
+            progress: since the last call.
+            after_seq: the log's last seq as this worker knows it. If the log has this progress already, nothing is
+                written: the commit succeeded, and only its confirmation was lost.
 
         Raises:
             LeaseLostError: the lease is gone, and nothing was written.
@@ -221,7 +225,7 @@ class Queue:
     ) -> None:
         """End a job, and store the `last` progress of its exploration and further `events` with it.
 
-        The log ends with exactly one event that says so. If neither holds one, it is made from `state` and `error`.
+        The log ends with exactly one event of an end, which is made from `state` and `error` if none is given.
 
         Raises:
             LeaseLostError: the lease is gone, and nothing was written.
@@ -243,7 +247,7 @@ class Queue:
                 insert_trial(self.database, connection, lease.job_id, trial)
 
     def release(self, lease: Lease, *, trouble: str | None = None) -> None:
-        """Put a job back into the queue that its worker cannot finish; its trials stay.
+        """Put a job back into the queue because its worker cannot finish it; its trials stay.
 
         If the worker only shuts down, `trouble` is None and the attempt is not counted. Otherwise `trouble` becomes an
         event, the attempt counts as the infrastructure's, and the job waits before its next attempt.
@@ -261,7 +265,7 @@ class Queue:
             self._put_back(connection, lease, draft, wait=self.settings.pause(num_attempts))
 
     def report_fault(self, lease: Lease, error: str) -> JobState:
-        """Put a job back whose own search failed, or end it if that happened too often; return its state.
+        """Put a job back because its own search failed, or end it after too many failures; return its state.
 
         Raises:
             LeaseLostError: the lease is gone.
@@ -286,8 +290,8 @@ class Queue:
     def request_cancel(self, job_id: str, *, by: Caller = LOCAL, own_worker: str = "", has_ended: bool = False) -> Job:
         """Cancel a job: at once if no worker runs it, else as soon as its worker sees this. A finished job stays.
 
-        With `own_worker`, a job stays as well that is not for the worker of that name; `has_ended` says that the
-        process of that worker has ended, so that nobody runs the job whatever its lease says.
+        With `own_worker`, the job also stays if it is not for the worker of that name. `has_ended` means that the
+        process of that worker has ended: nobody runs the job, whatever its lease says.
 
         Raises:
             JobNotFoundError: there is no such job that `by` sees.
@@ -319,8 +323,8 @@ class Queue:
     ) -> None:
         """Append an event to each job that no live worker can serve, whenever the reason changes.
 
-        A job that has been in the queue for `max_wait` fails with such a reason once that has held for `live_within`,
-        in which a live worker reports.
+        A job that has been in the queue for `max_wait` fails with its reason, once the reason has held for
+        `live_within`: a live worker would have reported by then.
         """
         end_abandoned(self.database, self.settings, jobs.c.cancel_requested)
         note_reasons(self.database, live_within=live_within, grace=grace)

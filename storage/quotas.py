@@ -1,7 +1,7 @@
-"""Quotas of owners: how many jobs may wait, how many may run, and how much all of them may take in the database.
+"""Quotas of owners: the jobs that may wait, those that may run, and the room that all take in the database.
 
-Each job's row has the count of its bytes. It is that of a queued job until the job ends or a real run is reported. From
-then on it is void, and the owner's next submission counts anew.
+Each job's row has the count of its bytes. It is that of a queued job until the job ends or a real run is reported. Then
+it is void, and the owner's next submission counts the job anew.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from bexp.storage.owners import LOCAL, Caller, check_name
 from bexp.storage.tables import IS_QUEUED, events, jobs, labels, quotas, recommendations, run_reports, trials
 
 JOB_BYTES = 750
-"""What a job takes beside its texts: its plain columns, and an entry in each index."""
+"""The bytes of a job in addition to its texts: its plain columns, and an entry in each index."""
 ROW_BYTES = 80
 """The same of any other row."""
 
 MOST_COUNTED = 100
-"""Jobs that one submission counts, so that it does not take long."""
+"""The most jobs that one submission counts, so that it does not take long."""
 
 SUM_SECONDS = 10.0
-"""How long a sum may stand for the next submissions, because workers and other processes write as well."""
+"""The age up to which a sum holds for the next submissions; workers and other processes write as well."""
 SHARE_OF_ROOM = 1 / 64
-"""What a process accepts of the room that its sum has found before it sums again. Each of the other processes may have
-as much left to accept when the quota is reached.
+"""The share of the free room that a process accepts before it sums again. Each of the other processes may have as much
+left to accept when the quota is reached.
 """
 
 _TEXTS = {
@@ -43,7 +43,7 @@ _TEXTS = {
     run_reports: ("report",),
     labels: ("key", "value"),
 }
-"""The columns of each table that hold what may be long."""
+"""The columns of each table whose values may be long."""
 
 
 @dataclass(slots=True)
@@ -54,16 +54,16 @@ class _Sum:
 
 
 class StoredSums:
-    """What the owners' jobs took when this process last summed it, and what it has accepted since without a sum.
+    """The last sum of the bytes of each owner's jobs, and the bytes that were accepted since without a sum.
 
-    A sum reads an entry of each job of the owner, which takes longer than all else that a submission does.
+    A sum reads an entry of each job of the owner, which takes longer than all the rest of a submission.
     """
 
     def __init__(self) -> None:
         self._by_owner: dict[str, _Sum] = {}
 
     def has_room(self, owner: str, limit: int, num_bytes: int) -> bool:
-        """Return whether so much may be stored without another sum; from then on it counts as accepted."""
+        """Return whether so many bytes may be stored without another sum; if so, they count as accepted."""
         last = self._by_owner.pop(owner, None)  # what comes after a refusal needs a sum as well
         if last is None or time.monotonic() > last.at + SUM_SECONDS:
             return False
@@ -74,15 +74,15 @@ class StoredSums:
         return True
 
     def note(self, owner: str, stored: int, num_bytes: int) -> None:
-        """Note a sum, and what is accepted after it."""
+        """Note a sum, and the bytes that are accepted after it."""
         self._by_owner[owner] = _Sum(stored, num_bytes, time.monotonic())
 
 
 def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, enough: int) -> tuple[int, bool]:
     """Return the bytes that the jobs of an owner take, and whether the count of some job was void.
 
-    Jobs whose count is void are counted first, within a transaction that may write, at most MOST_COUNTED of them,
-    unless the others take `enough` already.
+    At most MOST_COUNTED jobs whose count is void are counted first, unless the others take `enough` already. The
+    transaction may write.
     """
     is_void = sa.func.count() > sa.func.count(jobs.c.stored_bytes)
     counted = sa.select(sa.func.sum(jobs.c.stored_bytes), is_void).where(jobs.c.owner == owner)
@@ -95,7 +95,7 @@ def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, 
 
 
 def count_queued(request: Mapping[str, Any], texts: Iterable[str], labels: Mapping[str, str]) -> int:
-    """Return the bytes that a queued job takes whose events have these texts and no data."""
+    """Return the bytes of a queued job whose events have these texts and no data."""
     rows = [*(dump_json({}) + text for text in texts), *(key + value for key, value in labels.items())]
     return JOB_BYTES + len(dump_json(request).encode()) + sum(ROW_BYTES + len(row.encode()) for row in rows)
 
@@ -126,13 +126,13 @@ def _num_bytes(table: sa.Table, is_postgresql: bool) -> sa.ColumnElement[int]:
 
 
 EVERYBODY = "*"
-"""The name under which the quota of each owner is stored that has none of its own."""
+"""The name of the quota of each owner that has none of its own."""
 
 _SUBMISSIONS = int.from_bytes(b"bexq", "big")
 """The first number of PostgreSQL's advisory locks for submissions; the second one is the owner's."""
 
 MAX_STORED_BYTES = 1_000_000_000
-"""What the jobs of an owner may take that has no quota for it."""
+"""The bytes that an owner's jobs may take without a quota."""
 
 _OF_OWNER = sa.select(quotas).where(sa.or_(quotas.c.owner == sa.bindparam("name"), quotas.c.owner == EVERYBODY))
 
@@ -151,7 +151,7 @@ class Quota:
 
     @property
     def stored_limit(self) -> int:
-        """What the jobs may take, in bytes."""
+        """The bytes that the jobs may take."""
         return MAX_STORED_BYTES if self.max_stored_bytes is None else self.max_stored_bytes
 
 
@@ -197,7 +197,7 @@ def list_quotas(database: Database) -> dict[str, Quota]:
 
 
 def select_quotas(connection: sa.Connection) -> dict[str, Quota]:
-    """`list_quotas` within a transaction."""
+    """Return the quotas by owner, within a transaction."""
     return _by_owner(connection.execute(sa.select(quotas).order_by(quotas.c.owner)))
 
 
@@ -211,14 +211,14 @@ def quota_of(by_owner: Mapping[str, Quota], owner: str) -> Quota:
 
 
 def find_quota(connection: sa.Connection, owner: str) -> Quota:
-    """`quota_of` within a transaction."""
+    """Return the quota that holds for an owner, within a transaction."""
     return quota_of(_by_owner(connection.execute(_OF_OWNER, {"name": owner})), owner)
 
 
 def check_queued(database: Database, connection: sa.Connection, owner: str, quota: Quota) -> None:
     """Check that an owner may have one more job in the queue, within a transaction that may write.
 
-    Others that check it for the same owner wait until that ends, so that two at once do not both take the last place.
+    Other checks for the same owner wait for the end of the transaction, so that two do not both take the last place.
 
     Raises:
         QueuedQuotaError: it may not.
@@ -243,8 +243,8 @@ def check_stored(
 ) -> None:
     """Check that an owner may store more, within a transaction that may write.
 
-    Submissions at the same moment may all be accepted. They exceed the quota by what they take themselves. With `sums`,
-    one of `num_bytes` bytes is accepted without another sum while the quota is far.
+    Submissions at the same moment may all be accepted, and exceed the quota by their own size. With `sums`, a
+    submission of `num_bytes` is accepted without another sum while the quota is far.
 
     Raises:
         StoredQuotaError: it may not.

@@ -1,8 +1,8 @@
-"""Answers that are there already: of the same request, measured on the same hardware with the same versions.
+"""Stored answers to the same request, measured on the same hardware with the same versions.
 
-A job is answered when it is submitted, if a live worker has what the answer was measured with. Else it is answered when
-a worker takes it. Either way the job is one of its own, with the submitter's labels and key and a log that ends, and it
-stays if the exploration that measured the answer is deleted.
+A job is answered when it is submitted, if a live worker has the hardware and versions of the answer. Else it is
+answered when such a worker takes it. Either way it is a job of its own, with the submitter's labels and key, and with a
+log that ends. It stays if the exploration that measured the answer is deleted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IN_FINGERPRINT = frozenset(SoftwareVersions.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a worker measures a request with: its hardware, its versions, how many of its devices, and their memory."""
+    """The means by which a worker would measure a request: hardware, versions, number of devices, and their memory."""
 
     fingerprint: str
     software: str
@@ -49,14 +49,14 @@ class Offer:
 
     @classmethod
     def of(cls, request: ExplorationRequest, by: WorkerInfo) -> Offer:
-        """Return what a worker offers a request that it can run."""
+        """Return the offer of a worker for a request that it can run."""
         software = software_of(request.target_name, by.targets, by.versions)
         return cls(by.fingerprint, software, request.devices.needed(by.num_devices), by.memory_limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer to reuse: the columns that a job gets of it, the events that say so, and what is recommended."""
+    """An answer to reuse: a job's columns from it, the events that announce it, and its recommendation."""
 
     values: Mapping[str, Any]
     drafts: tuple[EventDraft, ...]
@@ -64,10 +64,10 @@ class StoredAnswer:
 
 
 def software_of(target: str, targets: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """Return what a worker measures one of its targets with.
+    """Return the software with which a worker measures one of its targets, as a text with versions.
 
-    `targets` has the version of each target by name, and `versions` that of each package. The fingerprint of the
-    hardware stands for those that it contains.
+    `targets` has the version of each target by name, and `versions` that of each package. Versions that the fingerprint
+    of the hardware contains are left out.
     """
     measured = [(name, targets[name]) for name in sorted({BEXP, target}) if name in targets]
     others = [(name, version) for name, version in sorted(versions.items()) if name not in {*targets, *_IN_FINGERPRINT}]
@@ -75,7 +75,7 @@ def software_of(target: str, targets: Mapping[str, str], versions: Mapping[str, 
 
 
 def find_answer_of_live(database: Database, request: ExplorationRequest, owner: str) -> StoredAnswer | None:
-    """Return a stored answer to an owner's request, measured with what a live worker has; None if there is none."""
+    """Return a stored answer to an owner's request, measured with the means of a live worker; None without one."""
     if request.fresh:
         return None
     with database.read() as connection:
@@ -89,12 +89,11 @@ def find_answer(
 ) -> StoredAnswer | None:
     """Return the newest stored answer to a request that one of the offers would measure alike; None if there is none.
 
-    It must belong to the `owner` of the request, because nobody learns what others have measured.
+    The answer must belong to the `owner` of the request, because nobody learns what others have measured.
 
-    An exploration answers if it measured, if it succeeded, and if its confidence is at least what the request's budget
-    asks for, or its search for as much ended by its own rule. The offered memory must be about what it was measured
-    with, and what it recommends must fit. A report of a real run that the owner sent later says more than the answer
-    knows, so it does not answer any more.
+    An exploration answers if it measured and succeeded, and if its confidence reaches the target of the request, or its
+    search for that target ended by its own rule. The offered memory must be about that of the measurement, and the
+    recommendation must fit. After a later report of a real run by the owner, the answer is out of date and not reused.
     """
     offers = tuple(offers)
     key = request_key(request)
@@ -146,7 +145,7 @@ def find_answer(
 
 
 def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int) -> bool:
-    """Whether a stored answer holds with such a limit of the device's memory, too."""
+    """Return whether a stored answer also holds with such a limit of the device's memory."""
     best = job.recommendation
     if job.report is None or best is None:
         return False

@@ -1,4 +1,4 @@
-"""Reports of real runs, kept beside the answer of the exploration that they are about."""
+"""Reports of real runs, kept with the exploration whose answer they follow."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
 
 
 def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tuple[ReportedRun, ...]:
-    """Return what real runs of earlier explorations of the same model, on such hardware, say; the newest first.
+    """Return the real runs of earlier explorations of the same model on such hardware, the newest first.
 
-    The target must have the same version, and the exploration the same owner: anybody can write anything into a report.
-    At most `MAX_EXPLORATIONS` explorations count.
+    The target must have the same version. The exploration must have the same owner, because anybody can write anything
+    into a report. At most `MAX_EXPLORATIONS` explorations count.
     """
     if job.request is None:
         return ()

@@ -40,9 +40,9 @@ def include_name(name: str | None, kind: str, parents: object) -> bool:
 
 
 def upgrade(database: Database) -> None:
-    """Bring our tables up to date; several processes may call it at once, also while others work with the database.
+    """Bring our tables up to date. Several processes may do so at once, also while others work with the database.
 
-    A schema that is current is only read, so that a process can start while another one holds the write lock.
+    A current schema is only read, so that a process can start while another one holds the write lock.
 
     Raises:
         NewerSchemaError: the schema is of a later generation.
@@ -83,7 +83,7 @@ def is_current(database: Database) -> bool:
 def refuse_later_version(connection: sa.Connection) -> None:
     """Raise NewerSchemaError if a later version of this program has brought the database to another generation.
 
-    What that version stores may be more than this one can read.
+    This version may be unable to read what the later one stores.
     """
     if is_of_later_version(connection):
         raise NewerSchemaError
@@ -104,10 +104,10 @@ def _is_later_generation(revision: str) -> bool:
 
 
 def try_write(database: Database) -> None:
-    """Write the version of the schema again, and commit. A full disk and a lock that nobody gives back show only then.
+    """Write the version of the schema again, and commit. Only a write shows a full disk or a lock that nobody frees.
 
     Raises:
-        sqlalchemy.exc.SQLAlchemyError: the database does not take it.
+        sqlalchemy.exc.SQLAlchemyError: the database does not take the write.
     """
     version = sa.table(VERSION_TABLE, sa.column("version_num"))
     with database.begin() as connection:
@@ -131,10 +131,10 @@ def _read_revisions(connection: sa.Connection) -> Sequence[str]:
 
 @contextmanager
 def exclusive(database: Database, *, wait_seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Keep other processes from changing tables meanwhile.
+    """Keep other processes from changing tables within the context.
 
     Raises:
-        filelock.Timeout: another process did so for longer than `wait_seconds` (SQLite).
+        filelock.Timeout: another process changes tables for longer than `wait_seconds` (SQLite).
         sqlalchemy.exc.OperationalError: the same on PostgreSQL.
     """
     path = database.sqlite_path

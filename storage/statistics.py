@@ -25,26 +25,31 @@ _IS_FOR_ANY = jobs.c.own_worker == ""
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Every state and every outcome has an entry; a device kind, and a target with its version, have
-    one while a worker that has it lives. A worker that a command has started for its own exploration is not counted,
-    and that exploration lacks no worker.
+    """Counts of jobs, workers and trials.
 
-    `recent_answer_seconds` are those from submission to answer, ascending, of the explorations of the last day that
-    measured their answer and finished within `RECENT`; of `MOST_RECENT` at most. What a quota holds back lacks no
-    worker, so only `num_held_back` counts it, and the oldest queued exploration is one of the others. A lost worker is
-    one that went silent within a day and did not shut down.
+    A worker that a command has started for its own exploration is not counted, and that exploration lacks no worker.
     """
 
     jobs_by_state: dict[JobState, int]
+    """Every state has an entry."""
     num_without_worker: int
+    """Jobs that no live worker can run, without those that a quota holds back."""
     num_held_back: int
+    """Jobs that a quota holds back."""
     num_reused: int
     oldest_queued_seconds: float
+    """The wait of the oldest queued job that no quota holds back."""
     recent_answer_seconds: list[float]
+    """Seconds from submission to answer, ascending: of at most `MOST_RECENT` jobs of the last day that measured their
+    answer and finished within `RECENT`.
+    """
     workers_by_device_kind: dict[str, int]
     workers_by_target: dict[tuple[str, str], int]
+    """Live workers by target and its version."""
     num_lost_workers: int
+    """Workers that went silent within a day and did not shut down."""
     trials_by_outcome: dict[Outcome, int]
+    """Every outcome has an entry."""
 
 
 def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN) -> Statistics:

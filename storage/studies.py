@@ -26,7 +26,7 @@ from bexp.storage.schema import exclusive
 from bexp.storage.trials import read_all_trials
 
 DROP_SECONDS = 3.0
-"""How long a deletion, which a client waits for, waits for who writes studies."""
+"""The wait of a deletion, for which a client waits, until other processes have written their studies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class StudyLocation:
 
 
 def write_studies(database: Database, job_id: str) -> StudyLocation:
-    """Write the studies of a job so that Optuna's own tools can open them; no names if it has no trials yet.
+    """Write the studies of a job so that Optuna's own tools can open them; the names are empty without trials.
 
-    Studies that are there already stay if they have every trial, else they are written anew.
+    Existing studies stay if they have every trial; else they are written anew.
     """
     try:
         job = get_job(database, job_id)
@@ -83,7 +83,7 @@ def drop_studies(database: Database, job_ids: Collection[str]) -> int:
 
 
 def study_name(job_id: str, suffix: str = "") -> str:
-    """`<job_id>` for the main variant, `<job_id>/<suffix>` for another."""
+    """Return the name of a study: `<job_id>` for the main variant, `<job_id>/<suffix>` for another."""
     return f"{job_id}/{suffix}" if suffix else job_id
 
 
@@ -92,7 +92,7 @@ def _job_of(name: str) -> str:
 
 
 def _by_variant(job: Job, trials: Sequence[Trial]) -> dict[str, list[Trial]]:
-    """Return the trials of each variant by what tells its study apart: nothing for the main one."""
+    """Return the trials of each variant by the suffix of its study's name, which is empty for the main one."""
     if job.request is not None and job.report is not None:
         main: Variant | None = explored_models(job.request, job.report)[0].variant
     else:  # another version stored the request; the main variant is explored first

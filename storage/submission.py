@@ -1,4 +1,4 @@
-"""Puts jobs into the queue: those that somebody submits, and those that were cancelled or have failed, again."""
+"""Submission: puts new jobs into the queue, and puts back those that were cancelled or have failed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asks_the_same(stored: sa.Row[Any], request: ExplorationRequest, body_hash: s
     """Return whether the stored job's request is `request`, whose hash is `body_hash`.
 
     The hash covers all fields, so it differs between versions of this program that have other fields. Then both
-    requests are compared as this version reads them, without what was noted about their configuration.
+    requests are compared as this version reads them, without the notices about their configuration.
     """
     if stored.body_hash == body_hash:
         return True
@@ -50,24 +50,24 @@ def _without_notices(request: ExplorationRequest) -> ExplorationRequest:
 
 
 KEY_LIFETIME = timedelta(hours=24)
-"""How long an idempotency key stands for its first job."""
+"""The time in which an idempotency key stands for its first job."""
 
 
-@cache  # SQLAlchemy keeps what it finds out about a statement with the statement
+@cache  # SQLAlchemy compiles a statement once and keeps the result with it
 def _insert(is_postgresql: bool, is_final: bool) -> sa.Executable:
-    """Return the statement that inserts a job with the database's time, returns that, and tells of a queued job.
+    """Return the statement that inserts a job with the database's time, returns the time, and notifies workers.
 
-    Each statement more is a way to the server and back. On SQLite the parameter `now` is the time.
+    It is one statement, because each takes a round trip to the server. On SQLite the parameter `now` is the time.
     """
     now = sa.func.statement_timestamp() if is_postgresql else sa.bindparam("now", type_=UTCDateTime())
     times = {"created_at": now, "queued_at": now, **({"finished_at": now} if is_final else {})}
-    told = [notified(QUEUED_JOBS)] if is_postgresql and not is_final else []
-    return sa.insert(jobs).values(times).returning(jobs.c.created_at, *told)
+    notices = [notified(QUEUED_JOBS)] if is_postgresql and not is_final else []
+    return sa.insert(jobs).values(times).returning(jobs.c.created_at, *notices)
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What is submitted, and by whom; `Queue.enqueue` explains the fields."""
+    """The arguments of `Queue.enqueue`, which explains them."""
 
     request: ExplorationRequest
     by: Caller
@@ -88,7 +88,7 @@ class IdempotencyConflictError(ValueError):
 
 
 def insert_submission(database: Database, given: Submission, sums: StoredSums) -> tuple[Job, bool]:
-    """Store a job and its first events, as `Queue.enqueue` says."""
+    """Store a job and its first events, as `Queue.enqueue` describes."""
     request, key, owner = given.request, given.idempotency_key, given.by.owner
     hashed = None if key is None else stored_key(owner, key)
     body_hash = given.body_hash or hashlib.sha256(request.model_dump_json().encode()).hexdigest()
@@ -159,12 +159,12 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
 
 
 def stored_key(owner: str, key: str) -> str:
-    """Return what is stored of an idempotency key: a hash, so that the keys of one owner are not those of another."""
+    """Return the stored form of an idempotency key: a hash with the owner, so that owners do not share keys."""
     return hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
 
 
 def _find_first(database: Database, connection: sa.Connection, hashed: str) -> sa.Row[Any] | None:
-    """Return the job that a key stands for. The key is free again if that is old, has failed or is cancelled."""
+    """Return the job that a key stands for. The key becomes free if that job is old, has failed or is cancelled."""
     here = jobs.c.idempotency_key == hashed
     is_void = sa.or_(
         jobs.c.state.in_((JobState.FAILED.value, JobState.CANCELLED.value)),
@@ -192,10 +192,11 @@ class JobFinishedError(Exception):
 
 
 def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL, own_worker: str = "") -> Job:
-    """Queue a job again that was cancelled or has failed; one that waits or runs stays as it is.
+    """Queue a job again that was cancelled or has failed; a job that waits or runs stays where it is.
 
-    Its attempts and failures count from zero again. Its log goes on after the event that ended it. The job is then for
-    the worker called `own_worker` alone, or for all without a name; one that waits is so unless its own worker lives.
+    The attempts and failures of a queued job count from zero again, and its log goes on after the event that ended it.
+    Then only the worker called `own_worker` may take the job, or any worker without a name. A job whose own worker
+    lives, or that a worker runs, stays with that worker.
 
     Raises:
         JobNotFoundError: there is no such job that the caller sees.

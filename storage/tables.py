@@ -92,7 +92,7 @@ jobs = sa.Table(
         nullable=False,
         doc="The name of the only worker that may take it, which a command has started; empty if any may.",
     ),
-    sa.Column("own_worker_until", UTCDateTime, doc="Until then its own worker is alive, unless it says so again."),
+    sa.Column("own_worker_until", UTCDateTime, doc="Until then its own worker counts as alive."),
     sa.Column("created_at", UTCDateTime, nullable=False),
     sa.Column("queued_at", UTCDateTime, nullable=False, doc="When it was last put in the queue."),
     sa.Column("started_at", UTCDateTime),
@@ -123,15 +123,15 @@ jobs = sa.Table(
     sa.Column("idempotency_key", sa.String(255), unique=True, doc="A hash of the owner and its key."),
     sa.Column("body_hash", sa.String(64)),
     sa.Column(
-        "request_key", sa.String(64), index=True, doc="Equal for requests that ask the same; null: never reused."
+        "request_key", sa.String(64), index=True, doc="Equal for requests that ask the same; null if never reused."
     ),
-    sa.Column("software", PlainText, doc="What measured it, with versions; null if that changed on the way."),
+    sa.Column("software", PlainText, doc="The target and libraries that measured it; null if a version changed."),
     sa.Column("serves_up_to", sa.Integer, doc="The highest confidence target of a request that the answer serves."),
     sa.Column(
         "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
     ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
-    sa.Column("stored_bytes", sa.BigInteger, doc="What it takes in all tables; null until that is counted anew."),
+    sa.Column("stored_bytes", sa.BigInteger, doc="Its bytes in all tables; null until they are counted anew."),
     sa.Column("device_name", Shortened(255), doc="Of the report."),
     sa.Column("confidence_target", sa.Integer, doc="Of the request."),
     sa.Column("performance", sa.Float, doc="Of the recommendation, relative to its base."),

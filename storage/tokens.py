@@ -118,7 +118,7 @@ def revoke_token(database: Database, name: str, *, by: Caller = LOCAL) -> bool:
 
 
 def digest_of(secret: str) -> str:
-    """Return what is stored of a secret."""
+    """Return the stored form of a secret, its digest."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The finished trials of a job: stored under the job's row as they end, read by cursor."""
+"""The finished trials of a job: each is stored under the job's row when it ends, and all are read by cursor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bexp.storage.tables import trials
 class StoredTrial:
     """A trial and its place in the order of storing.
 
-    `seq` grows with each stored trial of the job; it is the page cursor. A trial's number is given before the trial is
-    measured, so a trial with a higher number may end, and be stored, first.
+    `seq` grows with each stored trial of the job, and is the page cursor. A trial has its number before it is measured,
+    so a trial with a higher number may end, and be stored, first.
     """
 
     seq: int

@@ -1,4 +1,4 @@
-"""The jobs that wait: why, if no live worker can run them, and their requests, which a worker may read beforehand."""
+"""Waiting jobs: the reasons why no live worker can run them, and their requests, which a worker may read in advance."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from bexp.storage.tables import events, jobs
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_live
 
 MAX_WAIT = timedelta(days=7)
-"""How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
+"""A job that no live worker can run stays in the queue for so long, unless the service sets another limit."""
 
 DEVICE_HELD = "the device is in use"
-"""How a reason begins that a worker gives which is there for one job alone."""
+"""The beginning of a reason that a job's own worker gives."""
 
 NOTED_AT_ONCE = 20
-"""Jobs whose reasons one transaction stores. More would keep others waiting for SQLite's write lock."""
+"""The most jobs whose reasons one transaction stores. More would keep others waiting for SQLite's write lock."""
 
 
 def find_reason(database: Database, job_id: str) -> str | None:
-    """Return why no live worker can run a job, as it is now."""
+    """Return the reason why no live worker can run a job now; None if one can."""
     with database.read() as connection:
         live, rows = select_overdue(database, connection, jobs.c.id == job_id, live_within=LIVE_WITHIN)
     return waiting_reason(rows[0], live) if rows else None
@@ -43,8 +43,8 @@ def select_overdue(
 ) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
     """Return the live workers and the `overdue` jobs, within a transaction."""
     live = select_live(database, connection, live_within)
-    told = (is_held(database).label("is_held"), has_live_own_worker(database).label("own_is_alive"))
-    columns = (jobs.c.id, jobs.c.owner, *NEEDED, jobs.c.report, jobs.c.waiting_reason, *told)
+    states = (is_held(database).label("is_held"), has_live_own_worker(database).label("own_is_alive"))
+    columns = (jobs.c.id, jobs.c.owner, *NEEDED, jobs.c.report, jobs.c.waiting_reason, *states)
     return live, list(connection.execute(sa.select(*columns).where(overdue).order_by(jobs.c.created_at)))
 
 
@@ -55,9 +55,9 @@ def find_waiting(
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
-    The reason is None when a live worker could run the job and is merely busy, or runs it. `quotas` are those of the
-    owners. The reason that one gave stays while the quota is the same: between two claims it does not hold for a
-    moment. That of a worker which waits for its device stays until it has the device.
+    The reason is None when a live worker runs the job, or could run it and is merely busy. `quotas` are those of the
+    owners. A reason from a quota stays while the quota is the same, because between two claims the quota is free for a
+    moment. The reason of a worker that waits for its device stays until the worker has the device.
     """
     changed = []
     for row in overdue:
@@ -73,9 +73,9 @@ def find_waiting(
 
 
 def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
-    """Append an event to each job that has been left alone for `grace`, whenever the reason why it waits changes.
+    """Append an event to each job that has waited for `grace`, whenever its reason for waiting changes.
 
-    The end of a reason is told as well, so that no log ends with one that holds no more.
+    The end of a reason is an event as well, so that no log ends with a reason that no longer holds.
     """
     with database.read() as connection:
         overdue = sa.or_(
@@ -97,7 +97,7 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
 
 
 def note_reason(database: Database, job_id: str, reason: str) -> None:
-    """Append an event that says why a job waits, unless that was said last, or a worker runs it."""
+    """Append an event with the reason why a job waits, unless the last event gave it, or a worker runs the job."""
     with database.begin() as connection:
         _note_reason(database, connection, [job_id], reason)
 
@@ -115,11 +115,11 @@ def _note_reason(database: Database, connection: sa.Connection, job_ids: Sequenc
 
 
 def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta) -> None:
-    """End each job that has been in the queue for `max_wait` and that no worker could run when this was last noted.
+    """End each job that has been in the queue for `max_wait` and has a reason that no worker could run it.
 
-    One that was begun stays, because a worker like its first may come; its own worker does not come again. The reason
-    must have been noted for a while. After a host was asleep, or its clock was set forward, all workers seem to be gone
-    until they report.
+    A job that was begun stays, because a worker like its first may come; but a job's own worker does not come again.
+    The reason must be older than `noted_for`: after a host was asleep, or its clock was set forward, all workers seem
+    to be gone until they report.
     """
     just_noted = sa.select(events.c.seq).where(
         events.c.job_id == jobs.c.id,
@@ -158,7 +158,7 @@ def list_waiting_ids(database: Database, target: str) -> list[str]:
 
 
 def read_requests(database: Database, job_ids: Collection[str]) -> dict[str, ExplorationRequest | None]:
-    """Return the requests of these jobs by id; None where another version stored what this one cannot read."""
+    """Return the requests of these jobs by id; None for a request of another version that this one cannot read."""
     with database.read() as connection:
         rows = connection.execute(sa.select(jobs.c.id, jobs.c.request).where(jobs.c.id.in_(job_ids))).all()
     return {row.id: _request_in(row.request) for row in rows}

@@ -21,20 +21,12 @@ REPLAYED = ", replayed"
 """The end of the device's name of a worker that replays a recorded table, and takes only what the table answers."""
 
 KEEP = timedelta(days=1)
-"""How long a worker stays in the list that went silent and did not shut down."""
+"""A worker that went silent without shutting down stays in the list for so long."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker reports about itself.
-
-    `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
-    and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
-    that one and three more. `memory_limit_bytes` is what a job may use of a device by default, and `memory_bytes` what
-    one may ask for at most. `held_by` says who has the devices while the worker waits for them. One that never had them
-    knows neither name, fingerprint nor memory. A worker with a `name` is there for the jobs alone whose `own_worker` is
-    that name.
-    """
+    """A worker's report about itself. Before a worker has had its devices, it knows neither their name nor memory."""
 
     id: str
     host: str
@@ -43,13 +35,21 @@ class WorkerInfo:
     device_name: str
     num_devices: int
     fingerprint: str
+    """Of its HardwareSpec; empty until it is known."""
     memory_limit_bytes: int
+    """The memory of a device that a job may use by default."""
     memory_bytes: int
+    """The most memory of a device that a job may ask for."""
     targets: Mapping[str, str] = field(default_factory=dict)
+    """The version of each target that it can measure, by name."""
     devices: str = ""
+    """Their names: `cuda:0`, or `cuda:0+3` for that one and three more."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """The version of each library that a measurement depends on, by name."""
     held_by: str | None = None
+    """The holder of the devices while the worker waits for them."""
     name: str = ""
+    """If set, the worker takes only jobs whose `own_worker` is this name."""
 
     @property
     def is_replayed(self) -> bool:
@@ -58,7 +58,7 @@ class WorkerInfo:
 
 
 class WorkerState(StrEnum):
-    """What a worker does."""
+    """The state of a worker."""
 
     IDLE = "idle"
     WAITING = "waiting"
@@ -68,7 +68,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """A worker that lives, or that was lost within a day. `job_id` is the job that it measures, or measured last."""
+    """A worker that lives, or was lost within a day. `job_id` is the job that it measures, or measured last."""
 
     info: WorkerInfo
     state: WorkerState
@@ -78,7 +78,7 @@ class KnownWorker:
 
 
 def register_worker(database: Database, worker: WorkerInfo) -> None:
-    """Enter a worker that is alive, or renew its entry; entries that are long dead are dropped."""
+    """Enter a worker that is alive, or renew its entry; drop the entries of long dead workers."""
     with database.begin() as connection:
         connection.execute(sa.delete(workers).where(workers.c.last_seen_at < database.clock(-KEEP)))
         values = asdict(worker) | {"last_seen_at": database.now(connection)}
@@ -96,13 +96,13 @@ def forget_worker(database: Database, worker_id: str) -> None:
 def select_live(
     database: Database, connection: sa.Connection, live_within: timedelta = LIVE_WITHIN
 ) -> list[WorkerInfo]:
-    """Return the workers that were seen within the last `live_within`, ordered by id, within a transaction."""
+    """Return the workers that reported within the last `live_within`, ordered by id, within a transaction."""
     query = sa.select(workers).where(is_live(database, live_within)).order_by(workers.c.id)
     return [_info_of(row) for row in connection.execute(query)]
 
 
 def is_live(database: Database, live_within: timedelta) -> sa.ColumnElement[bool]:
-    """Return the condition of live workers. One seen much later than now was so before the clock was set back."""
+    """Return the condition of live workers. A report much later than now was made before the clock was set back."""
     return workers.c.last_seen_at.between(database.clock(-live_within), database.clock(LIVE_WITHIN))
 
 
@@ -111,8 +111,8 @@ def read_workers(
 ) -> list[KnownWorker]:
     """Return the workers that live, and those that were lost and not removed yet, ordered by id.
 
-    A worker that shuts down is removed. One that is killed stays for a day. With `owner`, the jobs of other owners are
-    not named.
+    A worker that shuts down is removed; a worker that is killed stays for a day. With `owner`, the jobs of other owners
+    are left out.
     """
     alive = is_live(database, live_within).label("alive")
     owned = sa.and_(jobs.c.worker == workers.c.id, jobs.c.state == JobState.RUNNING.value)

@@ -66,7 +66,7 @@ class Command:
     def wait(self, seconds: float) -> dict[str, Any] | None:
         """Return its document; None if it still runs after `seconds`.
 
-        Raises CommandError with what it has said if it has failed without a document.
+        Raises CommandError with its last lines if it has failed without a document.
         """
         deadline = time.monotonic() + seconds
         while self._process.poll() is None:
@@ -89,7 +89,7 @@ class Command:
 
 
 class Commands:
-    """The commands that a server has started. They end when the context is left."""
+    """The commands that a server has started; they end with the context."""
 
     def __init__(self) -> None:
         self._started: dict[str, Command] = {}
@@ -109,9 +109,9 @@ class Commands:
         return self._started[name]
 
     def exploration(self, given: str) -> str:
-        """Return the id of the exploration of the command with this name; what is no such name stays as it is.
+        """Return the id of the exploration of the command with this name; another text is returned as it is.
 
-        Raises CommandError if the command has none, with what it has said if it has failed.
+        Raises CommandError if the command has none, with its last lines if it has failed.
         """
         command = self._started.get(given)
         if command is None:

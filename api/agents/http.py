@@ -1,4 +1,4 @@
-"""The MCP server on a port. Whoever may use the service may use it, with the same token, and nobody else."""
+"""The MCP server on a port. Those who may use the service may use it, with the same tokens, and nobody else."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _NEEDS_TOKENS = (
     "`bexp serve` with --require-token, or serve a loopback address"
 )
 NUM_CHECKS = 20
-"""Requests whose token is checked at a time. They wait for no tool, because tools have other threads."""
+"""The most tokens that are checked at a time. A check waits for no tool, because tools have other threads."""
 CHECK_SECONDS = 2.0
-"""A token that the service has accepted is not checked again for so long. The service checks it with each call."""
+"""An accepted token is not checked again for so long. The service itself checks it with each call."""
 SHARE_OF_CHECKS = 4
-"""One address may have this part of the checks that the service grants this process, which has one address for all."""
+"""The share of one client's address in the checks that the service grants this process, which has one address."""
 LOOKS_PER_SECOND = 20.0
-"""How often all calls of a token together look whether their explorations have ended."""
+"""The rate at which all calls of a token together look whether their explorations have ended."""
 
 
 def create_app(service_url: str, host: str, limits: Limits) -> ASGIApp:
@@ -107,16 +107,16 @@ class Call:
     num_open: Callable[[], int]
 
     async def pause(self, at_most: float) -> None:
-        """Wait without a turn, the longer the more of this token are open, and then for a turn."""
+        """Wait without a turn, the longer the more calls of this token are open; then wait for a turn."""
         self.turn.leave()
         await asyncio.sleep(min(at_most, max(POLL_SECONDS, self.num_open() / LOOKS_PER_SECOND)))
         await self.turn.begin()
 
 
 class Guard:
-    """Refuses a request whose token the service refuses, and what exceeds the limits of its address or its token.
+    """Refuses requests whose token the service refuses, and those that exceed the limits of their address or token.
 
-    A request without one is this user's own or refused, because the service takes this process for its user. On an
+    A request without a token must come from this user, because the service takes this process for its user. On an
     address that other machines reach, each request needs a token.
     """
 
@@ -143,7 +143,7 @@ class Guard:
             await self._answer(scope, receive, send)
         except ProblemException as refusal:
             await refused(Request(scope), refusal)(scope, receive, send)
-        except ClientDisconnect:  # nobody is there to be told
+        except ClientDisconnect:  # nobody waits for a response
             return
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,9 +168,9 @@ class Guard:
             await self._app({**scope, "headers": headers, "state": state}, replay, send)
 
     async def _admit(self, scope: Scope) -> str:
-        """Return the token of a request, which the service accepts; empty without one.
+        """Return the token of a request after the service has accepted it; empty without one.
 
-        Raises ProblemException if it may not use this server, or has sent too many requests.
+        Raises ProblemException if the client may not use this server, or has sent too many requests.
         """
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) > 1:
@@ -221,7 +221,7 @@ def service_unavailable() -> ProblemException:
 
 
 def _own_names(host: str) -> TransportSecuritySettings:
-    """Return what a page of another name cannot pass, by DNS rebinding; elsewhere than on loopback it lacks a token."""
+    """Return the names that a request may give on loopback, against DNS rebinding; elsewhere it needs a token."""
     bound = f"[{host}]" if ":" in host else host
     names = [f"{name}:*" for name in dict.fromkeys((bound, "127.0.0.1", "localhost", "[::1]"))]
     return TransportSecuritySettings(
@@ -232,7 +232,7 @@ def _own_names(host: str) -> TransportSecuritySettings:
 
 
 def _ask(service_url: str, token: str, patience: float = 30.0) -> None:
-    """Ask the service for something with a token; an empty one is not sent. Raises ProblemError if it refuses."""
+    """Send the service a request with a token, or without an empty one. Raises ProblemError if it refuses."""
     with Client(service_url, token, patience) as client:
         client.connection.request("GET", EXPLORATIONS, params={"limit": 1})
 
@@ -250,7 +250,7 @@ def _token(headers: Mapping[str, str]) -> str:
 
 
 def _key(token: str) -> str | None:
-    """Return what stands for a token, which is kept nowhere; None without one."""
+    """Return the digest of a token, which itself is kept nowhere; None without one."""
     return digest_of(token) if token else None
 
 

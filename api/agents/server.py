@@ -60,12 +60,12 @@ Device = Annotated[str | None, Field(description="cpu, cuda:0, cuda:0-3 or repla
 Open = Callable[[Context], AbstractContextManager[Explorations]]
 """Opens the explorations for one call of a tool, which has the headers of its request if it came over HTTP."""
 Pause = Callable[[Context, float], Awaitable[None]]
-"""Waits a moment until an exploration is looked at again, for so many seconds at most."""
+"""Waits a moment before the next look at an exploration, for so many seconds at most."""
 T = TypeVar("T")
 
 
 def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
-    """Return a server whose tools read explorations; `named` gives the id of one that has another name here."""
+    """Return a server whose tools read explorations; `named` maps another name of an exploration to its id."""
     server = MCPServer(
         "bexp",
         instructions=INSTRUCTIONS,
@@ -75,13 +75,13 @@ def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
     )
 
     def status(exploration: Job, ctx: Context) -> dict[str, Any]:
-        """Say in which state an exploration is, and how far to trust it."""
+        """Return the state of an exploration, and the certainty of its answer."""
         with open_(ctx) as client:
             job = find_job(client, named(exploration))
             return {"job": job.model_dump(mode="json", exclude=LARGE), "certainty": _certainty(client, job)}
 
     def best(exploration: Job, ctx: Context) -> dict[str, Any]:
-        """Return the best micro-batch size and settings so far, with all that is known of them."""
+        """Return the best micro-batch size and settings so far, with their figures and certainty."""
         with open_(ctx) as client:
             return document(client, find_job(client, named(exploration)))
 
@@ -95,11 +95,11 @@ def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
             return compare_answers(client, named(a), named(b)).document
 
     def trials(exploration: Job, ctx: Context) -> dict[str, Any]:
-        """Return every measurement of an exploration, with the state of the device meanwhile."""
+        """Return every measurement of an exploration, with the state of the device during it."""
         with open_(ctx) as client:
             job = find_job(client, named(exploration))
-            found = [trial.model_dump(mode="json") for trial in client.trials(job.id)]
-            return {"exploration": job.id, "certainty": _certainty(client, job), "trials": found}
+            measured = [trial.model_dump(mode="json") for trial in client.trials(job.id)]
+            return {"exploration": job.id, "certainty": _certainty(client, job), "trials": measured}
 
     _add(server, status, best, compare, trials)
     return server
@@ -156,9 +156,9 @@ def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> 
 
     def doctor() -> dict[str, Any]:
         """Show which devices and back ends can be used on this machine, and why the others cannot."""
-        found = commands.start("doctor", "--json").wait(math.inf)
-        assert found is not None, "it has ended"
-        return found
+        report = commands.start("doctor", "--json").wait(math.inf)
+        assert report is not None, "it has ended"
+        return report
 
     _add(server, tune, doctor)
     server.add_tool(explore)
@@ -175,7 +175,7 @@ async def _submit(
     seconds: float,
     pause: Callable[[float], Awaitable[None]],
 ) -> dict[str, Any]:
-    """Submit an exploration, and wait for its end without a thread. What is submitted is told, whatever fails then."""
+    """Submit an exploration, and wait for its end without a thread; return its id even if the wait fails."""
 
     def ask(what: Callable[[Explorations], T]) -> T:
         with _known_failures(), open_() as client:
@@ -195,9 +195,9 @@ async def _submit(
 
 
 def _follow(command: Command, seconds: float) -> dict[str, Any]:
-    found = command.wait(seconds)
-    if found is not None:
-        return found
+    result = command.wait(seconds)
+    if result is not None:
+        return result
     if command.job_id is None:
         return {"job": {"id": command.name, "state": "starting"}, "certainty": None}
     with connect() as client:
@@ -210,7 +210,7 @@ def _certainty(client: Explorations, job: Exploration) -> dict[str, Any] | None:
 
 @contextmanager
 def _known_failures() -> Iterator[None]:
-    """Tell the agent what a command would print; a defect stays an error of the server."""
+    """Raise ToolError with the lines that a command would print; a defect stays an error of the server."""
     try:
         yield
     except Exception as error:  # `describe_failure` knows the kinds, and the rest is raised again

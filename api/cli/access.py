@@ -1,4 +1,4 @@
-"""`bexp token`, `bexp quota` and `bexp audit`: who may do what, and who did it. They work on the database itself."""
+"""`bexp token`, `bexp quota` and `bexp audit`: the rights of callers, and the record of their actions."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def set_quota(
 ) -> None:
     """Set how many explorations of an owner may wait and run, and how much all of them may take in the database.
 
-    What is not given has no limit, and --stored-gb is 1; without any, the owner's quota is removed.
+    An option that is left out sets no limit, but 1 GB for --stored-gb. Without any option, the quota is removed.
 
     Example: bexp quota set team-a --queued 100 --stored-gb 5
     """
@@ -138,7 +138,7 @@ def set_quota(
 
 @quota_commands.command("list")
 def list_quotas(as_json: AsJson = False) -> None:
-    """List the quotas; '*' is that of each owner without one of its own.
+    """List the quotas; '*' holds for each owner without a quota of its own.
 
     Example: bexp quota list
     """

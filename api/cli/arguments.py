@@ -30,9 +30,9 @@ AsJson = Annotated[
 
 
 def parse_labels(given: list[str] | None) -> dict[str, str] | None:
-    """Return the field of a request that `--label` stands for; None without any.
+    """Return the labels of a request from `--label`; None without any.
 
-    Raises CommandError if one is no label.
+    Raises CommandError if a text is no label.
     """
     if not given:
         return None

@@ -115,7 +115,7 @@ def _print_whole(client: Explorations, job: Exploration, *, as_json: bool) -> No
 def _print_export(
     exported: Export, export_format: str | None, into: Path | None, request: ExplorationRequest | None
 ) -> None:
-    """Print an export, or the file `into` with its settings; what it says to people goes to stderr."""
+    """Print an export, or the file `into` with its settings; notes for people go to stderr."""
     text, notes = exported.text, list(exported.notes)
     if into is not None and export_format is not None and request is not None:
         from bexp.api.cli.exported_into import exported_into  # noqa: PLC0415 - it reads files, which takes long to import
@@ -143,7 +143,7 @@ def _check_format(name: str | None, into: Path | None, *, prints_all: bool) -> N
 
 
 def _warnings(job: Exploration, known: Recommendation, chosen: CandidateFigures) -> Iterator[str]:
-    """Yield what a script that reads the printed number alone would not know."""
+    """Yield the caveats that a script misses if it reads only the printed number."""
     other = known.alternative(Role.DIVIDING)
     if job.is_final and job.request is not None and is_provisional(chosen.confidence or 0, job.request):
         target = job.request.budget.confidence_target

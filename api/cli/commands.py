@@ -135,7 +135,7 @@ COMMANDS = {
     "quota": ("access:quota_commands", "Set and list the quotas of owners."),
     "db": ("administration:database_commands", "Maintain the database."),
 }
-"""Where each command or group is below `bexp.api.cli`, and what the list of commands says of it."""
+"""The place of each command or group below `bexp.api.cli`, and its line in the list of commands."""
 
 
 class CommandGroup(GuardedGroup):

@@ -1,4 +1,4 @@
-"""`bexp compare`: which of two answers is faster, and how surely."""
+"""`bexp compare`: the faster of two answers, and the certainty of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a command finds its explorations: at a service, or in the database."""
+"""The connection of a command to its explorations: at a service, or in the database."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def open_stored() -> Iterator[StoredExplorations]:
 
 @contextmanager
 def open_storage() -> Iterator[Database]:
-    """Open the same database for commands on the database itself."""
+    """Open the database of `open_stored`, for commands on the database itself."""
     with database_errors():
         database = open_current(environment().database_url)
         try:

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and lines on stderr."""
+"""The end of a command: exit codes, and lines on stderr."""
 
 from __future__ import annotations
 

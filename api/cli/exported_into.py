@@ -28,33 +28,33 @@ ANY_MODEL = {"model_type": "llama", "dtype": DType.BFLOAT16.value}
 def exported_into(path: Path, trainer: str, exported: str, request: ExplorationRequest) -> tuple[str, list[str]]:
     """Return the text of a trainer's file with the values of an `exported` YAML or JSON, and the export's comments.
 
-    Comments, order and spelling of the file stay. Where it sets the same by another key, such as an older name, that
-    key becomes null. So do adapters and quantisation that the `request` of the exploration has none of.
+    Comments, order and spelling of the file stay. A key of the file that sets the same, such as an older name, becomes
+    null. So do adapters and quantisation if the `request` of the exploration has none.
 
-    Raises CommandError if the file cannot be read, or not be changed value by value, or if it then says of the training
-    what was not measured.
+    Raises CommandError if the file cannot be read, or not be changed value by value, or if it then describes another
+    training than was measured.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:  # its ends of lines stay
             text = file.read()
         old, new = read_values(text), read_values(exported)
         if any(setting_of(trainer, key) is Setting.OPTIMIZER and new.get(key) == old[key] for key in old):
-            new.pop("optim_args", None)  # the file's own momentum decides what is learnt
+            new.pop("optim_args", None)  # the file's own momentum is a choice of training, not of speed
         unset = set() if is_own_code(request) else set(_unset(request))
         dropped = [
             key
             for key, value in old.items()
             if setting_of(trainer, key) in unset and key not in new and not is_unset(value)
         ]
-        told = {setting_of(trainer, key) for key in new} - {None}
-        if Setting.STEPS in told:
-            told.add(Setting.DEVICE_BATCH)  # a trainer takes one of both
+        settings = {setting_of(trainer, key) for key in new} - {None}
+        if Setting.STEPS in settings:
+            settings.add(Setting.DEVICE_BATCH)  # a trainer takes one of both
         changes = {key: value for key, value in new.items() if key not in old or old[key] != value}
         changes |= dict.fromkeys(dropped)
         changes |= {
             key: None
             for key, value in old.items()
-            if value is not None and key not in new and setting_of(trainer, key) in told
+            if value is not None and key not in new and setting_of(trainer, key) in settings
         }
         changed = change_values(text, changes) if changes else text
     except OSError as error:
@@ -79,7 +79,7 @@ def check_into(export_format: str | None) -> None:
 
 
 def _unset(request: ExplorationRequest) -> Iterator[Setting]:
-    """Yield what an exploration has none of, so that no export names it."""
+    """Yield the settings that an exploration does not have, so that no export names them."""
     if request.training.lora is None:
         yield Setting.ADAPTERS
     if request.quantized is None:
@@ -89,32 +89,32 @@ def _unset(request: ExplorationRequest) -> Iterator[Setting]:
 
 
 def _check_training(path: Path, name: str, values: Mapping[str, Any], request: ExplorationRequest) -> None:
-    """Raise CommandError, which names the keys, unless a file trains as a `request` was measured."""
+    """Raise CommandError, which names the keys, unless a file trains as the `request` was measured."""
     config = dict(request.hf_config or ANY_MODEL)
     if request.training.precision == "autocast":
         config["dtype"] = DType.FLOAT32.value  # the checkpoint's own, which a file may refer to
-    beside: dict[str, Any] = {"num_devices": request.num_devices}
+    own: dict[str, Any] = {"num_devices": request.num_devices}
     if request.lengths is not None:
-        beside["lengths"] = request.model_dump(mode="json", include={"lengths"})["lengths"]
+        own["lengths"] = request.model_dump(mode="json", include={"lengths"})["lengths"]
     try:
-        said = parse_request({name: values, "model": config}, overrides=beside)
+        read = parse_request({name: values, "model": config}, overrides=own)
     except FormatError as error:
-        found = [f"{'.'.join(map(str, location))}: {reason}" for location, reason in error.errors]
+        differences = [f"{'.'.join(map(str, location))}: {reason}" for location, reason in error.errors]
     else:
-        measured, stated = _training(request, name), _training(said, name)
-        found = [
+        measured, stated = _training(request, name), _training(read, name)
+        differences = [
             f"{field}: {stated[field]} in the file, {value} in the exploration"
             for field, value in measured.items()
             if stated.get(field, value) != value
         ]
-    if found:
-        raise CommandError(ExitCode.USAGE, f"--into {path}: it does not train as was measured", *found)
+    if differences:
+        raise CommandError(ExitCode.USAGE, f"--into {path}: it does not train as was measured", *differences)
 
 
 def _training(request: ExplorationRequest, name: str) -> dict[str, Any]:
-    """Return what the file of a trainer and an exploration must have in common."""
+    """Return the values that the file of a trainer and an exploration must have in common."""
     lora, quantized, config = request.training.lora, request.quantized, request.hf_config or {}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "training.optimizer.name": request.training.optimizer.name,
         "training.lora": "none" if lora is None else lora_arguments(lora),
         "quantization": "none" if quantized is None else quantized.name,
@@ -122,7 +122,7 @@ def _training(request: ExplorationRequest, name: str) -> dict[str, Any]:
     }
     dtype = config.get("dtype") or config.get("torch_dtype")
     if request.target_name == TRANSFORMERS and dtype not in (None, DType.FLOAT16):  # no file is read with float16
-        found["dtype"] = dtype
-        if request.trainer == name:  # which keeps what was measured; Axolotl upcasts by itself
-            found["training.precision"] = request.training.precision.replace("upcast", "pure")
-    return found
+        values["dtype"] = dtype
+        if request.trainer == name:  # otherwise Axolotl may upcast by itself
+            values["training.precision"] = request.training.precision.replace("upcast", "pure")
+    return values

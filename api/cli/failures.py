@@ -11,12 +11,12 @@ from bexp.explorer.formats.document import FormatError, describe_problem
 from bexp.explorer.model.translation import Problem
 
 _EXTRAS = dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), "service") | {"mcp": "mcp"}
-"""The extras that install what the base does not need."""
+"""The extra that installs each package."""
 _TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 
 
 def describe_failure(error: Exception) -> CommandError | None:
-    """Return how a command ends after `error`; None if this is a defect."""
+    """Return the end of a command after `error`; None if the error is a defect."""
     match error:
         case FormatError():
             return CommandError(ExitCode.USAGE, "the configuration is wrong", *map(_describe_problem, error.errors))
@@ -36,6 +36,6 @@ def describe_failure(error: Exception) -> CommandError | None:
 
 
 def _describe_problem(problem: Problem) -> str:
-    """Return one line for a person, with the option that a field of a config.json's request is known by."""
+    """Return one line for a person, which names a field by the command's option for it."""
     field, separator, rest = describe_problem(problem).partition(": ")
     return f"{field}{' (--seq-length)' if field == 'hf_seq_length' else ''}{separator}{rest}"

@@ -18,7 +18,7 @@ CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
 
 
 def read_document(config: Path) -> Any:
-    """Return what the file holds.
+    """Return the document in a file.
 
     Raises FormatError if it is neither YAML nor JSON, and CommandError if it cannot be read.
     """
@@ -26,9 +26,9 @@ def read_document(config: Path) -> Any:
 
 
 def with_model(document: Any, trainer: str | None, model: Path | None) -> Any:
-    """Return a trainer's own file beside the config.json of its base model; other documents as they are.
+    """Return a trainer's own file together with the config.json of its base model; other documents as they are.
 
-    `trainer` is the one that the command names, `model` the config.json or folder that it names.
+    The command names the `trainer`, and `model`, a config.json or its folder.
 
     Raises FormatError if it may be the file of several trainers, and CommandError if there is no config.json.
     """
@@ -42,7 +42,7 @@ def with_model(document: Any, trainer: str | None, model: Path | None) -> Any:
 
 
 def _local_model(name: str) -> Path:
-    """Return the folder or the config.json of a model on this disk, which may lie in the cache of the hub."""
+    """Return the folder or the config.json of a model on this disk, also from the cache of the hub."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -56,9 +56,9 @@ def _local_model(name: str) -> Path:
 
 
 def read_lengths(given: str) -> Any:
-    """Return the field of a request that `--lengths` stands for: a distribution, or what a file says.
+    """Return the field of a request that `--lengths` stands for: a distribution, or the lengths of a file.
 
-    Raises CommandError if the file cannot be read, or is none of lengths.
+    Raises CommandError if the file cannot be read, or holds no lengths.
     """
     if is_distribution(given):
         return given
@@ -95,7 +95,7 @@ def _file_of(config: Path) -> Path:
 
 
 def _hub_hint(config: Path) -> list[str]:
-    """Return how to get the file: of a folder, a URL, or what may be the name of a model on the Hugging Face hub."""
+    """Return a hint how to get the file of a folder, of a URL, or of a possible model on the Hugging Face hub."""
     if config.is_dir():
         return [f"the folder has no {HF_CONFIG}"]
     if str(config).startswith(("http:", "https:")):

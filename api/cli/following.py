@@ -25,7 +25,7 @@ from bexp.explorer.records.recommendation import Recommendation
 
 TICK_SECONDS = 0.2
 _ANSWERED = {EventCode.SUCCEEDED, EventCode.NOTHING_FITS}
-"""The ends of which the answer says the same."""
+"""The ends that the printed answer announces."""
 
 
 class Output(Protocol):
@@ -56,8 +56,8 @@ class LineOutput:
 class LiveOutput:
     """The live view, with the lines of important events above it.
 
-    The view and the log file have what gets no line: trials, recommendations of the micro-batch that was recommended
-    before, and the end, which the answer follows.
+    Some events get no line, because the view and the log file show them: trials, recommendations of the same
+    micro-batch as before, and the end, which the answer follows.
     """
 
     def __init__(self, live: Live, view: LiveView) -> None:
@@ -99,7 +99,7 @@ def open_output(job: Exploration, *, to_stderr: bool) -> Iterator[Output]:
 
 @contextmanager
 def open_run_log(job: Exploration, directory: Path | None) -> Iterator[RunLog | None]:
-    """Open the log file of `job` below `directory`; yield None without one, or if it cannot be written, and say why."""
+    """Open the log file of `job` below `directory`; yield None without a directory, or, with a message, on an error."""
     if directory is None or job.request is None:
         yield None
         return
@@ -125,7 +125,7 @@ def follow(
 ) -> Event:
     """Show every event of `job`, write its log file below `log_dir` if that is given, and return the last event.
 
-    `check` is called several times a second and may raise to give up. Raises what `Explorations.events` raises.
+    `check` is called several times a second and may raise to give up. Raises the errors of `Explorations.events`.
     """
     received: queue.SimpleQueue[Event | Exception | None] = queue.SimpleQueue()
 

@@ -12,7 +12,7 @@ from bexp.client.explorations import Exploration, Explorations
 
 LATEST = "latest"
 MOST_SEARCHED = 2000
-"""The newest explorations among which the first characters of an id are looked for."""
+"""The number of newest explorations that the first characters of an id may mean."""
 FEWEST_CHARACTERS = 4
 MOST_NAMED = 5
 

@@ -1,4 +1,4 @@
-"""`bexp watch`, `list` and `cancel`: what becomes of explorations."""
+"""`bexp watch`, `list` and `cancel`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def cancel(job_id: JobId, as_json: AsJson = False) -> None:
 def follow_job(
     client: Explorations, job: Exploration, *, as_json: bool, verbose: bool = False, log_dir: Path | None = None
 ) -> ExitCode:
-    """Follow an exploration that goes on whatever happens to this command, and print its answer."""
+    """Follow an exploration that goes on without this command, and print its answer."""
     try:
         last = follow(client, job, to_stderr=as_json, log_dir=log_dir)
     except KeyboardInterrupt:

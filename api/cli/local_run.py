@@ -36,12 +36,18 @@ REMIND_SECONDS = 30.0
 class LocalRun:
     """A worker for the exploration `job_id`, which may be submitted while it starts. It lives in the context.
 
-    The exploration is to be submitted for `worker_name`: no other worker takes it then.
+    Submit the exploration for `worker_name`, so that no other worker takes it.
 
-    `device` and `target` are as on the command line, None if they were not given. `local_target` is the reference of a
-    training command.
+    Args:
+        request: of the exploration.
+        job_id: its id.
+        device: as on the command line; None if it was not given.
+        target: likewise.
+        local_target: the reference of a training command.
+        is_shared: the exploration waited for any worker before. If this one fails, it does so again.
 
-    Raises CommandError if the worker would lack the target, or would own too few devices, others or none that exist.
+    Raises:
+        CommandError: the worker would lack the target or enough devices, or its device is of another kind or missing.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class LocalRun:
         target: str | None = None,
         *,
         local_target: str | None = None,
+        is_shared: bool = False,
     ) -> None:
         _, file = (None, local_target) if local_target is not None else options.split_target(target)
         if file is None:
@@ -72,6 +79,7 @@ class LocalRun:
             self._again = f"bexp tune --resume {job_id} -- COMMAND"
         self._options = [*chosen, *(["--group"] if group else [])]
         self._more_environment = {} if file is None else {"BEXP_LOCAL_TARGET": file}
+        self._is_shared = is_shared
         self._has_started = False
 
     def __enter__(self) -> Self:
@@ -101,7 +109,7 @@ class LocalRun:
     ) -> ExitCode:
         """Follow the exploration to its end and print the answer; its log is kept below `log_dir` if that is given.
 
-        What stops this cancels the exploration, because nobody waits for it, unless it is another worker's.
+        Ctrl-C or a failure cancels the exploration, because nobody waits for it, unless it is another worker's.
         """
         from bexp.api.cli.following import follow  # noqa: PLC0415 - the worker starts meanwhile
         from bexp.api.cli.results import conclude, say_best  # noqa: PLC0415 - the worker starts meanwhile
@@ -118,18 +126,22 @@ class LocalRun:
 
     @contextmanager
     def cancelling(self, stored: StoredExplorations) -> Iterator[None]:
-        """Cancel the exploration if what follows it within the context fails, or is stopped."""
+        """Cancel the exploration if the context fails or is stopped; a shared one waits again if its worker fails."""
         try:
             yield
-        except BaseException:  # Ctrl-C too
+        except BaseException as error:  # Ctrl-C too
             with suppress(ProblemError, ServiceError):
-                self.cancel(stored)
+                if self._is_shared and isinstance(error, WorkerEndedError):
+                    stored.share(self.job_id, own_worker=self.worker_name)
+                    say(f"exploration {self.job_id} waits for any worker again")
+                else:
+                    self.cancel(stored)
             raise
 
     def check(self, stored: StoredExplorations) -> None:
         """Raise WorkerEndedError if the worker has failed, or if somebody has ended it before the exploration.
 
-        Say now and then why the exploration has not started.
+        Every REMIND_SECONDS, say why the exploration has not started.
         """
         is_alive = self._worker.check()
         now = time.monotonic()
@@ -140,7 +152,7 @@ class LocalRun:
         self._checked = now
         job = stored.summary(self.job_id)
         if not is_alive and not job.state.is_final and job.own_worker == self.worker_name:
-            raise WorkerEndedError("the worker was told to end before the exploration has ended", 0)
+            raise WorkerEndedError("the worker was stopped before the exploration had ended", 0)
         self._has_started = job.state != "queued"
         if is_due and not self._has_started:
             reason = job.waiting_reason or STARTING
@@ -162,8 +174,8 @@ class LocalRun:
 def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
     """Return the numbers of devices that a worker can use for a request, ascending. Other numbers leave devices idle.
 
-    A worker with all of `num_devices` measures their communication. A worker with as many as share a sequence measures
-    context parallelism. A worker with fewer devices uses a single one.
+    A worker with all of `num_devices` measures their communication. A worker with as many devices as share a sequence
+    measures context parallelism. A worker with fewer devices uses a single one.
     """
     steps = (1, *request.devices.context_parallel_sizes, request.num_devices)
     return tuple(sorted({request.devices.needed(available) for available in steps}))
@@ -185,7 +197,7 @@ def _check_target(request: ExplorationRequest, device: str | None) -> None:
 
 
 def _check_kind_of_device(device: str | None, needed: str | None) -> None:
-    """Raise CommandError if the only worker would own another kind of device than a stored request names."""
+    """Raise CommandError if the only worker would own another kind of device than a stored request needs."""
     kind = options.device_kind(device)
     if None not in (kind, needed) and kind != needed:
         raise CommandError(ExitCode.USAGE, f"the exploration needs a {needed} device, and --device names {device}")
@@ -202,7 +214,7 @@ def _check_number_of_devices(device: str | None, needed: int) -> None:
 
 
 def check_devices(owned: str | None) -> None:
-    """Raise CommandError if the only worker would own a GPU that is not there; it would end after some seconds."""
+    """Raise CommandError if the only worker would own a GPU that does not exist; it would end after some seconds."""
     gpus = [device for device in named_devices(owned) if device != "cpu"]
     if not gpus:
         return
@@ -215,7 +227,7 @@ def check_devices(owned: str | None) -> None:
 
 
 def named_devices(device: str | None) -> tuple[str, ...]:
-    """Return the devices that an option names; none of a recorded table. Raises CommandError if it is neither."""
+    """Return the devices that an option names; none for a recorded table. Raises CommandError for anything else."""
     if device is None or device.startswith("replay"):
         return ()
     try:

@@ -46,7 +46,7 @@ FLAG = ""
 
 
 def _option(panel: str, value: str, text: str, default: str | None = None, name: str | None = None) -> Any:
-    """Return an option of a panel. `default` is what holds where neither CONFIG nor the option says anything."""
+    """Return an option of a panel. `default` holds where neither CONFIG nor the option gives a value."""
     said = text if default is None else f"{text} Default: {default}."
     names = () if name is None else (name,)
     return typer.Option(*names, metavar=value, help=said, show_default=False, rich_help_panel=panel)
@@ -117,7 +117,7 @@ TrainerOption = Annotated[
     _option(
         TRAINING,
         "NAME",
-        f"Who will run the answer; only what it can be told is explored: {_one_of(TrainerName)}.",
+        f"Who will run the answer; only settings that it can express are explored: {_one_of(TrainerName)}.",
         "bexp, which is any loop with bexp.apply",
     ),
 ]
@@ -247,7 +247,7 @@ def collect_fields(
     fresh: Fresh = False,
     assignments: Set = None,
 ) -> dict[str, Any]:
-    """Return the fields of a request that these options stand for. What `--set` says replaces the others."""
+    """Return the fields of a request that these options stand for. The fields of `--set` replace the others."""
     given = {
         "micro_batch_size": parse_micro_batch_size(micro_batch_size),
         "batch_size": batch_size,
@@ -275,7 +275,7 @@ def collect_fields(
 
 
 def takes_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `fields` of a command by the parameters of `collect_fields`, and pass what that returns."""
+    """Replace the parameter `fields` of a command by the parameters of `collect_fields`, and pass its result."""
     collected = inspect.signature(collect_fields, eval_str=True).parameters
     signature = inspect.signature(command, eval_str=True)
     parameters = [
@@ -295,7 +295,7 @@ def takes_fields(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_request(config: Path, fields: dict[str, Any], **others: Any) -> ExplorationRequest:
-    """Return the request in the file, with the given `fields`, and those of `others` that are not None, in their place.
+    """Return the request in the file, with `fields`, and those of `others` that are not None, in place of its own.
 
     Raises FormatError if the request is wrong, and CommandError if the file cannot be read.
     """
@@ -307,8 +307,8 @@ def build_request(
 ) -> ExplorationRequest:
     """Return the request of a `document`, with `fields` in place of its own; a model without a name has the file's.
 
-    What `fields` name may be null; `others` that are None are left out. `model` is the base model's config.json, where
-    a trainer's own file names one that is not on this disk.
+    A value of `fields` may be None; `others` that are None are left out. `model` is the config.json of a base model
+    that a trainer's own file names and that is not on this disk.
     """
     document = with_model(document, fields.get("trainer"), model)
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
@@ -317,7 +317,7 @@ def build_request(
 
 
 def split_target(target: str | None) -> tuple[str | None, str | None]:
-    """Return the field of a request that `--target` stands for, and the file with its name if it means one."""
+    """Return the target that `--target` stands for, and its file with the name if it is in a file."""
     path, separator, name = (target or "").rpartition(":")
     if target is None or not (separator or target.endswith(".py")):
         return target, None

@@ -1,4 +1,4 @@
-"""`bexp report`: an exploration as one file to send to somebody."""
+"""`bexp report`: an exploration as one file."""
 
 from __future__ import annotations
 

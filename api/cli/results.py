@@ -22,7 +22,7 @@ from bexp.explorer.records.event import Event, EventCode
 
 ANSWERED = {"recommendation", "answer", "text"}
 MEASURED = {"target", "target_version", "target_class", "allocator"} | ANSWERED
-"""The fields of a result that say what was measured, and what follows."""
+"""The fields of a result with the measurements and what follows from them."""
 GAP, INDENT = "  ", "    "
 FEWEST_COLUMNS, MOST_COLUMNS = 60, 120
 
@@ -42,7 +42,7 @@ def conclude(client: Explorations, job_id: str, last: Event, *, as_json: bool, v
 
 
 def say_best(client: Explorations, job_id: str) -> None:
-    """Say what is recommended so far; nothing if the service does not answer."""
+    """Print the recommendation so far on stderr; nothing if the service does not answer."""
     with suppress(ProblemError, ServiceError):
         best = client.get(job_id).recommendation
         if best is None:
@@ -53,7 +53,7 @@ def say_best(client: Explorations, job_id: str) -> None:
 
 
 def document(client: Explorations, job: Exploration) -> dict[str, Any]:
-    """Return a job with its recommendation, its answer, its certainty, and what real runs reached, as JSON."""
+    """Return a job with its recommendation, answer, certainty, and reports of real runs, as JSON."""
     result, reports = Result.of(job), client.run_reports(job.id)
     about = {} if result is None else result.model_dump(mode="json", include=MEASURED)
     return {

@@ -40,7 +40,7 @@ def resume(
     """
     if environment().api_url is not None:
         if device is not None or target is not None:
-            message = "--device and --target are for a worker here, and the workers of BEXP_API_URL continue it"
+            message = "--device and --target are for a worker here, but the workers of BEXP_API_URL continue it"
             raise CommandError(ExitCode.USAGE, message, "leave them out, or unset BEXP_API_URL")
         with connect() as service:
             job = service.resume(find_job(service, job_id).id)
@@ -51,7 +51,8 @@ def resume(
         request = _resumable(job, target)
         if job.state == "running":
             say("it runs already, or its worker has died: this command's worker takes it over if it has")
-        run = LocalRun(request, job.id, device, target)
+        is_shared = not job.is_final and not stored.summary(job.id).own_worker
+        run = LocalRun(request, job.id, device, target, is_shared=is_shared)
         resumed = stored.resume(job.id, own_worker=run.worker_name)
         with run:
             raise typer.Exit(run.follow(stored, resumed, as_json=as_json, verbose=verbose))

@@ -60,9 +60,9 @@ def submit(
 
 
 def missing_target(client: Explorations, job: Exploration, name: str) -> str | None:
-    """Return a note that no live worker has a target; None if one has, or if that is not known or needed.
+    """Return a note that no live worker has a target; None if one has it, or if that is not known.
 
-    A service without workers says nothing of the targets that bexp itself brings: any worker will have them.
+    Targets that bexp itself brings need no note while there are no workers: any worker will have them.
     """
     if job.is_final:
         return None

@@ -1,4 +1,4 @@
-"""`bexp tune`: the best micro-batch of a training command that works, found by running that command."""
+"""`bexp tune`: the best micro-batch of a training command that works, from a few steps of that command."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def tune(
 def check_startable(command: Sequence[str]) -> None:
     """Raise CommandError if the program of a command is not there, or the script that Python or a launcher is to run.
 
-    What stands in arguments of other programs is for them to judge.
+    Arguments of other programs are for them to judge.
     """
     program = command[0]  # a Path of './train.sh' would be looked for on PATH
     named = (each for before, each in pairwise(command) if _SCRIPT.fullmatch(each) and not before.startswith("-"))
@@ -192,16 +192,16 @@ def hide_secrets(command: Sequence[str]) -> list[str]:
 
 def name_command(command: Sequence[str]) -> str:
     """Return the name of a command: its script, file of settings or module, else its program."""
-    found = [match[1] for argument in command if (match := _PROGRAM.search(argument))]
-    found += [name.rpartition(".")[2] for flag, name in pairwise(command) if flag == "-m"]
-    return found[0] if found else Path(command[0]).name
+    names = [match[1] for argument in command if (match := _PROGRAM.search(argument))]
+    names += [name.rpartition(".")[2] for flag, name in pairwise(command) if flag == "-m"]
+    return names[0] if names else Path(command[0]).name
 
 
 @contextmanager
 def _described(
     command: Sequence[str], tries: dict[str, list[Any]], batch_size: int | None, devices: Sequence[str]
 ) -> Iterator[str]:
-    """Within the context, the reference of a file that only this user can read, which tells the worker the command."""
+    """Yield the reference of a file with the command for the worker, which only this user can read."""
     with tempfile.TemporaryDirectory(prefix="bexp-command-", dir=temporary_folder()) as folder:
         file = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]', '-', name_command(command))}.json"
         own = {"folder": str(Path.cwd()), "devices": list(devices)}
@@ -243,7 +243,7 @@ def _resumable(stored: Explorations, job_id: str, request: ExplorationRequest) -
 
 
 def _read_try(text: str, command: Sequence[str]) -> tuple[str, list[Any]]:
-    """The name and the values of a setting: as they were typed if it stands in the command, else as plain data."""
+    """Return the name and the values of a setting: as typed if its name stands in the command, else as plain data."""
     name, separator, values = text.partition("=")
     if not separator or not name.isidentifier() or not values:
         raise CommandError(ExitCode.USAGE, f"--try {text!r} is not of the form NAME=A,B")

@@ -37,7 +37,7 @@ LOOP = "loop"
 
 @dataclass(frozen=True)
 class Speed:
-    """What a candidate is worth; the peak is None if it was not measured as a whole."""
+    """The speed and the peak of a candidate; the peak is None if it was not measured as a whole."""
 
     candidate: Candidate
     tokens_per_second: float
@@ -53,11 +53,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class TuneAnswer:
-    """The best candidate that keeps the command's batch, and the one that it is compared with.
+    """The best candidate that keeps the command's batch, and its base.
 
-    `steps` is None if the batch is not known or if no candidate divides it. `own` is what the command asks for by
-    itself, as far as it is known, and `choice` are the other settings that were tried. A peak of more than
-    `most_bytes` does not fit.
+    `steps` is None if the batch is not known or if no candidate divides it. `own` are the command's own values, as far
+    as they are known, and `choice` are the other settings of the best candidate. A peak of more than `most_bytes` does
+    not fit.
     """
 
     best: Speed
@@ -75,10 +75,10 @@ class TuneAnswer:
     def find(
         cls, stored: Explorations, job_id: str, tries: Mapping[str, list[Any]], batch_size: int | None
     ) -> TuneAnswer | None:
-        """Return the answer of an exploration; None if there is none. `batch_size` is what a person has stated."""
+        """Return the answer of an exploration; None if there is none. `batch_size` is that of the option, if given."""
         job = stored.get(job_id)
-        found, parts = job.recommendation, None if job.report is None else job.report.parts
-        if found is None:
+        recommendation, parts = job.recommendation, None if job.report is None else job.report.parts
+        if recommendation is None:
             return None
         length, own_size = (1, None) if parts is None else (parts.seq_length or 1, parts.micro_batch_size)
         batch = batch_size or (None if parts is None else parts.batch_size)
@@ -92,18 +92,19 @@ class TuneAnswer:
                 if component.grad_accum_steps is not None:
                     counted[trial.candidate] = component.grad_accum_steps
             peaks[trial.candidate] = max(peaks.get(trial.candidate, 0), trial.measured_peak_bytes or 0)
-        candidate, rate, steps = _best(found)
-        base_rate = found.expected_tokens_per_second / found.performance
+        candidate, rate, steps = _best(recommendation)
+        base, base_rate = recommendation.base, recommendation.expected_tokens_per_second / recommendation.performance
+        overhead = recommendation.required_bytes - recommendation.measured_peak_bytes
         choices = (dict(zip(tries, values, strict=True)) for values in itertools.product(*tries.values()))
         return cls(
             best=Speed(candidate, rate, peaks.get(candidate), length),
-            base=Speed(found.base, base_rate, peaks.get(found.base), length),
+            base=Speed(base, base_rate, peaks.get(base), length),
             steps=steps,
             batch_size=batch,
             own=own,
             choice=next((each for each in choices if describe_choice(each) == candidate.settings), {}),
             class_name=None if parts is None else parts.class_name,
-            most_bytes=found.memory_limit_bytes - found.required_bytes + found.measured_peak_bytes,
+            most_bytes=recommendation.memory_limit_bytes - overhead,
             counted_steps=counted.get(candidate),
         )
 
@@ -119,11 +120,11 @@ class TuneAnswer:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The settings beside the size that a command can be told."""
+        """The settings in addition to the size that a command can express."""
         return {name: value for name, value in self.choice.items() if name != APPLY}
 
     def rows(self, command: TunedCommand) -> Iterator[str]:
-        """Yield what to change in a command, and what it is worth."""
+        """Yield the changes to a command, and their worth."""
         named = {PLACEHOLDER: self.size, STEPS_PLACEHOLDER: self.steps, **self.choice}
         named = {name: value for name, value in named.items() if stands_in(name, command.arguments)}
         filled = [f"{{{name}}} = {text_of(value)}" for name, value in named.items() if value is not None]
@@ -188,7 +189,7 @@ class TuneAnswer:
         os.execvpe(arguments[0], arguments, environment)  # noqa: S606 - the command of the person who asks for it
 
     def _left(self, command: TunedCommand) -> dict[str, Any]:
-        """The values that do not stand in braces in a command."""
+        """Return the values that have no placeholder in the command."""
         values = {name: value for name, value in self.values.items() if not stands_in(name, command.arguments)}
         return {n: v for n, v in values.items() if n not in {SIZE, STEPS}} if self._has_size(command) else values
 
@@ -214,17 +215,17 @@ def _changed(command: TunedCommand, values: Mapping[str, Any]) -> str:
         raise CommandError(ExitCode.USAGE, f"--write: {where}{reason}") from error
 
 
-def _best(found: Recommendation) -> tuple[Candidate, float, int | None]:
-    """The candidate that keeps the batch, if there is one, with its tokens/s and its accumulation steps."""
-    other = found.alternative(Role.DIVIDING)
-    if found.grad_accum_steps is None and other is not None:
+def _best(best: Recommendation) -> tuple[Candidate, float, int | None]:
+    """Return the candidate that keeps the batch, else the best, with its tokens/s and its accumulation steps."""
+    other = best.alternative(Role.DIVIDING)
+    if best.grad_accum_steps is None and other is not None:
         return other.candidate, other.tokens_per_second, other.grad_accum_steps
-    return found.candidate, found.expected_tokens_per_second, found.grad_accum_steps
+    return best.candidate, best.expected_tokens_per_second, best.grad_accum_steps
 
 
 MOST_SIZES = 2
 NOTICED = 1.05
-"""A process is slower or fuller than the others if it is so by more than this."""
+"""A process counts as slower or fuller than the others beyond this factor."""
 
 
 def describe_training(stored: Explorations, job_id: str, answer: Candidate, most_bytes: int) -> Iterator[str]:
@@ -255,7 +256,7 @@ def describe_training(stored: Explorations, job_id: str, answer: Candidate, most
 
 
 def describe_worst(samples: SampleLengths | None, size: int) -> str:
-    """Whether the longest micro-batch of a size is known, and ran."""
+    """Return whether the longest micro-batch of a size is known and ran, as text."""
     if samples is None:
         return "not known: the lengths or the order of the samples cannot be read"
     ran = f"{size * samples.rows:,} x {samples.longest:,} tokens ran first"
@@ -269,9 +270,9 @@ def describe_worst(samples: SampleLengths | None, size: int) -> str:
 
 
 def fitting_size(peaks: Mapping[int, int], failed: set[int], limit: int) -> float:
-    """The micro-batch of the longest samples that just fits, as a real number; it is at least the largest that ran.
+    """Return the micro-batch of the longest samples that just fits, as a real number, at least the largest that ran.
 
-    It follows from the peaks of the smallest and of the largest size that ran, if those that failed do not contradict.
+    It follows from the peaks of the smallest and of the largest size that ran, unless a size that failed contradicts.
     """
     least, most = min(peaks, default=1), max(peaks, default=1)
     if least == most or peaks[least] >= peaks[most]:
@@ -281,19 +282,19 @@ def fitting_size(peaks: Mapping[int, int], failed: set[int], limit: int) -> floa
 
 
 def describe_larger(samples: SampleLengths, fitting: float, failed: set[int]) -> str:
-    """How often sizes that do not fit meet a micro-batch that is too long; nothing if that is not known."""
+    """Return how often sizes that do not fit meet a micro-batch that is too long; empty if that is not known."""
     if samples.tail is None:
         return ""
-    told = []
+    shares = []
     for size in sorted(failed)[:MOST_SIZES]:
         share = share_longer(samples, size, samples.longest * fitting / size)
         often = f"1 in {1 / share:,.0f}" if share < 2 / 3 else "nearly all"
-        told.append(f"{size} has no memory for up to {often} micro-batches")
-    return f"{', '.join(told)}; each pass over the data has one" if told else ""
+        shares.append(f"{size} has no memory for up to {often} micro-batches")
+    return f"{', '.join(shares)}; each pass over the data has one" if shares else ""
 
 
 def share_longer(samples: SampleLengths, size: int, tokens: float) -> float:
-    """The share of micro-batches of a size, in a random order, whose longest sample has more tokens than these."""
+    """Return the share of micro-batches of `size`, in random order, whose longest sample exceeds `tokens`."""
     assert samples.tail is not None, "the caller has looked"
     power = float(np.interp(tokens, samples.tail, range(len(samples.tail))))
     share = 1.0 - (1.0 - 2.0**-power) ** size
@@ -301,7 +302,7 @@ def share_longer(samples: SampleLengths, size: int, tokens: float) -> float:
 
 
 def describe_evaluation(batch: EvaluationBatch) -> str:
-    """Whether the largest batch of an evaluation fits, and what it needs."""
+    """Return whether the largest batch of an evaluation fits, with its peak, as text."""
     shown = f"one batch of {batch.batch_size:,}" + (f" x {batch.length:,} tokens" if batch.length else "")
     if batch.peak_bytes is None:
         return f"{shown} has no memory: lower per_device_eval_batch_size"
@@ -309,7 +310,7 @@ def describe_evaluation(batch: EvaluationBatch) -> str:
 
 
 def describe_processes(spread: ProcessSpread) -> str:
-    """Which process is slower than the others, and which is fuller; all of them wait for the slowest."""
+    """Return the slowest and the fullest process, as text; all processes wait for the slowest."""
     said = []
     if spread.slower > NOTICED:
         said.append(f"rank {spread.slowest} is the slowest, with {spread.slower:.2f}x the seconds of the fastest")

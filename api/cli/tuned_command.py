@@ -1,4 +1,4 @@
-"""Where the settings of a training command stand: in its arguments, or in the YAML that it is given."""
+"""The settings of a training command, in its arguments or in its YAML."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from bexp.explorer.trainers.registry import TRAINERS
 from bexp.tune.placeholders import text_of
 
 SIZE, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
-"""Fields of TrainingArguments. The other settings are named like fields as well."""
+"""Fields of TrainingArguments; the other settings have the names of such fields as well."""
 _IN_WORDS = {SIZE: "micro-batch", STEPS: "accumulation steps"}
-"""What other loops have in their place."""
+"""The words for these settings in other loops."""
 _SETTINGS = {SIZE: Setting.MICRO_BATCH_SIZE, STEPS: Setting.STEPS, "optim": Setting.OPTIMIZER}
 _TRAINERS = {
     re.compile(trainer.file.program): trainer
     for trainer in TRAINERS.values()
     if trainer.file is not None and trainer.file.program is not None
 }
-"""What starts a trainer with a YAML that can be changed."""
+"""The programs that start a trainer with a YAML that can be changed."""
 YAML_OF = " or ".join(trainer.title for trainer in _TRAINERS.values())
 _GIVEN = re.compile(r"(--)?([\w.-]+)(?:=(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class _Flag:
-    """A flag in the arguments at `place`, as it is spelled. Its value is part of it, or the next argument, or none."""
+    """A flag in the arguments at `place`, as spelled. Its value is a part of it, the next argument, or missing."""
 
     place: int
     name: str
@@ -41,7 +41,7 @@ class _Flag:
 
 
 class TunedCommand:
-    """A command whose settings can be told and changed."""
+    """A command whose settings can be read and changed."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = list(arguments)
@@ -60,9 +60,10 @@ class TunedCommand:
         return None if self._yaml is None else Path(self.arguments[self._yaml])
 
     def changes(self, values: Mapping[str, Any], own: Mapping[str, Any], *, takes_flags: bool = True) -> list[str]:
-        """Return what to change for these values, a line for each. `own` are values without one, as far as known.
+        """Return the changes for these values, a line for each.
 
-        `takes_flags` says whether a setting that stands nowhere may be given as a flag.
+        `own` are the command's values for settings that stand nowhere in it, as far as known. With `takes_flags`, such
+        a setting may be added as a flag.
         """
         lines = []
         for field, value in values.items():
@@ -86,11 +87,11 @@ class TunedCommand:
         return lines
 
     def has_flag(self, field: str) -> bool:
-        """Whether a setting stands in the arguments."""
+        """Return whether a setting stands in the arguments."""
         return any(self._flags(self._names.get(field, field)))
 
     def with_flags(self, values: Mapping[str, Any], written: Path | None = None) -> list[str]:
-        """Return the arguments with these values in the flags that they have, and `written` in place of the YAML."""
+        """Return the arguments with these values in the existing flags, and `written` in place of the YAML."""
         arguments = [*self.arguments]
         for field, value in values.items():
             for flag in self._flags(self._names.get(field, field)):
@@ -114,14 +115,14 @@ class TunedCommand:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """The values of the YAML; none if it cannot be read, such as one on another machine."""
+        """The values of the YAML; empty if it cannot be read, such as one on another machine."""
         try:
             return {} if self.yaml is None else read_values(self.yaml.read_text())
         except (OSError, UnchangeableError):
             return {}
 
     def _flags(self, name: str) -> Iterator[_Flag]:
-        """Each `--name value`, `--name=value` or `name=value` behind the script; others are of what launches it."""
+        """Yield each `--name value`, `--name=value` or `name=value` after the script; others belong to its launcher."""
         for place in range(self._begin, len(self.arguments)):
             match = _GIVEN.fullmatch(self.arguments[place])
             if match is None or match[2].replace("-", "_") != name:
@@ -135,7 +136,7 @@ class TunedCommand:
 
     @cached_property
     def _begin(self) -> int:
-        """The place of the script or the module, which is no flag itself; the beginning of a command without one."""
+        """The place of the script or the module, which is no flag itself; 0 without one."""
         scripts = [place for place, each in enumerate(self.arguments) if each.endswith(".py")]
         modules = [place for place, each in enumerate(self.arguments) if each == "-m"]
         return scripts[0] if scripts else modules[-1] if modules else 0

@@ -1,4 +1,4 @@
-"""`bexp workers`: who measures."""
+"""`bexp workers`: the list of workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from bexp.explorer.model.target import describe_target
 def workers(as_json: AsJson = False) -> None:
     """List the workers: their devices and versions, and what they do.
 
-    One that is waiting has work, while another process has its device. A reserved one waits for the exploration of the
-    command that has started it. One that shut down is not listed. A lost one, whose heartbeats ended without that, is
-    listed for a day.
+    A waiting worker has work, but another process has its device. A reserved worker waits for the exploration of the
+    command that started it. A lost worker, whose heartbeats ended without a shutdown, is listed for a day.
 
     Example: bexp workers
     """

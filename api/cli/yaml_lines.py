@@ -1,4 +1,4 @@
-"""Changes values in a YAML file where they stand, so that its comments, its order and its spelling stay."""
+"""Changes values in a YAML file in place, so that its comments, its order and its spelling stay."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def read_values(text: str) -> dict[str, Any]:
 
 
 def change_values(text: str, values: Mapping[str, Any]) -> str:
-    """Return the text with other values at its top level. Those that it lacks are added at its end.
+    """Return the text with these values at its top level. Keys that it lacks are added at its end.
 
-    Raises UnchangeableError if the text cannot be changed so.
+    Raises UnchangeableError if the text cannot be changed in place.
     """
     wanted = {**read_values(text), **values}
     root = yaml.compose(text, yaml.SafeLoader)
@@ -58,7 +58,7 @@ def change_values(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _end(text: str, value: yaml.Node) -> int:
-    """Return where a value ends; a block's mark stands behind the lines that follow it."""
+    """Return the end of a value. The mark of a block stands after the blank lines and comments that follow it."""
     begin, end = value.start_mark.index, value.end_mark.index
     return begin + len(text[begin:end].rstrip()) if isinstance(value, yaml.CollectionNode) else end
 

@@ -36,7 +36,7 @@ _NO_OWNER = examples.problems(
 
 
 async def owner_of(owner: str) -> str:
-    """Return the owner in the path, or EVERYBODY. Routes depend on this.
+    """Return the owner in the path, or EVERYBODY: a dependency of routes.
 
     Raises:
         ProblemException: 404, because no owner can have this name.
@@ -91,7 +91,7 @@ def show_quotas(_caller: Administrator, service: ServiceDep) -> QuotaList:
     responses={200: examples.example(examples.QUOTA), **_NO_OWNER},
 )
 def show_quota(_caller: Administrator, owner: OwnerDep, service: ServiceDep) -> QuotaResource:
-    """The quota that holds for an owner, its own or that of `*`. An owner without a quota has no limits."""
+    """The quota that holds for an owner: its own, or that of `*`. An owner without a quota has no limits."""
     quotas = list_quotas(service.database)
     return QuotaResource(owner=owner, inherited=owner not in quotas, **asdict(quota_of(quotas, owner)))
 
@@ -124,7 +124,7 @@ def put_quota(
     text: Annotated[str, Depends(_text_of)],
     service: ServiceDep,
 ) -> QuotaResource:
-    """Replace the quota of an owner, or of `*`. What is not named has no limit; without any, the quota is removed."""
+    """Replace the quota of an owner, or of `*`. A limit that is left out is none; without any, the quota is removed."""
     try:
         limits = QuotaLimits.model_validate(load_document(text))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""How two answers compare."""
+"""The route that compares two answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compare_explorations(
     service: ServiceDep,
     caller: Reader,
 ) -> dict[str, Any]:
-    """What `bexp compare --json` prints: this exploration is `a`, and `other` is `b`.
+    """The comparison that `bexp compare --json` prints: this exploration is `a`, and `other` is `b`.
 
     409 if one of them has no recommendation yet.
     """

@@ -44,7 +44,7 @@ _ETAG = re.compile(r'(?:W/)?("[\x21\x23-\x7e\x80-\xff]*")')
 
 
 async def job_id_of(exploration_id: str) -> str:
-    """Return the id in the path if an exploration can have it. Routes depend on this.
+    """Return the id in the path if an exploration can have it: a dependency of routes.
 
     Raises:
         JobNotFoundError: no exploration can have this id.
@@ -67,7 +67,7 @@ def _summary_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> JobSum
 
 JobDep = Annotated[Job, Depends(_job_of)]
 SummaryDep = Annotated[JobSummary, Depends(_summary_of)]
-"""What most routes need of an exploration: no stored document is parsed for it."""
+"""The summary of an exploration, which suffices for most routes: no stored document is parsed for it."""
 
 
 async def _text_of(request: Request, service: ServiceDep) -> str:
@@ -279,7 +279,7 @@ def delete_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller)
     },
 )
 def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller, response: Response) -> Exploration:
-    """End an exploration. One that has ended stays as it is, so the call can be repeated."""
+    """End an exploration. One that has ended does not change, so the call can be repeated."""
     job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
     return exploration_of(job, with_results=caller.may(Scope.READ))

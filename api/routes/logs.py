@@ -118,7 +118,7 @@ def _read_page(service: Service, job_id: str, after: int, limit: int) -> EventPa
 
 @contextmanager
 def _open_stream(service: Service, request: Request, job_id: str) -> Iterator[Callable[[], bool]]:
-    """Count a stream while it is open; what it yields says whether the stream may go on."""
+    """Count a stream while it is open; yield a function that returns whether it may go on."""
     token = request.state.caller.token
     with service.stream_limits.count(token), service.tokens.stream(request.state.secret, job_id) as may_continue:
         yield may_continue

@@ -21,7 +21,7 @@ _LATER = {"Retry-After": "2"}
 
 @router.get("/healthz", summary="Alive", responses={200: examples.example({"status": "alive"})})
 async def healthz() -> Health:
-    """Whether the process answers."""
+    """The process answers."""
     return Health(status="alive")
 
 
@@ -34,7 +34,7 @@ async def healthz() -> Health:
     },
 )
 def readyz(service: ServiceDep) -> Health:
-    """Whether the database takes writes, its schema is that of this version, and the background tasks do their work.
+    """The database takes writes, its schema is that of this version, and the background tasks do their work.
 
     Workers do not matter here: submissions wait for them in the queue.
     """
@@ -85,7 +85,7 @@ router.add_api_route("/readyz", readyz, methods=["HEAD"], include_in_schema=Fals
     },
 )
 def read_metrics(service: ServiceDep, _caller: Reader) -> Response:
-    """Explorations by state, how long they wait and take, workers, trials by outcome, request latency."""
+    """Explorations by state with their waits and durations, workers, trials by outcome, request latency."""
     troubled = service.supervisor.find_trouble() is not None
     text = service.metrics.render(service.database, service.feed.num_watchers, is_troubled=troubled)
     return Response(text, media_type=metrics.MEDIA_TYPE)

@@ -38,9 +38,9 @@ router = APIRouter(
     },
 )
 def resume_exploration(job_id: JobIdDep, service: ServiceDep, caller: Submitter) -> Exploration:
-    """Queue an exploration again. It goes on where it stopped; nothing that is stored is measured again.
+    """Queue an exploration again. It goes on where it stopped; no stored trial is measured again.
 
-    One that waits or runs stays as it is, so the call can be repeated.
+    An exploration that waits or runs does not change, so the call can be repeated.
     """
     job = service.queue.resume(job_id, by=caller)
     return exploration_of(job, with_results=caller.may(Scope.READ))

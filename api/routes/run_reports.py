@@ -67,7 +67,7 @@ def report_run(
     service: ServiceDep,
     response: Response,
 ) -> RunReportResource:
-    """Store what a training run with the recommendation reached. 409 while there is no recommendation."""
+    """Store the speed of a training run with the recommendation. 409 while there is no recommendation."""
     try:
         report = RunReport.model_validate(load_document(text))
     except ValidationError as error:
@@ -92,7 +92,7 @@ def list_run_reports(
     cursor: Annotated[int, Query(ge=0, lt=1 << 31, description="`next_cursor` of the page before.", examples=[2])] = 0,
     limit: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 100,
 ) -> RunReportPage:
-    """What trainers have reported, in the order in which it arrived."""
+    """The reports of trainers, in the order in which they arrived."""
     stored = read_run_reports(service.database, job.id, after=cursor, limit=limit + 1)
     page = stored[:limit]
     next_cursor = str(page[-1].seq) if len(stored) > limit else None

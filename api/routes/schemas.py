@@ -1,4 +1,4 @@
-"""The JSON Schema of a request, for editors and for programs that make one."""
+"""The JSON Schema of a request, for editors and for programs that make requests."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ async def read_docs(request: Request) -> Response:
 
 @router.api_route("/llms.txt", methods=["GET", "HEAD"])
 async def read_guide(request: Request) -> Response:
-    """What an agent should know of the service."""
+    """A guide to the service for agents."""
     return _send(read_assets()["llms.txt"], request)
 
 

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1/workers", tags=["workers"], dependencies=[Depends
 
 @router.get("", summary="List the workers", responses={200: examples.example(examples.WORKERS)})
 def list_workers(service: ServiceDep, caller: Reader) -> WorkerList:
-    """What each worker measures with, and what it does. One that shut down is not listed; a lost one is, for a day.
+    """The workers with their devices, versions and state. A lost worker is listed for a day, one that shut down is not.
 
     An exploration is named only to those who may read it.
     """

@@ -14,7 +14,7 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".txt": "text/plain; charset=utf-8",
 }
-"""The types by the end of a file's name. Those of the machine are not asked, because some call scripts plain text."""
+"""The types by a file's suffix. The machine's own table is not used, because on some it calls scripts plain text."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -42,7 +42,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page, `packed` by gzip as well; `digest` changes with its content."""
+    """A file of the page, also `packed` by gzip; `digest` changes with its content."""
 
     body: bytes
     packed: bytes
@@ -51,7 +51,7 @@ class Asset:
 
     @classmethod
     def of(cls, body: bytes, media_type: str) -> Asset:
-        """An asset with the digest of its content."""
+        """Return an asset with the digest of its content."""
         return cls(body, gzip.compress(body, mtime=0), media_type, hashlib.sha256(body).hexdigest()[:32])
 
 

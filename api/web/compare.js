@@ -1,4 +1,4 @@
-/** Explorations side by side: what was found, and what differs in what was asked and what it was measured on. */
+/** Explorations side by side: their answers, and the differences of their requests and hardware. */
 
 import { stateBadge } from "./badge.js";
 import { copyable } from "./copy.js";
@@ -8,7 +8,7 @@ import { compareExplorations, getExploration, Problem } from "./service.js";
 
 export const MOST_COMPARED = 6;
 
-/** Fields of a request that change how an answer is found, and not what it is about. */
+/** Fields of a request that change the search, and not its question. */
 const NOT_COMPARED = new Set(["budget", "fresh", "labels", "notices", "sampler", "seed", "verify"]);
 
 const bestOf = (text) => ({ recommendation: best }) => (best ? text(best) : null);
@@ -84,17 +84,17 @@ export async function showComparison(given, root, signal, shell) {
   );
   const fill = (index, texts) => Object.entries(texts).forEach(([name, text]) => (speeds[name].cells[index + 1].textContent = text));
   const known = await Promise.all(ids.slice(1).map(async (id, index) => {
-    const found = await compared(ids[0], id, signal);
-    fill(index + 1, found === null ? { ...NOTHING, faster: "unknown: no recommendation" } : { ...side(found.b), faster: chance(found) });
-    return found;
+    const pair = await compared(ids[0], id, signal);
+    fill(index + 1, pair === null ? { ...NOTHING, faster: "unknown: no recommendation" } : { ...side(pair.b), faster: chance(pair) });
+    return pair;
   })).catch((error) => shell.report(error, signal));
-  const first = known?.find((found) => found !== null)?.a;
+  const first = known?.find((pair) => pair !== null)?.a;
   fill(0, { ...(first ? side(first) : NOTHING), faster: "–" });
 }
 
 const NOTHING = { candidate: "–", rate: "–" };
 
-/** Return how two answers compare; null if one of them has no recommendation. */
+/** Return the comparison of two answers; null if one of them has no recommendation. */
 async function compared(first, id, signal) {
   try {
     return await compareExplorations(first, id, signal);

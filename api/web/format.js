@@ -65,7 +65,7 @@ const NAMED = new Set([
   ...["context_parallel_size", "context_parallel_layout", "num_query_groups", "capacity_factor"],
 ]);
 
-/** What `Candidate.describe` returns, without the size of the micro-batch: what is chosen beside it. */
+/** Return the text of `Candidate.describe` without the size of the micro-batch. */
 export function settings(candidate) {
   const parts = [];
   if (!isWhole(candidate)) {

@@ -46,7 +46,7 @@ export async function showExploration(id, root, signal, shell) {
   const readSoon = throttle(() => void read(), READ_MILLISECONDS);
   const readAgain = throttle(() => signal.aborted || void read(), AGAIN_MILLISECONDS);
   cancel.addEventListener("click", async () => {
-    if (!confirm("Cancel this exploration? What it has found so far is kept.")) return;
+    if (!confirm("Cancel this exploration? Its results so far are kept.")) return;
     try {
       exploration = await cancelExploration(id);
       show();

@@ -92,7 +92,7 @@ export async function readTrials(id, cursor, signal) {
 
 /**
  * Yield lists of events, each event once, to the one that ends the exploration. A broken stream is opened again, later
- * each time; `onState` is told whether the stream is open, and else why not. A hidden tab holds no stream, because a
+ * each time; `onState` is called with whether the stream is open, and else with the error. A hidden tab holds none: a
  * browser has six connections to a service for all of its tabs. Throws a `Problem` if the service refuses.
  */
 export async function* followEvents(id, signal, onState) {

@@ -5,8 +5,8 @@ import { el } from "./dom.js";
 import { Problem, readOpenApi, submitExploration } from "./service.js";
 
 /**
- * The fields beside the document: the option of the command, the field of a request that it stands for, which fields
- * at fault belong to it, its label, and how its text becomes a value.
+ * The fields below the document. Each has the option of the command, the field of a request that it stands for, the
+ * fields whose faults belong to it, its label, and the function that turns its text into a value.
  */
 const FIELDS = [
   { option: "batch-size", field: "batch_size", label: "Batch size", help: "sequences of an optimizer step, over all devices", value: number },
@@ -46,7 +46,7 @@ export function showSubmit(root, signal, shell) {
     el("p", { id: "document-help", class: "quiet" },
       "Paste it or drop a file here, as JSON or YAML: a Hugging Face config.json, a ",
       el("a", { href: "docs#schema-ExplorationRequest" }, "request of bexp"), ", or a Cerebras configuration. ",
-      "Fields of a request may stand beside those of a config.json; the fields below replace them."),
+      "Fields of a request may stand next to those of a config.json; the fields below replace them."),
     text,
     errors,
     el("p", { class: "actions" }, el("label", { for: "file" }, "or choose a file"), file, example),
@@ -117,7 +117,7 @@ export function showSubmit(root, signal, shell) {
     }
   }
 
-  /** Show each error beside its field: below the document, those of fields that stand in it. */
+  /** Show each error next to its field; errors of fields that stand in the document are shown below it. */
   function refuse(error) {
     let rest = error.problem.errors ?? [];
     for (const input of inputs) {

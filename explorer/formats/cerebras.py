@@ -1,10 +1,10 @@
 """The YAML of Cerebras Model Zoo: a run configuration (`runconfig`, `train_input`, `eval_input`) or a `trainer`.
 
-Only what decides the micro-batch is read: the batch, the sequence length, the devices, BTA, the optimizer and the
-model. If training and evaluation both ask for a micro-batch, training is explored unless `mode` says eval. A
+Only fields that decide the micro-batch are read: the batch, the sequence length, the devices, BTA, the optimizer and
+the model. If training and evaluation both ask for a micro-batch, training is explored unless `mode` says eval. A
 micro-batch that is left out, or null, is a request's default. The answer is for Cerebras' own trainer, unless the
-document or the command asks for what that cannot be told. `fp16_type: cbfloat16`, Cerebras' own format, is read as
-bfloat16, which has the same size.
+document or the command asks for what that trainer cannot express. `fp16_type: cbfloat16`, Cerebras' own format, is read
+as bfloat16, which has the same size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BEYOND_CEREBRAS = frozenset(
         *("kernels", "sharding_levels", "context_parallel", "parallelism", "capacity_factors", "target"),
     }
 )
-"""Fields of a request that an answer for Cerebras' trainer has no place for."""
+"""Fields of a request that Cerebras' trainer cannot express."""
 SCOPES = {"GlobalFlags": ("train", "eval"), "ScopedTrainFlags": ("train",), "ScopedValidateFlags": ("eval",)}
 
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
@@ -46,7 +46,7 @@ Found = tuple[Location, Any]
 
 @dataclass
 class _Pass:
-    """Where the batch and the micro-batch of training, or of evaluation, are stated."""
+    """The batch and the micro-batch of training, or of evaluation, with their locations."""
 
     batch: Found | None = None
     micro_batch: Found | None = None
@@ -78,14 +78,14 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
     mode = mode or document.get("mode") or _choose_mode(passes)
     chosen = passes.get(str(mode), _Pass())
     translation.put(("mode",), mode)
-    for target, found in (
+    for target, stated in (
         ("batch_size", chosen.batch),
         ("num_devices", devices),
         ("micro_batch_size", chosen.micro_batch),
         ("model.seq_length", chosen.seq_length),
     ):
-        if found is not None and found[1] is not None:
-            translation.put(tuple(target.split(".")), found[1], found[0])
+        if stated is not None and stated[1] is not None:
+            translation.put(tuple(target.split(".")), stated[1], stated[0])
     if "runconfig" in top and chosen.micro_batch is not None:
         _check_accumulation(run, chosen.micro_batch)
     _read_optimizer(top, init, translation)
@@ -143,21 +143,21 @@ def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Transla
         for scope, names in SCOPES.items():
             if scope not in entry:
                 continue
-            for flag, found in _flatten(entry.get(scope), entry.at(scope)).items():
+            for flag, stated in _flatten(entry.get(scope), entry.at(scope)).items():
                 if flag in BTA_FLAGS:
-                    translation.put(("bta", BTA_FLAGS[flag]), found[1], found[0])
+                    translation.put(("bta", BTA_FLAGS[flag]), stated[1], stated[0])
                 elif flag == MICRO_BATCH_FLAG:
                     for name in names:
-                        passes[name].micro_batch = found if found[1] is not None else passes[name].micro_batch
+                        passes[name].micro_batch = stated if stated[1] is not None else passes[name].micro_batch
                 elif "bta" in flag.lower():
-                    translation.refuse(found[0], f"unknown BTA flag; known: {', '.join(BTA_FLAGS)}")
+                    translation.refuse(stated[0], f"unknown BTA flag; known: {', '.join(BTA_FLAGS)}")
     if str(translation.get("bta", "enable")).lower() == "false" and translation.get("bta", "max_tile") is not None:
         translation.ignored.append(translation.sources["bta", "max_tile"])  # the cap of a tiling that is switched off
         translation.put(("bta", "max_tile"), None)
 
 
 def _flatten(value: Any, location: Location, name: str = "") -> dict[str, Found]:
-    """Return flags by their full dotted names, whether they are written nested or dotted."""
+    """Return flags by their full dotted names, for nested and for dotted ones."""
     if name == MICRO_BATCH_FLAG or not isinstance(value, Mapping):
         return {name: (location, value)}
     flags: dict[str, Found] = {}
@@ -188,7 +188,7 @@ def _check_accumulation(run: Section, micro_batch: Found) -> None:
 
 
 def _read_precision(init: Section, translation: Translation) -> None:
-    """Read a trainer's precision, which goes before the model's own, deprecated `fp16_type`."""
+    """Read a trainer's precision, which overrides the model's own, deprecated `fp16_type`."""
     precision = init.section("precision")
     if "enabled" in precision and not precision.boolean("enabled"):
         translation.put(("model", "dtype"), "float32", precision.at("enabled"))

@@ -1,7 +1,7 @@
-"""What may stand under `trainer:` of a Cerebras configuration: fields that are read, and fields that change nothing.
+"""The fields under `trainer:` of a Cerebras configuration: those that are read, and those that change nothing.
 
-The fields are those of `Trainer` in Model Zoo release 2.10. Anything else is refused by name, because an unknown field
-may say how the model is trained. The sections of data (`train_dataloader`, `val_dataloader`) are not listed: each data
+The fields are those of `Trainer` in Model Zoo release 2.10. Any other field is refused by name, because it may change
+how the model is trained. The sections of data (`train_dataloader`, `val_dataloader`) are not listed: each data
 processor has fields of its own, and apart from the batch and the sequence length they choose data.
 """
 
@@ -51,14 +51,14 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
     "trainer.fit": {"ckpt_path": "values of parameters"},
     "trainer.validate": {"ckpt_path": "values of parameters", "loop": "the number of steps"},
 }
-"""The fields of each section that change neither time nor memory of a training step, and what they are."""
+"""The fields of each section that change neither time nor memory of a training step, with their meaning."""
 
 CALLBACKS: Mapping[str, str] = {
     **dict.fromkeys(("GlobalFlags", "ScopedTrainFlags", "ScopedValidateFlags"), "flags; those that matter are read"),
     **dict.fromkeys(
-        ("ScopedEleutherEvalHarnessFlags", "ScopedBigCodeEvalHarnessFlags"), "flags of an evaluation beside training"
+        ("ScopedEleutherEvalHarnessFlags", "ScopedBigCodeEvalHarnessFlags"), "flags of an evaluation during training"
     ),
-    **dict.fromkeys(("EleutherEvalHarness", "BigCodeEvalHarness"), "an evaluation beside training"),
+    **dict.fromkeys(("EleutherEvalHarness", "BigCodeEvalHarness"), "an evaluation during training"),
     **dict.fromkeys(
         (
             *("CheckLoss", "ComputeNorm", "ComputeNormGNS", "CountParams", "DumpAvailableTensorNames", "NaNChecker"),
@@ -76,7 +76,7 @@ CALLBACKS: Mapping[str, str] = {
         "files, and where a run begins",
     ),
 }
-"""The callbacks of Model Zoo that leave a training step as it is, and what they are."""
+"""The callbacks of Model Zoo that leave a training step as it is, with their meaning."""
 
 REFUSED_CALLBACKS: Mapping[str, str] = {
     "Lora": "low-rank adapters are read from training.lora only, for target transformers",

@@ -1,4 +1,4 @@
-"""JSON or YAML text as plain data. Everything that plain data does not need is refused."""
+"""JSON or YAML text as plain data. All other features of YAML and Python are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ except ImportError:  # PyYAML built without libyaml
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
-"""The most values of a document, collections and YAML's keys included; every later step takes time for each of them."""
+"""The most values of a document, collections and YAML's keys included. Each takes time in every later step."""
 
 MAX_DIGITS = 300
 """Python refuses to print integers of more than 4300 digits, and JSON's readers elsewhere end far below that."""
@@ -37,15 +37,15 @@ _TOO_MANY_DIGITS = "a number has too many digits"
 _TOO_MANY_VALUES = f"has more than {MAX_VALUES:,} values"
 
 _CONFIG_KEYS = ("model", "hf_config")
-"""Where a request holds a Hugging Face config.json, if it is none itself."""
+"""The fields of a request that may hold a Hugging Face config.json."""
 _NO_LIMIT = [0.0, math.inf]
 
 
 class FormatError(ValueError):
     """A document that cannot become a request.
 
-    `errors` pairs the location of each field at fault, as keys and indices from the top of the document, with what is
-    wrong there. The location is empty if the document as a whole is at fault.
+    `errors` pairs the location of each field at fault, as keys and indices from the top of the document, with the
+    reason. The location is empty if the document as a whole is at fault.
     """
 
     def __init__(self, errors: Sequence[Problem]) -> None:
@@ -111,7 +111,7 @@ def load_document(text: str) -> dict[str, Any]:
 
 
 def _without_endless_limit(data: dict[str, Any]) -> dict[str, Any]:
-    """Return `data` without `time_step_limit: [0.0, Infinity]`, which is how Mamba's config.json states its default."""
+    """Return `data` without `time_step_limit: [0.0, Infinity]`, the default that Mamba's config.json states."""
     nested = {key: _without_endless_limit(data[key]) for key in _CONFIG_KEYS if isinstance(data.get(key), dict)}
     return {key: value for key, value in {**data, **nested}.items() if (key, value) != ("time_step_limit", _NO_LIMIT)}
 
@@ -134,7 +134,7 @@ def _check_number_of_values(data: Any) -> None:
 
 
 def find_problems(data: Any) -> Iterator[Problem]:
-    """Find what no document may contain: odd numbers, odd text, odd types, or too deep a nesting."""
+    """Yield the values that no document may contain: odd numbers, texts or types, and too deep a nesting."""
     left: list[tuple[Location, Any]] = [((), data)]
     while left:
         location, value = left.pop()
@@ -227,10 +227,10 @@ class _Loader(_Base):
     }
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Replace merge keys by what they stand for, after the keys as they are written have been compared.
+        """Replace merge keys by the merged entries, after a comparison of the written keys.
 
-        An anchored mapping comes here for each mapping that merges it. What was merged into it may then have keys of
-        its own as well, so each mapping is compared once.
+        An anchored mapping comes here for each mapping that merges it. By then merged entries may repeat its own keys,
+        so each mapping is compared only once.
         """
         compared: set[int] = self.__dict__.setdefault("compared", set())
         if id(node) not in compared:
@@ -276,12 +276,12 @@ def _parse_yaml(text: str) -> Any:
 
 
 class RefusedError(Exception):
-    """A document that is too large, or that has something that plain data does not need."""
+    """A document that is too large, or is more than plain data."""
 
 
 @dataclass
 class _Extent:
-    """How much a value is once its aliases are resolved; `height` is the levels of collections in it."""
+    """The size of a value once its aliases are resolved; `height` counts the levels of its collections."""
 
     values: int = 0
     characters: int = 0
@@ -299,7 +299,7 @@ class _Open:
 
 @dataclass
 class EventCheck:
-    """Refuses a document by its events, before anything is composed: each alias counts as what it stands for."""
+    """Refuses a document by its events, before anything is composed. Each alias counts as the value that it names."""
 
     max_values: int
     max_characters: int
@@ -313,7 +313,8 @@ class EventCheck:
         """Count one event.
 
         Raises:
-            RefusedError: a tag, a second document, an alias of nothing or of what contains it, or too large a document.
+            RefusedError: a tag, a second document, an alias without an anchor or inside its own value, or too large a
+                document.
         """
         line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.AliasEvent):

@@ -21,7 +21,7 @@ MICRO_BATCH_RULE = (
     f"{MAX_MICRO_BATCH_SIZE}, or a list of such numbers"
 )
 MOST_SUGGESTIONS = 20
-"""The most unknown fields for which a known one is looked for, because that takes time."""
+"""The most unknown fields for which a known one is suggested, because that takes time."""
 SIZES = ("context_parallel", "sizes")
 SIZES_RULE = "must be 'explore' or a list of 1 to 16 whole numbers from 1 to 4096"
 
@@ -32,15 +32,15 @@ SHARDING_RULE = f"must be one of {_NAMES}, a list of them, or 'explore'"
 LEVELS_RULE = f"must be a list of {_NAMES}, or 'explore'"
 
 _KIND = re.compile(r"(?:literal|tuple|str-enum)\[.*\]|constrained-\w+")
-"""What pydantic calls a member of a union, as it stands in the location of an error."""
+"""Pydantic's names of the members of a union, in the location of an error."""
 
 
 def explain(
     error: ValidationError, sources: Mapping[Location, Location], limit: int, *, is_hugging_face: bool = False
 ) -> list[Problem]:
-    """Return `limit` problems, each once, at the field of the document; `sources` maps native fields to those.
+    """Return at most `limit` problems, each once, at the fields of the document; `sources` maps native fields to them.
 
-    `is_hugging_face` says that the model is a config.json, beside which the length of sequences stands.
+    With `is_hugging_face` the model is a config.json, and the length of sequences is a field of the request.
     """
     problems: dict[Problem, None] = {}
     any_of: dict[Location, dict[str, None]] = {}
@@ -49,7 +49,7 @@ def explain(
         if detail["type"] == "extra_forbidden" and message == detail["msg"]:
             meant = _suggest(native, is_hugging_face=is_hugging_face) if index < MOST_SUGGESTIONS else ""
             message = f"is not a known field{meant}"
-        if message == MAPPING_RULE and (named := _fields_beside((*native, ""))):
+        if message == MAPPING_RULE and (named := _siblings((*native, ""))):
             message = f"must be a mapping of its fields: {', '.join(named)}"
         fields = _related_fields(detail, native)
         location, message = relocate(fields[0], sources), message + _other_names(fields, sources)
@@ -64,28 +64,28 @@ def explain(
         members = any_of.get(location, {})
         if message not in members:
             kept[location, message] = None
-        elif location not in within:  # else what is in the list is at fault, and not that it is none of the others
+        elif location not in within:  # else an item of the list is at fault
             kept[location, _alternatives(members)] = None
     return list(kept)
 
 
 def _alternatives(messages: Iterable[str]) -> str:
-    """Return one message for those about a value that may be one of several kinds."""
+    """Return one message for several about a value that may be one of several kinds."""
     first, *others = messages
     return ", or ".join([first, *(other.removeprefix("must be ") for other in others)])
 
 
 def _suggest(native: Location, *, is_hugging_face: bool) -> str:
-    """Return what to add to a message about an unknown field: the known one that it is like, or nothing."""
-    beside = _fields_beside(native)
+    """Return the suggestion of a known field for an unknown one, empty without a similar one."""
+    known = _siblings(native)
     if len(native) > 1:
-        return did_you_mean(str(native[-1]), beside)
+        return did_you_mean(str(native[-1]), known)
     length = "hf_seq_length" if is_hugging_face else "model.seq_length"
-    return did_you_mean(str(native[-1]), (*beside, "seq_length")).replace("'seq_length'", f"'{length}'")
+    return did_you_mean(str(native[-1]), (*known, "seq_length")).replace("'seq_length'", f"'{length}'")
 
 
 def relocate(native: Location, sources: Mapping[Location, Location]) -> Location:
-    """Return where the document has the native field `native`."""
+    """Return the location of the native field `native` in the document."""
     for length in range(len(native), 0, -1):
         if native[:length] in sources:
             return (*sources[native[:length]], *native[length:])
@@ -120,13 +120,13 @@ def _related_fields(detail: ErrorDetails, native: Location) -> Sequence[Location
 
 
 def _other_names(fields: Sequence[Location], sources: Mapping[Location, Location]) -> str:
-    """Return, as an addition to a message, the document's names of those fields that it calls otherwise."""
+    """Return an addition to a message: the document's names of those fields that have other names in it."""
     names = {str(sources[field][-1]): str(field[-1]) for field in fields if sources.get(field)}
     renamed = [f"{name} is {native}" for name, native in names.items() if name != native]
     return f" (here {', '.join(renamed)})" if renamed else ""
 
 
-def _fields_beside(location: Location) -> tuple[str, ...]:
+def _siblings(location: Location) -> tuple[str, ...]:
     """Return the fields of the part of a request that `location` is in; none if that part has no fields of its own."""
     model: type[BaseModel] = ExplorationRequest
     for key in location[:-1]:
@@ -142,4 +142,4 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     """Return the model that a field holds, which may be one of several types; None if it holds none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+    return next((model for part in get_args(annotation) if (model := _model_in(part)) is not None), None)

@@ -46,7 +46,7 @@ IGNORED = frozenset(
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
         *("summary_first_dropout", "unsloth_version", "unsloth_fixed", "tie_encoder_decoder", "is_decoder"),
         *("cross_attention_hidden_size",),
-        # code beside the model, which is never run
+        # code that comes with the model, which is never run
         "auto_map",
     }
 )
@@ -70,7 +70,7 @@ REFUSED = {
     "num_nextn_predict_layers": "multi-token prediction layers are not supported",
     "quantization_config": "quantised weights are not supported: exploration is for training in plain dtypes",
     "clip_qkv": "clipped queries, keys and values are not supported",
-    "reorder_and_upcast_attn": "attention in float32 beside a model in another dtype is not supported",
+    "reorder_and_upcast_attn": "attention in float32 in a model of another dtype is not supported",
     "add_cross_attention": "cross attention is not supported: only decoder-only models are",
     "is_encoder_decoder": "encoder-decoder models are not supported: only decoder-only models are",
     "pruned_heads": "pruned heads are not supported",
@@ -104,19 +104,18 @@ UNSUPPORTED_TYPES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model type: the values that transformers fixes in its code, and the defaults of its config class.
-
-    `keys` maps fields of ModelSpec to fields of config.json. `defaults` maps fields of config.json to the defaults of
-    the config class. `fixed` maps fields of ModelSpec to their only value. `aliases` maps other names of fields of
-    config.json to the names in use.
-    """
+    """A model type: the values that transformers fixes in its code, and the defaults of its config class."""
 
     defaults: Mapping[str, Any]
+    """The defaults of the config class, by the field of config.json."""
     keys: Mapping[str, str] = field(default_factory=dict)
+    """The fields of config.json, by the field of ModelSpec."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    """The only values of fields of ModelSpec."""
     moe_keys: Mapping[str, str] = field(default_factory=dict)
     moe_fixed: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """The names in use of fields of config.json, by their other names."""
     activation_key: str = "hidden_act"
     positions_key: str = "max_position_embeddings"
     window: str | None = None  # "always": wherever sliding_window is set; "switched": where use_sliding_window is

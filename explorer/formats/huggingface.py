@@ -30,20 +30,20 @@ from bexp.explorer.model.translation import Location, Section, Translation
 from bexp.explorer.request.explored import name_of_config
 
 DEFAULT_SEQ_LENGTH = 4096
-"""The longest sequence that is assumed where config.json only says how long it can be; `seq_length` overrides it."""
+"""The longest sequence that is assumed if config.json states only a maximum; `seq_length` overrides it."""
 
 POSITION_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions"),
 )
 
 OWN_FIELDS = ("name", "seq_length")
-"""Fields of ours that may stand beside those of a config.json."""
+"""Fields of ours that may stand next to those of a config.json."""
 
 
 def pass_config(config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any) -> None:
-    """Set `hf_config` of `translation` to a config.json found at `location`, as it came.
+    """Set `hf_config` of `translation` to the config.json at `location`, unchanged.
 
-    Our own fields `name` and `seq_length` may stand beside transformers'. `seq_length` as an argument goes before them.
+    Our own fields `name` and `seq_length` may stand next to transformers'. The argument `seq_length` overrides them.
     Without either it is the smaller of the longest sequence that the model can take and 4096 tokens.
     """
     values = dict(config)
@@ -68,12 +68,12 @@ def assume_seq_length(config: Mapping[str, Any], translation: Translation, locat
 
 
 def _named_lengths(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many tokens have a position, by the key that names it, or as the class has it by default."""
+    """Return the number of tokens that have a position, by the key that states it, or the default of the class."""
     text = config.get("text_config")
     sections = [config, *([text] if isinstance(text, Mapping) else [])]
-    found = {key: section.get(key) for section in sections for key in POSITION_KEYS}
+    lengths = {key: section.get(key) for section in sections for key in POSITION_KEYS}
     reserved = reserved_positions(config)
-    named = {key: n - reserved for key, n in found.items() if isinstance(n, int) and n > reserved and n is not True}
+    named = {key: n - reserved for key, n in lengths.items() if isinstance(n, int) and n > reserved and n is not True}
     family = FAMILIES.get(str(config.get("model_type")))
     if not named and family is not None and config["model_type"] in model_types().bounded:
         return {family.positions_key: family.defaults[family.positions_key]}
@@ -83,7 +83,7 @@ def _named_lengths(config: Mapping[str, Any]) -> dict[str, int]:
 def check_length(config: Mapping[str, Any], length: Any, translation: Translation) -> None:
     """Refuse or note a sequence that is longer than the positions of a config.json.
 
-    It is refused if the class of the model has no more positions. Rotary positions go on.
+    It is refused if the class of the model has no more positions. Rotary positions have no end.
     """
     named = _named_lengths(config)
     longest = max(named.values(), default=None)
@@ -110,7 +110,7 @@ def _note_long_sequence(config: Mapping[str, Any], said: str, translation: Trans
 
 
 def _note_assumed_length(translation: Translation, assumed: int, longest: int | None) -> None:
-    """Note a length that is not the longest one, because nobody has stated it, and the answer depends on it."""
+    """Note an assumed length that is not the longest one, because the answer depends on it."""
     if assumed == longest:
         return
     why = "" if longest is None else f", although config.json allows {longest:,}"
@@ -120,10 +120,10 @@ def _note_assumed_length(translation: Translation, assumed: int, longest: int | 
 def translate_config(
     config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any = None
 ) -> None:
-    """Set `model` of `translation` from a config.json found at `location`.
+    """Set `model` of `translation` from the config.json at `location`.
 
-    Our own fields `name`, `seq_length` and `dtype` may stand beside transformers'. `seq_length` as an argument goes
-    before them. Without either it is the smaller of the longest sequence that the model can take and 4096 tokens.
+    Our own fields `name`, `seq_length` and `dtype` may stand next to transformers'. The argument `seq_length` overrides
+    them. Without either it is the smaller of the longest sequence that the model can take and 4096 tokens.
     """
     model = translation.section(config, location)
     if refuse_other_model(model, BEXP):

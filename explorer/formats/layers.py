@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def find_layer_pattern(has_experts: Sequence[bool]) -> tuple[int, int] | None:
-    """Return the (first_k_dense, moe_layer_frequency) that describe the layers, or None if none do.
+    """Return the (first_k_dense, moe_layer_frequency) that describe the layers, or None if no such pair does.
 
     A layer i has experts when i >= first_k_dense and (i - first_k_dense + 1) is a multiple of moe_layer_frequency.
     """

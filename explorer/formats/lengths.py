@@ -1,4 +1,4 @@
-"""Lengths of texts as people write them down: one a line, or a histogram in JSON."""
+"""Files of lengths of texts: one a line, or a histogram in JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def is_distribution(text: str) -> bool:
 def parse_lengths(text: str) -> dict[str, Any]:
     """Return the `lengths` of a request from a file's text.
 
-    It has one length in tokens a line, or is JSON: a list of lengths, or a mapping of lengths to numbers of texts.
+    The text has one length in tokens a line, or is JSON: a list of lengths, or a mapping of lengths to numbers of
+    texts.
 
     Raises:
-        ValueError: it has no length, or something else than lengths that are whole numbers from 1 on.
+        ValueError: the text has no length, or something else than lengths that are whole numbers from 1 on.
     """
     if text.lstrip()[:1] in {"{", "["}:
         counts = _parse_json(text)
@@ -37,11 +38,11 @@ def parse_lengths(text: str) -> dict[str, Any]:
 
 def _parse_json(text: str) -> Counter[int]:
     try:
-        found = json.loads(text)
+        lengths = json.loads(text)
     except ValueError as error:
         raise ValueError(f"it is neither one length a line nor JSON: {error}") from None
-    if isinstance(found, dict) and isinstance(found.get("histogram"), (dict, list)):
-        found = found["histogram"]
-    if isinstance(found, list) and not any(isinstance(one, list) for one in found):
-        return Counter(read_count(one, f"length {place}") for place, one in enumerate(found, 1))
-    return Counter(dict(read_histogram(found)))
+    if isinstance(lengths, dict) and isinstance(lengths.get("histogram"), (dict, list)):
+        lengths = lengths["histogram"]
+    if isinstance(lengths, list) and not any(isinstance(one, list) for one in lengths):
+        return Counter(read_count(one, f"length {place}") for place, one in enumerate(lengths, 1))
+    return Counter(dict(read_histogram(lengths)))

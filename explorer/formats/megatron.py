@@ -1,7 +1,7 @@
-"""Megatron-Core's arguments as a request: the flags of `pretrain_gpt.py`, or what NeMo's YAML says in their words.
+"""Megatron-Core's arguments as a request: the flags of `pretrain_gpt.py`, or those that stand for a NeMo YAML.
 
-What a run is about is kept: the shapes, the global batch, the number formats, sharding. What an exploration chooses is
-open: the micro-batch of the arguments is the base to compare with, and recomputation is named in a notice. Defaults are
+The shapes, the global batch, the number formats and sharding are kept. The choices of an exploration are open: the
+micro-batch of the arguments is the base to compare with, and their recomputation is named in a notice. Defaults are
 those of Megatron-LM's argument parser. A flag that is neither read nor known to change nothing is refused by name.
 """
 
@@ -78,11 +78,11 @@ def _number(text: str) -> Any:
     return float(text) if re.fullmatch(r"-?(\d{1,18}\.\d*|\.\d+|\d+(\.\d*)?[eE]-?\d{1,2})", text) else text
 
 
-def translate_arguments(arguments: Section, given: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
+def translate_arguments(arguments: Section, given: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
     """Set the model, the batch and the training state from Megatron's arguments.
 
-    `given` holds the fields of the model that an override sets, which the arguments may then lack. `beside` holds
-    `recompute` and `execution` of the request, null where it has none.
+    `given` holds the fields of the model that an override sets, which the arguments may then lack. `stated` holds
+    `recompute` and `execution` of the request; None where the request has none.
     """
     arguments.refuse_where_set(REFUSED)
     for key, name in PARALLEL_SIZES.items():
@@ -96,7 +96,7 @@ def translate_arguments(arguments: Section, given: Mapping[str, Any], beside: Ma
     _take_ffn(arguments)
     _take_batch(arguments, is_mesh=is_mesh)
     _take_training(arguments)
-    _take_recomputation(arguments, beside, is_mesh=is_mesh)
+    _take_recomputation(arguments, stated, is_mesh=is_mesh)
     arguments.ignore(IGNORED)
     arguments.ignore({key for key in arguments.values if key.startswith(IGNORED_PREFIXES)})
     arguments.refuse_unread("is not a known argument; remove it if it changes neither time nor memory")
@@ -176,7 +176,7 @@ def _take_ffn(arguments: Section) -> None:
 
 
 def _take_capacity(arguments: Section) -> None:
-    """Set the capacity of experts. Its other flags mean nothing without it, as in Megatron."""
+    """Set the capacity of experts. As in Megatron, the other flags of capacity have no effect without it."""
     others = ("moe_token_drop_policy", "moe_pad_expert_input_to_capacity")
     if arguments.get("moe_expert_capacity_factor") is None:
         arguments.ignore(others)
@@ -233,7 +233,7 @@ def _take_training(arguments: Section) -> None:
 
 
 def _choose_sharding(arguments: Section) -> tuple[str, str]:
-    """Return the level of sharding, and the argument that says so."""
+    """Return the level of sharding, and the argument that sets it."""
     strategy = arguments.choice("data_parallel_sharding_strategy", STRATEGIES, "no_shard")
     choices = (
         ("use_megatron_fsdp", strategy, "data_parallel_sharding_strategy"),
@@ -245,8 +245,8 @@ def _choose_sharding(arguments: Section) -> tuple[str, str]:
     return on[0] if on else ("none", "use_distributed_optimizer")
 
 
-def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mesh: bool) -> None:
-    """Say what a run recomputes today, and add it to the policies that are explored if it is none of them."""
+def _take_recomputation(arguments: Section, stated: Mapping[str, Any], *, is_mesh: bool) -> None:
+    """Note the recomputation of the arguments, and add it to the explored policies if it is none of them."""
     translation = arguments.translation
     choices = {"recompute_granularity": ("none", "selective", "full"), "recompute_method": ("uniform", "block")}
     named = {
@@ -262,7 +262,7 @@ def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mes
         return
     how = shortened(" ".join([*words, *([f"with {layers} layers"] if layers else [])]), 80)
     policy = None
-    if named.get("recompute_granularity") == "full" and layers and not is_mesh and not beside["recompute"]:
+    if named.get("recompute_granularity") == "full" and layers and not is_mesh and not stated["recompute"]:
         policy = _numbered_policy(named.get("recompute_method"), layers, translation)
     if policy is None:
         translation.notes.append(
@@ -273,11 +273,11 @@ def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mes
         one.value
         for one in ON_DEVICE
         if (one is not Recompute.EXPERTS or translation.get("model", "moe") is not None)
-        and not (one.by_operation and beside["execution"] not in (None, "eager"))
+        and not (one.by_operation and stated["execution"] not in (None, "eager"))
     ]
     translation.put(("recompute",), [*policies, policy], arguments.at("recompute_num_layers"))
     translation.notes.append(
-        f"recomputation is open: the arguments have {how}, and '{policy}' is explored beside every other policy"
+        f"recomputation is open: the arguments have {how}, and '{policy}' is explored with every other policy"
     )
 
 
@@ -357,7 +357,7 @@ IGNORED = {
         "data, the number of steps, and files",
     ),
 }
-"""Arguments by name, and what they are."""
+"""Arguments that change neither time nor memory, by their meaning."""
 
 IGNORED_PREFIXES = (
     *("lr", "log_", "save", "load", "no_load_", "no_save_", "eval_", "ckpt_", "tensorboard_", "wandb_", "one_logger_"),

@@ -1,4 +1,4 @@
-"""What the model types of transformers are, known without the library: a service that reads a config.json has none."""
+"""The model types of transformers, for a service that reads a config.json without having the library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FILE = Path(__file__).with_suffix(".txt")
 """Written by `python -m benchmarks.model_types`."""
 VERSION = "transformers"
 PADDING = 1
-"""The id of padding that all types `after-padding` have by default."""
+"""The default id of padding of all types `after-padding`."""
 DECODERS, BOUNDED, AFTER_PADDING = "decoders", "bounded", "after-padding"
 
 
 class ModelKind(StrEnum):
-    """What a model type is."""
+    """The kind of a model type."""
 
     CAUSAL = "causal"
     ENCODER = "encoder"
@@ -34,9 +34,9 @@ class ModelKind(StrEnum):
 class ModelTypes:
     """The model types of one version of transformers.
 
-    `decoders` are encoders, with a decoder or without, that have a causal class as well, for `is_decoder: true`.
-    `bounded` are those whose class has no position after `max_position_embeddings`. `after_padding` are those whose
-    first token has the position after the id of padding, so that so many fewer tokens have one.
+    `decoders` are encoders, with a decoder or without, that also have a causal class, for `is_decoder: true`. The class
+    of `bounded` types has no position after `max_position_embeddings`. The first token of `after_padding` types has the
+    position after the id of padding, so that fewer tokens have one.
     """
 
     version: str
@@ -48,7 +48,7 @@ class ModelTypes:
 
 @cache
 def model_types() -> ModelTypes:
-    """Return what the file says."""
+    """Return the model types in the file."""
     head, *groups = re.split(r"\n(?! )", FILE.read_text(encoding="utf-8").strip())
     named = {title: names.split() for title, _, names in (group.partition(":") for group in groups)}
     others = [frozenset(named.pop(title)) for title in (DECODERS, BOUNDED, AFTER_PADDING)]
@@ -57,7 +57,7 @@ def model_types() -> ModelTypes:
 
 
 def reserved_positions(config: Mapping[str, Any]) -> int:
-    """Return how many positions of a config.json no token has."""
+    """Return the number of a config.json's positions that no token has."""
     if str(config.get("model_type")) not in model_types().after_padding:
         return 0
     padding = config.get("pad_token_id")

@@ -28,9 +28,9 @@ DTYPES = {"bfloat16": "bfloat16", "cbfloat16": "bfloat16", "float16": "float16"}
 def translate_model(
     config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any = None
 ) -> None:
-    """Set `model` of `translation` from a Model Zoo model section found at `location`.
+    """Set `model` of `translation` from the Model Zoo model section at `location`.
 
-    A sequence is as long as `max_position_embeddings`, unless our own `seq_length` stands beside it or is passed.
+    A sequence is as long as `max_position_embeddings`, unless our own `seq_length` is stated there or passed.
     """
     model = translation.section(config, location)
     if refuse_vision(model, "name"):
@@ -255,7 +255,7 @@ MOE_IGNORED = {
             *("router_fp32", "router_selection_nonlinearity", "expert_weighting_nonlinearity"),
             "probability_before_ffn",
         ),
-        "work for each token and expert, which is small beside the experts",
+        "work for each token and expert, which is small compared with the experts",
     ),
     **dict.fromkeys(("moe_implementation", "moe_optimized_impl"), "how Cerebras computes the experts"),
 }

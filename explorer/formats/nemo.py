@@ -20,7 +20,7 @@ MARKS = frozenset(
 """A model section with any of these keys is one of NeMo's."""
 
 TOP_KEYS = frozenset({"model", "trainer", "name", "restore_from_path", "exp_manager", "hydra", "defaults", "run"})
-"""The keys of a NeMo document. Of those beside `model` and `trainer`, none changes a training step."""
+"""The keys of a NeMo document. None but `model` and `trainer` changes a training step."""
 
 RENAMED = {
     "encoder_seq_length": "seq_length",
@@ -90,7 +90,7 @@ TRAINER_IGNORED = frozenset(
 
 @dataclass
 class _Renamed(Section):
-    """NeMo's fields under the names of Megatron's arguments, each located where the document has it."""
+    """NeMo's fields under the names of Megatron's arguments, each with its location in the document."""
 
     names: dict[str, str] = field(default_factory=dict)
 
@@ -106,9 +106,9 @@ def is_nemo(document: Mapping[str, Any]) -> bool:
 
 
 def translate_nemo(
-    document: Mapping[str, Any], translation: Translation, given: Mapping[str, Any], beside: Mapping[str, Any]
+    document: Mapping[str, Any], translation: Translation, given: Mapping[str, Any], stated: Mapping[str, Any]
 ) -> None:
-    """Set the request of a NeMo YAML; see `translate_arguments` for `given` and `beside`."""
+    """Set the request of a NeMo YAML; see `translate_arguments` for `given` and `stated`."""
     top = translation.section(document, ())
     model, trainer = top.section("model"), top.section("trainer")
     model.refuse_where_set(REFUSED)
@@ -129,7 +129,7 @@ def translate_nemo(
             "megatron_amp_O2 is off in the file; parameters are measured in the dtype of precision, with float32 "
             "master weights"
         )
-    translate_arguments(_Renamed(translation, values, model.location, names=names), given, beside)
+    translate_arguments(_Renamed(translation, values, model.location, names=names), given, stated)
 
 
 CONVERTED = frozenset(
@@ -138,19 +138,19 @@ CONVERTED = frozenset(
         *("use_flash_attention", "num_query_groups", "ffn_hidden_size"),
     }
 )
-"""Fields whose values Megatron's arguments say otherwise."""
+"""Fields whose values Megatron's arguments write in another way."""
 
 
 def _resolve(model: Section, key: str, value: Any) -> Any:
-    """Return what an interpolation of one field of the model stands for; any other is refused."""
+    """Return the value of an interpolation of one field of the model; refuse any other."""
     if not isinstance(value, str) or not ("${" in value or value == "???"):
         return value
     named = re.fullmatch(r"\$\{(?:\.|model\.)(\w{1,60})\}", value)
-    found = model.values.get(named[1]) if named else None
-    if found is None or isinstance(found, str):
+    field = model.values.get(named[1]) if named else None
+    if field is None or isinstance(field, str):
         model.refuse(key, f"{shortened(value)} cannot be resolved: write the value out")
         return None
-    return found
+    return field
 
 
 def _convert(model: Section, values: dict[str, Any], names: dict[str, str]) -> None:
@@ -179,12 +179,13 @@ def _take_optimizer(optimizer: Section, values: dict[str, Any]) -> None:
 
 
 def _take_trainer(trainer: Section, model: Section, values: dict[str, Any]) -> None:
-    """Read the devices and the precision of Lightning's trainer; refuse what else it says about a training step."""
+    """Read the devices and the precision of Lightning's trainer; refuse others that change a training step."""
     section = model if model.values.get("precision") is not None and "precision" not in trainer else trainer
-    found = section.get("precision", "bf16")
-    if str(found) not in PRECISIONS:
-        section.refuse("precision", f"{shortened(repr(found))} is not supported; supported: {', '.join(PRECISIONS)}")
-    elif flag := PRECISIONS[str(found)]:
+    precision = section.get("precision", "bf16")
+    if str(precision) not in PRECISIONS:
+        supported = ", ".join(PRECISIONS)
+        section.refuse("precision", f"{shortened(repr(precision))} is not supported; supported: {supported}")
+    elif flag := PRECISIONS[str(precision)]:
         values[flag] = True
     devices, nodes = trainer.integer("devices", 1, largest=4096), trainer.integer("num_nodes", 1, largest=4096)
     if devices and nodes and trainer.values:

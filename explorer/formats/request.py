@@ -36,9 +36,9 @@ REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_
 MAX_ERRORS = 50
 _BATCH = ("batch_size", "base_micro_batch_size")
 LIKE_A_FIELD = 0.85
-"""Likeness from which a key of config.json may be a misspelt field; `text_config` is 0.83 like `target_config`."""
+"""The least likeness of a key of config.json to a misspelt field; `text_config` is 0.83 like `target_config`."""
 MAX_COMPARED = 100
-"""Keys of a config.json that are compared with fields, because comparing takes long. Published ones have fewer."""
+"""The most keys of a config.json that are compared with fields, because that takes long. Published ones have fewer."""
 
 
 def parse_request(
@@ -46,17 +46,17 @@ def parse_request(
 ) -> ExplorationRequest:
     """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
 
-    `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side. In their
-    place a trainer's own file may stand there, under the trainer's name.
+    `deepspeed` and `training_arguments` may stand next to a model. They hold the JSON of the training side. In their
+    place a trainer's own file may stand, under the trainer's name.
 
-    A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
+    A config.json may be the whole document, with fields of a request next to its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
     `overrides` are merged last. Their keys are fields of the native request, nested or dotted:
-    `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`. A model of shapes that has no name is called `name`, or
-    by its kind and shapes without one.
+    `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`. A model of shapes without a name gets `name`, or a name
+    from its kind and shapes.
 
     Raises:
-        FormatError: the document cannot be read. It holds the location, in the document, of every field at fault.
+        FormatError: the document cannot be read. The error has the location of every field at fault.
     """
     if not isinstance(document, Mapping):
         raise FormatError([((), "must be a mapping of field names to values")])
@@ -90,7 +90,7 @@ def parse_request(
 
 
 def _name_of(name: str | None, model: Mapping[str, Any]) -> str:
-    """Return a name for a model of shapes: `name`, as far as a name may have its characters, or `moe-24x2048`."""
+    """Return a name for a model of shapes: `name`, without forbidden characters, or such as `moe-24x2048`."""
     plain = re.sub(r"[^A-Za-z0-9._ -]|^[^A-Za-z0-9]+", "-", name or "").lstrip("-._ ")[:128]
     kind = "moe" if model.get("moe") else "dense"
     return plain or f"{kind}-{model.get('num_layers')!s:.9}x{model.get('hidden_size')!s:.9}"
@@ -133,7 +133,7 @@ def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -
 
 
 def _refuse_other_trainer(own: str, named: Any, translation: Translation) -> None:
-    """Refuse a trainer beside the file of another one, which keeps other number formats."""
+    """Refuse a trainer that is named with the file of another one, which keeps other number formats."""
     if named not in (None, own):
         reason = f"is a file of {own}, and the trainer that is named is {shortened(named)}"
         translation.refuse((own,), f"{reason}: keep one, or give its config.json")
@@ -142,7 +142,7 @@ def _refuse_other_trainer(own: str, named: Any, translation: Translation) -> Non
 def _refuse_second_training(
     file: str, translation: Translation, fields: Collection[str], parts: Collection[str]
 ) -> None:
-    """Refuse what a document says beside a file of the training side, if the file says the same.
+    """Refuse fields of a document that a file of the training side sets as well.
 
     `fields` are those of a request, `parts` those of its `training`.
     """
@@ -157,31 +157,31 @@ def _refuse_second_training(
 
 
 def _translate_request(document: Mapping[str, Any], translation: Translation, changes: dict[str, Any]) -> None:
-    found: tuple[Location, Any] | None
+    located_model: tuple[Location, Any] | None
     stated = _choose(changes, document, "target")
     if "megatron" in document or nemo.is_nemo(document):
-        found, beside = None, _translate_arguments(document, changes, translation)
+        located_model, others = None, _translate_arguments(document, changes, translation)
     elif cerebras.is_cerebras(document):
         mode = changes.get("mode")
-        found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
-        beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
-        if not cerebras.BEYOND_CEREBRAS & {*beside, *changes}:
+        located_model = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
+        others = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
+        if not cerebras.BEYOND_CEREBRAS & {*others, *changes}:
             translation.put(("trainer",), CEREBRAS.name)
     elif "model" not in document and {"model_type", "architectures"} & document.keys():
-        beside = {key: value for key, value in document.items() if _is_request_field(key, value)}
-        found = ((), {key: value for key, value in document.items() if key not in beside})
-        _note_misspelt(found[1], translation)
+        others = {key: value for key, value in document.items() if _is_request_field(key, value)}
+        located_model = ((), {key: value for key, value in document.items() if key not in others})
+        _note_misspelt(located_model[1], translation)
     else:
-        found = _find_model(document, changes, translation)
-        beside = {key: value for key, value in document.items() if key != "model"}
-    for key, value in beside.items():
+        located_model = _find_model(document, changes, translation)
+        others = {key: value for key, value in document.items() if key != "model"}
+    for key, value in others.items():
         if translation.get(key) not in (None, value) and key != "mode":
             given = ".".join(map(str, translation.sources.get((key,), ())))
-            translation.refuse((key,), f"is given a second time{f', beside {given}' if given else ''}")
+            translation.refuse((key,), f"is given a second time{f', after {given}' if given else ''}")
         else:
             translation.put((key,), value)
-    if found is not None:
-        location, model = found
+    if located_model is not None:
+        location, model = located_model
         _translate_model(location, model, translation, changes)
     config = translation.get("hf_config")
     if isinstance(config, Mapping):
@@ -204,12 +204,12 @@ def _section_of(translation: Translation) -> Section:
 
 
 def _is_request_field(key: str, value: Any) -> bool:
-    """Return whether a field beside those of a config.json is the request's: its `num_query_groups` are a list."""
+    """Return whether a field in a config.json is a request's. A list of `num_query_groups` is."""
     return key in REQUEST_FIELDS and not (key == "num_query_groups" and isinstance(value, int))
 
 
 def _note_misspelt(config: Mapping[str, Any], translation: Translation) -> None:
-    """Note keys that are nearly fields of a request: transformers takes any key, so nobody else would."""
+    """Note keys that are nearly fields of a request: transformers takes any key, so no later step does."""
     for key in islice(config, MAX_COMPARED):
         if key not in OWN_FIELDS and (meant := did_you_mean(key, REQUEST_FIELDS, LIKE_A_FIELD)):
             translation.notes.append(f"{key} is read as a key of config.json{meant}")
@@ -218,16 +218,16 @@ def _note_misspelt(config: Mapping[str, Any], translation: Translation) -> None:
 def _translate_arguments(
     document: Mapping[str, Any], changes: Mapping[str, Any], translation: Translation
 ) -> dict[str, Any]:
-    """Read Megatron's flags under `megatron`, or a NeMo YAML, and return the fields beside them."""
+    """Read Megatron's flags under `megatron`, or a NeMo YAML, and return the other fields."""
     model = changes.get("model")
     given = model if isinstance(model, Mapping) else {}
-    beside = {key: _choose(changes, document, key) for key in ("recompute", "execution")}
+    stated = {key: _choose(changes, document, key) for key in ("recompute", "execution")}
     if "megatron" not in document:
-        nemo.translate_nemo(document, translation, given, beside)
+        nemo.translate_nemo(document, translation, given, stated)
         return {key: value for key, value in document.items() if key not in nemo.TOP_KEYS}
     flags = megatron.read_flags(document["megatron"], ("megatron",), translation)
     if flags is not None:
-        megatron.translate_arguments(translation.section(flags, ("megatron",)), given, beside)
+        megatron.translate_arguments(translation.section(flags, ("megatron",)), given, stated)
     return {key: value for key, value in document.items() if key != "megatron"}
 
 
@@ -272,7 +272,7 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
 
 
 def _drop_seq_length(translation: Translation) -> None:
-    """Remove the model's length that a run's input states: of a config.json it becomes `hf_seq_length`."""
+    """Remove the model's length that a run's input states; with a config.json it becomes `hf_seq_length`."""
     model = translation.get("model")
     if isinstance(model, dict):
         model.pop("seq_length", None)
@@ -337,7 +337,7 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _find_lost_booleans(given: Any, validated: Any, location: Location = ()) -> Iterator[Location]:
-    """Find where a truth value was read as a number: YAML's `on` is no micro-batch of 1."""
+    """Yield the fields in which a truth value was read as a number: YAML's `on` is no micro-batch of 1."""
     if isinstance(given, bool):
         if isinstance(validated, int | float) and not isinstance(validated, bool):
             yield location

@@ -1,6 +1,6 @@
-"""What is stored of a config.json: for target `transformers`, what a class of the library may read to build its layers.
+"""The stored part of a config.json: for target `transformers`, values that a class of the library may build with.
 
-Nobody knows all such keys: the service need not have the library, and a worker's version may be newer. So short values
+Not all such keys are known: the service need not have the library, and a worker's version may be newer. So short values
 of any key are kept.
 """
 
@@ -24,17 +24,17 @@ LONG = TOO_LONG
 NAMES = "the library's own class is measured, and no code, repository or path is passed to it"
 
 LARGEST_BYTES = 32 * 1024
-"""A published file is smaller, without what is left out."""
+"""Published files are smaller than this without the values that are left out."""
 
 
 def keep_what_is_read(config: Mapping[str, Any], translation: Translation, *, by_library: bool) -> None:
-    """Leave out of `hf_config` what names code, a repository or a path, and long texts; both are noted.
+    """Leave out of `hf_config` names of code, of a repository or of a path, and long texts; note both.
 
     `auto_map` names the code of a model that was published before the library had its class. The worker builds the
     library's class of the same `model_type`, or reports that the library has none.
 
-    For target `transformers`, what no measurement reads is left out as well, and a file that is large without it is
-    refused. Of a quantisation that is not measured, the name of the method stays.
+    For target `transformers`, values that no measurement reads are left out as well, and a file that is large without
+    them is refused. Of a quantisation that is not measured, the name of the method stays.
     """
     kept = {key: value for key, value in config.items() if not by_library or key not in UNREAD}
     method = own_method(kept)

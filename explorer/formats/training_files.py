@@ -1,10 +1,10 @@
-"""Reads the files of trainers that stand beside a model.
+"""Reads the files of trainers that are given with a model.
 
-One is a trainer's own file beside the config.json of its base model: `{"axolotl": FILE, "model": CONFIG}`. What the
-table of the trainer names is kept. What changes speed or memory and is not measured is refused, and what no table knows
-is noted.
+One is a trainer's own file with the config.json of its base model: `{"axolotl": FILE, "model": CONFIG}`. Keys in the
+table of the trainer are kept. A key that changes speed or memory and is not measured is refused, and an unknown key is
+noted.
 
-The others are files of the training side beside any model, such as DeepSpeed's JSON under `deepspeed`. The batch, the
+The others are files of the training side with any model, such as DeepSpeed's JSON under `deepspeed`. The batch, the
 number formats, the optimizer and the sharding are kept. The micro-batch of a file is the base to compare with, because
 an exploration chooses it. A field that is neither read nor known to change nothing is refused by name.
 """
@@ -36,26 +36,26 @@ _UNKNOWN = "not read, because it is not known here what they change: "
 
 
 def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
-    """Return whose own file a document is, by the key of its base model; None if it is no trainer's.
+    """Return the trainer whose own file a document is, by the key of its base model; None without one.
 
     Raises:
-        FormatError: it may be that of several trainers, and `named` is none of them.
+        FormatError: the file may be that of several trainers, and `named` is none of them.
     """
     if "hf_config" in document:
         return None
-    found = [name for name, file in FILES.items() if isinstance(dict(_values(file, document)).get(file.model), str)]
-    if named in found or len(found) < 2:
-        return named if named in found else next(iter(found), None)
-    raise FormatError([((FILES[found[0]].model,), f"say whose file this is: --trainer {' or '.join(found)}")])
+    names = [name for name, file in FILES.items() if isinstance(dict(_values(file, document)).get(file.model), str)]
+    if named in names or len(names) < 2:
+        return named if named in names else next(iter(names), None)
+    raise FormatError([((FILES[names[0]].model,), f"say whose file this is: --trainer {' or '.join(names)}")])
 
 
 def base_model(name: str, document: Mapping[str, Any]) -> str:
-    """Return how a trainer's own file names its base model: a folder, or a name on the Hugging Face hub."""
+    """Return the base model that a trainer's own file names: a folder, or a name on the Hugging Face hub."""
     return str(dict(_values(FILES[name], document))[FILES[name].model])
 
 
 def setting_of(name: str, key: str) -> Setting | None:
-    """Return what a key of a trainer's own file sets; None for keys that are not read."""
+    """Return the setting of a key of a trainer's own file; None for keys that are not read."""
     known = FILES[name].keys.get(key)
     return None if known is None else known.setting
 
@@ -66,7 +66,7 @@ def why_refused(name: str, key: str) -> str | None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list of one for what may also be said without a list."""
+    """Return a list of one item for a value that may stand without a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -81,7 +81,7 @@ def _values(file: TrainerFile, values: Mapping[str, Any], before: str = "") -> I
 
 @dataclass
 class StatedTraining:
-    """What a trainer's own file says, and where."""
+    """The settings of a trainer's own file, and their keys."""
 
     name: str
     said: dict[Setting, Any] = field(default_factory=dict)
@@ -89,9 +89,9 @@ class StatedTraining:
 
     @classmethod
     def read(cls, name: str, document: Any, translation: Translation, *, has_length: bool) -> StatedTraining:
-        """Read a file, refuse what is not measured, and set the length of a sequence, which the model is read with.
+        """Read a file, refuse what is not measured, and set the length of a sequence, with which the model is read.
 
-        `has_length` says that the length is given beside the file.
+        With `has_length`, the length is given outside the file.
         """
         stated, file, unknown, uncut = cls(name), FILES[name], [], False
         for key, value in _values(file, translation.section(document, (name,)).values):
@@ -119,33 +119,33 @@ class StatedTraining:
         return stated
 
     def at(self, key: str) -> Location:
-        """Return where a key stands in the document."""
+        """Return the location of a key in the document."""
         return (self.name, *(key.split(".") if FILES[self.name].is_nested else (key,)))
 
     def source(self, setting: Setting) -> Location:
-        """Return where a setting is said, or could be."""
+        """Return the location of a setting, or of the key that could set it."""
         keys = [key for key in FILES[self.name].keys if setting_of(self.name, key) is setting]
         return self.at(self.keys.get(setting) or keys[0]) if keys else (self.name,)
 
     def _take(self, key: str, value: Any, known: Key, translation: Translation) -> None:
         try:
-            found, setting = value if known.read is None else known.read(value), known.setting
+            result, setting = value if known.read is None else known.read(value), known.setting
         except ValueError as error:
             translation.refuse(self.at(key), str(error))
             return
-        if setting is None or found is None:
+        if setting is None or result is None:
             return
         before = self.said.get(setting)
         if setting is Setting.MODULES and before is not None:
-            found = "all-linear" if "all-linear" in (before, found) else [*before, *found]
-        elif before not in (None, found):
+            result = "all-linear" if "all-linear" in (before, result) else [*before, *result]
+        elif before not in (None, result):
             translation.refuse(self.at(key), f"contradicts {self.keys[setting]}")
-        self.said[setting], self.keys[setting] = found, key
+        self.said[setting], self.keys[setting] = result, key
 
     def translate(self, translation: Translation, num_devices: Any, *, has_lengths: bool, has_batching: bool) -> None:
         """Set everything but the model. `num_devices` multiplies the batch of a device; None is the file's own.
 
-        `has_lengths` and `has_batching` say that lengths of texts, and what becomes of them, are given beside the file.
+        With `has_lengths` and `has_batching`, the lengths of texts and their batching are given outside the file.
         """
         said, file = self.said, FILES[self.name]
         translation.put(("trainer",), self.name)
@@ -175,10 +175,10 @@ class StatedTraining:
         translation.notes += [file.note] if file.note else []
 
     def _put_once(self, translation: Translation, name: str, value: Any, setting: Setting) -> None:
-        """Set a field of a request; refuse another value of it that stands beside the file."""
+        """Set a field of a request; refuse another value of it that is given outside the file."""
         given = translation.get(name)
         if given is not None and _listed(given) != _listed(value):
-            reason = f"contradicts {name} beside the file, which is {shortened(given)}: keep one"
+            reason = f"contradicts {name} outside the file, which is {shortened(given)}: keep one"
             translation.refuse(self.source(setting), reason)
         translation.put((name,), value, self.source(setting))
 
@@ -268,4 +268,4 @@ def translate_side_files(document: Mapping[str, Any], translation: Translation, 
             batch = read(top.section(name), devices, batch)
     for name, other in ((name, other) for name in SIDE_FILES for other in SIDE_FILES if name in document):
         if isinstance(outer := document.get(other), Mapping) and isinstance(outer.get(name), Mapping):
-            translation.refuse((other, name), f"is given a second time, beside {name}")
+            translation.refuse((other, name), f"is given a second time, after {name}")

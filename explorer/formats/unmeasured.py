@@ -1,4 +1,4 @@
-"""A config.json of anything but a causal language model, refused by its type, with a way that measures it."""
+"""Refuses by its type the config.json of anything but a causal language model, with a way to measure it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bexp.explorer.model.target import OWN_TARGET, TRANSFORMERS
 from bexp.explorer.model.translation import Section
 
 LIKE_A_TYPE = 0.8
-"""Likeness from which an unknown model type is a misspelt one."""
+"""The least likeness of an unknown model type to the known one that it misspells."""
 
 _WHAT = {
     ModelKind.ENCODER: "an encoder",
@@ -26,7 +26,7 @@ _WHAT = {
 
 
 def refuse_other_model(model: Section, target: Any = None) -> bool:
-    """Refuse the config.json of anything but a causal language model, and a misspelt type; return whether it was.
+    """Refuse the config.json of anything but a causal language model, and a misspelt type; return whether it did.
 
     Encoders that have a causal class are causal with `is_decoder: true`. An unknown type is noted, because a worker's
     library may be newer. A misspelt one is noted as well if the request names the `target`.
@@ -36,7 +36,7 @@ def refuse_other_model(model: Section, target: Any = None) -> bool:
         return False
     kind = model_types().kinds.get(name)
     if kind is None:
-        return refuse_vision(model, "model_type") or _tell_unknown(model, name, target)
+        return refuse_vision(model, "model_type") or _report_unknown(model, name, target)
     if kind is ModelKind.CAUSAL and config.get("vision_config") is not None:
         kind = ModelKind.VISION_LANGUAGE
     if name in model_types().decoders and config.get("is_decoder") is True:
@@ -49,7 +49,7 @@ def refuse_other_model(model: Section, target: Any = None) -> bool:
 
 
 def _way(config: Mapping[str, Any], name: str, kind: ModelKind) -> str:
-    """Return how the model, or the language model in it, is measured."""
+    """Return a way to measure the model, or the language model in it."""
     text = config.get("text_config")
     inner = text.get("model_type", f"{name}_text") if isinstance(text, Mapping) else None
     if isinstance(inner, str) and model_types().kinds.get(inner) is ModelKind.CAUSAL:
@@ -62,7 +62,7 @@ def _way(config: Mapping[str, Any], name: str, kind: ModelKind) -> str:
     return way if decoder else way[0].upper() + way[1:]
 
 
-def _tell_unknown(model: Section, name: str, target: Any) -> bool:
+def _report_unknown(model: Section, name: str, target: Any) -> bool:
     """Refuse a type that is misspelt, and note another one that is not known; return whether it is refused."""
     known = model_types()
     unknown = f"{shortened(repr(name))} is not known to transformers {known.version}"
@@ -70,13 +70,13 @@ def _tell_unknown(model: Section, name: str, target: Any) -> bool:
     if meant and target is None:
         model.refuse("model_type", f"{unknown}{meant}; target: {TRANSFORMERS} leaves it to the worker's library")
         return True
-    told = f"model_type {unknown} as far as this version of bexp knows{meant}; a worker will tell"
-    model.translation.notes.append(told)
+    note = f"model_type {unknown} as far as this version of bexp knows{meant}; a worker's library decides"
+    model.translation.notes.append(note)
     return False
 
 
 def _meant(name: str, known: Mapping[str, ModelKind]) -> str:
-    """Return what to say of the type that is meant; nothing for one that differs in a number, as a newer one does."""
+    """Return the suggestion of a known type, empty for one that differs in a number, as a newer one does."""
     plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in known}
     same = plain.get(re.sub(r"[^a-z0-9]", "", name.lower()))
     if same is not None:

@@ -1,4 +1,4 @@
-"""Recognition of vision networks, so that they are refused with a reason of their own."""
+"""Recognises vision networks, so that they are refused with a reason of their own."""
 
 from __future__ import annotations
 

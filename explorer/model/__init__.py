@@ -1,1 +1,1 @@
-"""What a model, its texts, its training, its routing and a device are: plain values."""
+"""A model, its texts, its training, its routing and a device, as plain values."""

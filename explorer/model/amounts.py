@@ -18,7 +18,7 @@ def rate_text(tokens_per_second: float) -> str:
 
 
 def slower_text(loss: float, than: str | None = None) -> str:
-    """Return a share of tokens/s that is lost against another candidate, or gained if it is negative."""
+    """Return a share of tokens/s that a candidate is slower than another, or faster if it is negative."""
     share = f"{abs(loss):.1%}"
     if share == "0.0%":
         return "as fast" if than is None else f"as fast as {than}"
@@ -26,7 +26,7 @@ def slower_text(loss: float, than: str | None = None) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time in the unit in which it is easy to read."""
+    """Return a time in a unit that suits its size."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -33,8 +33,8 @@ def is_zero(value: object) -> bool:
 class RuleError(ValueError):
     """Fields that are each valid contradict each other.
 
-    `fields` holds the paths of the fields that the rule relates, as keys from the value whose validator raised the
-    error. The first path is the field at fault. It is empty if the value as a whole is at fault.
+    `fields` holds the paths of the related fields, as keys from the value whose validator raised the error. The first
+    path is the field at fault. It is empty if the value as a whole is at fault.
 
     Pydantic keeps the exception in its error details, under `ctx["error"]`.
     """
@@ -54,10 +54,10 @@ _WORDS = (
     (", unable to parse string as an integer", ""),
     (", unable to parse string as a number", ""),
 )
-"""What pydantic writes, and what stands for it: a prefix of our own rules, and words that a person reads at once."""
+"""Texts of pydantic, and their replacements: the prefix of our own rules is dropped, other texts become plain words."""
 
 _MEMBER = re.compile(r"<\w+\.\w+: ('\w+')>")
-"""How pydantic writes the one member of an enumeration that it admits."""
+"""The text of pydantic for the one member of an enumeration that it admits."""
 
 MAPPING_RULE = "must be a mapping of field names to values"
 _MAPPINGS = ("model_type", "model_attributes_type", "dict_type")

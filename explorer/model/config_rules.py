@@ -1,7 +1,7 @@
-"""What a config.json may hold: bounded numbers, short plain texts, and nothing that names code or a place.
+"""The rules of a config.json: bounded numbers, short plain texts, and nothing that names code or a place.
 
-A library builds classes of what it says, before anybody can look at them. Its keys are known to that library alone, so
-each value is bounded by what its key is called.
+The transformers library builds classes from it before anybody can look at them. Only the library knows its keys, so
+each value is bounded by the name of its key.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ MAX_CONFIG_DEPTH = 16
 
 MAX_CONFIG_LAYERS = 512
 MAX_ITEMS = 4096
-"""Of a list or a mapping. Labels may be more."""
+"""The most items of a list or a mapping other than labels."""
 
 LONGEST_TEXT = 256
-"""Characters of a key or a text; the longest that a class reads is a pattern of some hundred layers."""
+"""The most characters of a key or a text; the longest that a class reads is a pattern of some hundred layers."""
 
 MAX_MODULES = 1 << 20
 """Layers times experts: some classes build each expert of each layer as a module of its own."""
 MAX_ADAPTERS = 1 << 12
 """Layers times adapters. Each is some modules, whose construction takes milliseconds; XMOD has 24 x 81."""
 MAX_PARAMETERS = 1 << 50
-"""Above a hundred times what any published model has, because it bounds a rough product from above."""
+"""More than a hundred times the parameters of any published model, because it bounds a rough product from above."""
 
 LABELS = frozenset({"id2label", "label2id"})
 """Keys of labels. They are texts of any kind, and no causal language model reads them."""
 NAME_KEY = "_name_or_path"
-"""At the top it is the name of the exploration, and goes to no library."""
+"""At the top, the key of the exploration's name, which goes to no library."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of number: what it counts, and the largest magnitude it may have as an integer and as a real number."""
+    """A kind of number: what it counts, and its largest magnitude as an integer and as a real number."""
 
     name: str
     most: int
@@ -80,23 +80,23 @@ _KINDS: tuple[tuple[re.Pattern[str], _Kind], ...] = tuple(
         (r"(num|n)_.*", _COUNT),
     )
 )
-"""The first pattern that matches a key, in small letters, says what kind its numbers are; all others are widths.
+"""The first pattern that matches a key, in lower case, gives the kind of its numbers; all others are widths.
 
-The number of a list's items is one of them: a list may stand where a class has a number, and say the layers one by one.
+The length of a list is such a number, too: a class may take a list with an item for each layer in place of a number.
 """
 
 _KEY = re.compile(r"(?!__)[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN = re.compile(r"(?!.*\.[*+])[A-Za-z0-9_ .,+*|#=-]*")
-"""Neither path nor address has such characters alone. Some libraries read texts as expressions, which `.*` prolongs."""
+"""A path or an address needs other characters. `.*` is excluded, because some libraries read texts as expressions."""
 _DTYPE = re.compile(r"auto|half|float|double|(fp|bf|float|bfloat|u?int)\d+(_?e\d+m\d+(fn|fnuz)?)?")
 _CODE_KEYS = ("auto_map", "trust_remote_code")
 _OF_CODE = re.compile(
     r"auto_map|trust_remote_code|custom_pipelines|kernel_config|use_kernels|(use_(timm|pretrained)_)?backbone"
     r"|_?(attn|experts)_implementation(_internal)?|attribute_map|sub_configs"
 )
-"""Keys that choose the code which a library runs, have it fetch something, or say what another key means."""
+"""Keys that choose the code which a library runs, have it fetch something, or change the meaning of another key."""
 _OF_PLACE = re.compile(r"(.*_)?(name_or_path|path|repo(sitory)?(_id)?|revision|checkpoint|url|file|commit_hash)")
-"""Keys whose texts say where something lies."""
+"""Keys whose texts name a place."""
 
 TOO_LONG = f"longer than {LONGEST_TEXT} characters"
 CODE = "code that comes with a model is never run; remove this key"
@@ -105,11 +105,11 @@ PLAIN = "must be text of letters, digits, spaces and _.,+*|#=- alone, without '.
 
 
 def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` if all that it holds is acceptable. What its keys mean is left to the transformers library.
+    """Return `config` if all of its values are acceptable. The meaning of its keys is left to the library.
 
     Raises:
-        RuleError: it has no `model_type`, is larger than 256 KiB as JSON, is nested deeper than 16 levels, asks for
-            code from elsewhere at any level, or holds a value beyond its bound.
+        RuleError: `config` has no `model_type`, is larger than 256 KiB as JSON, is nested deeper than 16 levels, asks
+            for code from elsewhere at any level, or holds a value beyond its bound.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
@@ -129,9 +129,9 @@ def check_size(config: Mapping[str, Any]) -> None:
 
 
 def cleaned(config: Mapping[str, Any], left_out: Callable[[FieldPath, str], None]) -> dict[str, Any]:
-    """Return `config` without long texts and without what names code or a place; `left_out` is told where, and why.
+    """Return `config` without long texts and names of code or of a place; call `left_out` with each place and reason.
 
-    A published file has such things, which no library needs. `trust_remote_code` stays: it asks for code.
+    Published files have such values, which no library needs. `trust_remote_code` stays, because it asks for code.
     """
 
     def clean(value: Any, path: FieldPath) -> Any:
@@ -152,7 +152,7 @@ def cleaned(config: Mapping[str, Any], left_out: Callable[[FieldPath, str], None
 
 
 def _faults(value: Any, path: FieldPath, numbers: _Numbers) -> Iterator[tuple[FieldPath, str]]:
-    """Find what is not acceptable below `path`, and note its numbers."""
+    """Yield what is not acceptable below `path`, and note its numbers."""
     is_named = isinstance(value, Mapping)
     if not is_named and not isinstance(value, list | tuple):
         return
@@ -181,7 +181,7 @@ def _is_labels(key: object, path: FieldPath) -> bool:
 
 
 def _text_fault(key: str, value: Any, path: FieldPath) -> str | None:
-    """Return what is wrong with `value` as a text or a name, or with its key in what is at `path`; a list has none."""
+    """Return the fault of `value` as a text or a name, or of its key in the mapping at `path`; None without one."""
     text = value if isinstance(value, str) else ""
     if max(len(key), len(text)) > LONGEST_TEXT:
         return TOO_LONG
@@ -207,13 +207,13 @@ def _kind_of(key: str) -> _Kind:
 
 
 class _Numbers:
-    """The largest numbers of a configuration, by their kind, and what they could multiply to."""
+    """The largest numbers of a configuration, by kind, and their products."""
 
     def __init__(self) -> None:
         self._largest: defaultdict[_Kind, list[tuple[int, FieldPath]]] = defaultdict(list)
 
     def take(self, path: FieldPath, value: float) -> str | None:
-        """Return why a number is out of bounds; one that is not counts for the products."""
+        """Return why a number is out of bounds; else count it for the products and return None."""
         kind = _kind_of(_key_of(path))
         most = kind.most if isinstance(value, int) else kind.most_real
         if not abs(value) <= most:  # nor is NaN
@@ -226,7 +226,7 @@ class _Numbers:
         return None
 
     def check_products(self) -> None:
-        """Raise RuleError if a model of these numbers could have more modules or parameters than any model has."""
+        """Raise RuleError if a model of these numbers could have more modules or parameters than any real model."""
         layers, experts, heads, head = (self._first(kind) for kind in (_LAYERS, _EXPERTS, _HEADS, _HEAD_WIDTH))
         modules = layers[0] * experts[0]
         for kind, most in ((_EXPERTS, MAX_MODULES), (_ADAPTERS, MAX_ADAPTERS)):

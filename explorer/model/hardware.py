@@ -14,29 +14,23 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 WITH_ADAPTERS = "with adapters on experts"
-"""How the reason begins why kernels are left out that serve the same experts without adapters."""
+"""The beginning of the reason that leaves out kernels which serve the same experts without adapters."""
 
 
 class BackendSupport(Frozen):
-    """Whether a kernel back end can serve a model on a device.
-
-    `stock` marks back ends that torch itself has. `reason` says why a back end cannot be used.
-    `only_when_named` marks back ends that are explored only if the request names them.
-    `context_parallel` says whether an attention back end serves sequences that several devices share, and
-    `context_parallel_reason` says why it does not.
-    """
+    """Whether a kernel back end can serve a model on a device."""
 
     name: str
     usable: bool
-    reason: str | None = None
-    stock: bool = True
-    only_when_named: bool = False
-    context_parallel: bool = False
-    context_parallel_reason: str | None = None
+    reason: str | None = Field(None, description="Why the back end cannot be used.")
+    stock: bool = Field(True, description="Whether torch itself has the back end.")
+    only_when_named: bool = Field(False, description="Whether it is explored only if the request names it.")
+    context_parallel: bool = Field(False, description="Whether attention serves sequences that several devices share.")
+    context_parallel_reason: str | None = Field(None, description="Why attention does not serve them.")
 
 
 class SoftwareVersions(Frozen):
-    """Versions that a measurement depends on; null if the device has no such software."""
+    """Versions that a measurement depends on; None if the device has no such software."""
 
     python: str
     torch: str
@@ -49,32 +43,33 @@ class SoftwareVersions(Frozen):
 class HardwareSpec(Frozen):
     """One device, or several alike, as measured by the worker that owns them.
 
-    `matmul_flops_per_second` and `memory_bandwidth_bytes_per_second` (read + write) are measured peaks, not figures of
-    a data sheet. `launch_seconds` is the host's time for one eager operation. `context_bytes` is the device memory that
-    the runtime holds outside the allocator. `workspace_bytes` are those that cuBLAS takes from the allocator for the
-    threads of forward and backward, and keeps.
+    The peaks of matrix products and of the memory's bandwidth are measured, not figures of a data sheet.
     """
 
     device_kind: Literal["cpu", "cuda"]
     device_name: str
     num_devices: Annotated[int, Field(ge=1)] = 1
     memory_bytes: Annotated[int, Field(gt=0)] = Field(description="The memory of one device.")
-    memory_limit_bytes: Annotated[int, Field(gt=0)] = Field(description="What a job may use of the memory by default.")
-    context_bytes: Annotated[int, Field(ge=0)] = 0
-    workspace_bytes: Annotated[int, Field(ge=0)] = 0
+    memory_limit_bytes: Annotated[int, Field(gt=0)] = Field(description="The memory that a job may use by default.")
+    context_bytes: Annotated[int, Field(ge=0)] = Field(
+        0, description="Device memory that the runtime holds outside the allocator."
+    )
+    workspace_bytes: Annotated[int, Field(ge=0)] = Field(
+        0, description="Memory that cuBLAS takes from the allocator for the threads of forward and backward, and keeps."
+    )
     matmul_flops_per_second: dict[DType, Positive]
-    memory_bandwidth_bytes_per_second: Positive
-    launch_seconds: Positive
+    memory_bandwidth_bytes_per_second: Positive = Field(description="Of reads and writes together.")
+    launch_seconds: Positive = Field(description="The host's time for one eager operation.")
     versions: SoftwareVersions
 
     @property
     def most_memory_bytes(self) -> int:
-        """What a request may ask for of one device: more than the default of a CPU. Others hold the rest of a GPU."""
+        """The most memory of one device that a request may ask for: all of a CPU's, and the default of a GPU."""
         return self.memory_bytes if self.device_kind == "cpu" else self.memory_limit_bytes
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what a result depends on, without the measured peaks; a resumed job needs the same."""
+        """A hash of all that results depend on but the measured peaks; a resumed job needs the same."""
         parts = (self.device_kind, self.device_name, str(self.memory_bytes), self.versions.model_dump_json())
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 

@@ -15,17 +15,17 @@ from bexp.explorer.model.base import Frozen, RuleError
 MAX_LENGTH = 1 << 24
 MAX_TEXTS = 1 << 40
 MAX_DISTINCT_LENGTHS = 1024
-"""Distinct lengths of a histogram; `compact_histogram` has no more, whatever it is made of."""
+"""The most distinct lengths of a histogram; `compact_histogram` makes no more."""
 FEW_LENGTHS = 64
 EPOCH_TEXTS = 100_000
-"""Texts of an epoch where nobody counts them: a distribution by its parameters has no number of texts."""
+"""The texts of an epoch of a distribution by its parameters, which has no number of texts."""
 RARE = 1e-3
-"""An epoch without a number of texts meets a longer one than counts here with at most this probability."""
+"""The probability that an epoch of a distribution has a text longer than those that are counted."""
 LOGNORMAL = re.compile(r"lognormal\(\s*([^,()]+?)\s*,\s*([^,()]+?)\s*\)")
 
 Batching = Literal["padded", "grouped", "packed", "token_budget"]
 PACKED: frozenset[Batching] = frozenset({"packed", "token_budget"})
-"""Whole texts beside one another: in each row of a micro-batch, or in one row that is the whole micro-batch."""
+"""Whole texts one after another: in each row of a micro-batch, or in one row that is the whole micro-batch."""
 Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
 TextCount = Annotated[int, Field(ge=1, le=MAX_TEXTS)]
 
@@ -34,8 +34,8 @@ TextCount = Annotated[int, Field(ge=1, le=MAX_TEXTS)]
 class CutLengths:
     """Distinct lengths in ascending order, each with the number of its texts, none longer than a sequence.
 
-    `num_cut` texts were longer, and end at the length of a sequence. Numbers that follow from a distribution are
-    expectations. `is_counted` says that the texts themselves were counted.
+    `num_cut` texts were longer, and end at the length of a sequence. With `is_counted` the texts themselves were
+    counted; else the numbers are expectations of a distribution.
     """
 
     lengths: tuple[int, ...]
@@ -45,7 +45,7 @@ class CutLengths:
 
     @property
     def are_binned(self) -> bool:
-        """Whether a length may stand for those down to the next shorter one. A few that were counted do not."""
+        """Whether each length may stand for those down to the next shorter one; a few counted lengths do not."""
         return not self.is_counted or len(self.lengths) > FEW_LENGTHS
 
     @property
@@ -70,7 +70,7 @@ class LogNormal(Frozen):
 
 
 class Lengths(Frozen):
-    """How long texts are: a histogram of them, or a distribution."""
+    """The lengths of texts: a histogram, or a distribution."""
 
     histogram: (
         Annotated[tuple[tuple[Length, TextCount], ...], Field(min_length=1, max_length=MAX_DISTINCT_LENGTHS)] | None
@@ -97,20 +97,20 @@ def expand_lengths(data: dict[str, Any]) -> dict[str, Any]:
     """Write `lognormal(mean, sigma)`, or a histogram by itself, as the mapping that it stands for.
 
     Raises:
-        RuleError: a text that is no distribution, or a value that has neither or both of its fields.
+        RuleError: the text is no distribution, or the value has neither or both of the fields.
     """
     given = data.get("lengths")
     if given is None or isinstance(given, Lengths):
         return data
     if isinstance(given, str):
-        found = LOGNORMAL.fullmatch(given.strip())
-        if found is None:
+        parameters = LOGNORMAL.fullmatch(given.strip())
+        if parameters is None:
             raise RuleError(
                 "as a text they are lognormal(mean, sigma); others are pairs such as [[512, 40], [2048, 3]], or a file "
                 "that --lengths names",
                 "lengths",
             )
-        given = {"lognormal": {"mean": found[1], "sigma": found[2]}}
+        given = {"lognormal": {"mean": parameters[1], "sigma": parameters[2]}}
     elif isinstance(given, (list, tuple)) or (isinstance(given, Mapping) and not _is_named(given)):
         given = {"histogram": given}
     if not isinstance(given, Mapping) or sum(given.get(name) is not None for name in Lengths.model_fields) != 1:
@@ -128,7 +128,7 @@ def read_histogram(given: Any) -> tuple[tuple[int, int], ...]:
     `given` is such pairs, or a mapping of lengths to numbers.
 
     Raises:
-        ValueError: there are none, or one of them is no whole number that is at least 1.
+        ValueError: there are no pairs, or one of the numbers is no whole number that is at least 1.
     """
     pairs = list(given.items()) if isinstance(given, Mapping) else list(given) if isinstance(given, Iterable) else []
     if not pairs or isinstance(given, str):
@@ -149,7 +149,7 @@ def read_count(value: Any, what: str) -> int:
     """Return a whole number that is at least 1.
 
     Raises:
-        ValueError: it is none; the message says `what` it stands for, and not the value, which may be anything.
+        ValueError: the value is no such number. The message names `what` it stands for, and not the value itself.
     """
     text = str(value).strip()
     if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or len(text) > 15 or int(text) < 1:
@@ -160,7 +160,7 @@ def read_count(value: Any, what: str) -> int:
 def compact_histogram(counts: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
     """Return a histogram of at most MAX_DISTINCT_LENGTHS lengths with the same number of texts and the same longest.
 
-    Lengths that are near one another become their mean, rounded up: a share of the length that is the same everywhere.
+    Lengths within the same share of each other become their mean, rounded up.
     """
     ordered = sorted(counts.items())
     if len(ordered) <= MAX_DISTINCT_LENGTHS:
@@ -178,7 +178,7 @@ def _cut_lognormal(given: LogNormal, seq_length: int) -> CutLengths:
     centre = math.log(given.mean) - given.sigma**2 / 2
 
     def longer(length: float) -> float:
-        """The share of texts that are longer."""
+        """Return the share of texts that are longer."""
         return 0.5 * math.erfc((math.log(length) - centre) / (given.sigma * math.sqrt(2)))
 
     lengths: dict[int, float] = {}

@@ -76,7 +76,7 @@ class MoESpec(Frozen):
     )
 
     def capacity(self, num_tokens: int) -> int:
-        """Return how many of `num_tokens` an expert takes at most (Fedus et al., 2021, arXiv:2101.03961, equation 3).
+        """Return the most of `num_tokens` that an expert takes (Fedus et al., 2021, arXiv:2101.03961, equation 3).
 
         As in Megatron-Core, the mean counts each token top_k times. Without a capacity factor an expert takes all.
         """
@@ -96,8 +96,8 @@ class ModelSpec(Frozen):
     """A pre-norm decoder-only transformer.
 
     `ffn_hidden_size` is the hidden width of the dense FFN; a model whose layers all have experts may leave it at 0.
-    `num_query_groups` is the number of key/value heads: null is multi-head, 1 multi-query, a divisor of the heads
-    grouped-query attention (Ainslie et al., 2023).
+    `num_query_groups` is the number of key/value heads: null for multi-head, 1 for multi-query, and a divisor of the
+    heads for grouped-query attention (Ainslie et al., 2023).
     """
 
     name: str = Field("model", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")
@@ -133,7 +133,7 @@ class ModelSpec(Frozen):
 
     settings: ClassVar[tuple[str, ...]] = ()
     computes_losses: ClassVar[bool] = False
-    """Whether there is a choice of what computes the loss: only a model's own code has one."""
+    """Whether there is a choice of the code that computes the loss: only a model's own code has one."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -202,12 +202,12 @@ class ModelSpec(Frozen):
 
     @property
     def title(self) -> str:
-        """What is explored, for a person."""
+        """A name of the explored model, for a person."""
         return self.name
 
     @property
     def place(self) -> str:
-        """Where its candidates must be able to run, for a person."""
+        """The place where its candidates must be able to run, for a person."""
         return "on this device"
 
     @property
@@ -217,7 +217,7 @@ class ModelSpec(Frozen):
 
     @property
     def output_bytes_per_token(self) -> int:
-        """What one layer hands to the next."""
+        """Bytes a token that one layer hands to the next."""
         return self.hidden_size * self.dtype.itemsize
 
     def offers_tiles(self, *, named: bool) -> bool:
@@ -231,7 +231,7 @@ class ModelSpec(Frozen):
 
     @property
     def variant(self) -> Variant:
-        """What tells this model from the others that a request compares it with."""
+        """The settings that distinguish this model from the others of a request."""
         return Variant(self.query_groups, None if self.moe is None else self.moe.capacity_factor)
 
     @property

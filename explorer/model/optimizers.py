@@ -1,4 +1,4 @@
-"""The optimizers that a request can name, as transformers' `TrainingArguments.optim` names them."""
+"""The optimizers that a request can name, by their names in transformers' `TrainingArguments.optim`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 class LibraryOptimizer:
     """An optimizer whose state is read from the real one.
 
-    `maker` is how a script makes it, `package` what it needs beside torch and transformers. One that `is_on_host` steps
-    in the host's memory, and TrainingArguments have no name for it. One that `is_paged` may move its state there; it
-    is measured without that.
+    `maker` is the code of a script that makes it, and `package` its need in addition to torch and transformers. One
+    that `is_on_host` steps in the host's memory, and TrainingArguments have no name for it. One that `is_paged` may
+    move its state there; it is measured without that.
     """
 
     maker: str
@@ -79,15 +79,15 @@ LIBRARY_NAMES: Mapping[str, str] = {
     for name in NAMES
     if name not in LIBRARY or not LIBRARY[name].is_on_host
 }
-"""The transformers library's names of the optimizers that are measured, where it has them."""
+"""The transformers library's names of the measured optimizers, as far as it has names."""
 LIBRARY_ARGUMENTS: Mapping[str, str] = {"sgd": "momentum=0.9"}
-"""What `TrainingArguments.optim_args` has to say, where the library's own choice is not what is measured."""
+"""The value of `TrainingArguments.optim_args` where the library's own choice differs from the measured one."""
 ON_HOST_NOTE = (
     "optimizer: pass Trainer(optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer, "
     '{"optimizer_class": torch.optim.AdamW, "lr": ...})) and max_grad_norm=0, because it takes gradients to the host '
     "before they could be clipped"
 )
-"""How a Trainer is told an optimizer that steps in the host's memory."""
+"""The note on giving a Trainer an optimizer that steps in the host's memory."""
 PAGED_NOTE = (
     "optimizer: its pages are counted on the device, where they stay while there is room; larger micro-batches, for "
     "which they would have to leave it, are not tried"
@@ -95,10 +95,10 @@ PAGED_NOTE = (
 
 
 def read_name(value: object) -> object:
-    """Return the name that an alias means; raise ValueError for an optimizer that is not measured."""
-    found = ALIASES.get(value, value) if isinstance(value, str) else value
-    if found in NAMES:
-        return found
+    """Return a name, or the name that an alias means; raise ValueError for an optimizer that is not measured."""
+    name = ALIASES.get(value, value) if isinstance(value, str) else value
+    if name in NAMES:
+        return name
     raise ValueError(
         f"must be one of {', '.join((*NAMES, *ALIASES))}; any other optimizer is measured in your own command "
         "(`bexp tune -- COMMAND`), or by a target of your own (--target)"

@@ -27,9 +27,9 @@ Amount = Annotated[float, Field(ge=0)]
 class Part(Frozen):
     """One part of a training step.
 
-    `flops_per_token` are those of the forward pass's matrix products with the weights that a token meets,
-    `flops_per_sequence` those of attention's products of tokens with tokens. `saved_bytes_per_token` is what a forward
-    pass keeps for the backward pass, the part's output included.
+    `flops_per_token` are the forward pass's operations in matrix products with the weights that a token meets, and
+    `flops_per_sequence` those in attention's products of tokens with tokens. `saved_bytes_per_token` are kept by a
+    forward pass for the backward pass, the part's output included.
     """
 
     num_parameters: Count
@@ -38,7 +38,7 @@ class Part(Frozen):
     flops_per_token: Amount
     flops_per_sequence: Amount = 0.0
     saved_bytes_per_token: Amount
-    transient_bytes_per_token: Amount = Field(0.0, description="Alive beyond the saved bytes at the part's peak.")
+    transient_bytes_per_token: Amount = Field(0.0, description="Bytes alive beyond the saved bytes at the part's peak.")
 
 
 class LayerPart(Part):
@@ -52,8 +52,8 @@ class LayerPart(Part):
 class Float8Layers(Frozen):
     """Layers whose linear layers are computed in float8, compared with the same layers in the model's dtype.
 
-    Errors are norms of the differences, relative to the norms of the layer's outputs and of all its gradients; of the
-    kind of layer that is furthest off.
+    Errors are norms of the differences, relative to the norms of the layer's outputs and of all its gradients. They are
+    those of the kind of layer with the largest error.
     """
 
     num_linear: Count = Field(description="Linear layers in float8, in all decoder layers.")
@@ -62,23 +62,23 @@ class Float8Layers(Frozen):
 
 
 class SampleLengths(Frozen):
-    """The samples that a training command draws from, of which the longest ran first at each size.
-
-    `num_read` of them were read. A sample takes `rows` of a micro-batch, and `longest` are the tokens of the longest.
-    `tail` are the tokens that 1 in 1, 2, 4, ... samples have at least, if rows are padded and their order is random.
-    """
+    """The samples that a training command draws from, of which the longest ran first at each size."""
 
     number: Count
     num_read: Annotated[int, Field(ge=1)]
-    longest: Count
-    rows: Annotated[int, Field(ge=1)] = 1
-    tail: tuple[Count, ...] | None = Field(None, exclude_if=is_null)
+    longest: Count = Field(description="Tokens of the longest sample.")
+    rows: Annotated[int, Field(ge=1)] = Field(1, description="Rows of a micro-batch that a sample takes.")
+    tail: tuple[Count, ...] | None = Field(
+        None,
+        description="The tokens that 1 in 1, 2, 4, ... samples have at least, if rows are padded and in random order.",
+        exclude_if=is_null,
+    )
 
 
 class EvaluationBatch(Frozen):
     """The longest texts of an evaluation, `length` tokens each if that is known, in a forward pass.
 
-    `peak_bytes` is null if there was no memory for it.
+    `peak_bytes` is None if the pass ran out of memory.
     """
 
     batch_size: Annotated[int, Field(ge=1)]
@@ -87,7 +87,7 @@ class EvaluationBatch(Frozen):
 
 
 class ProcessSpread(Frozen):
-    """The slowest and the fullest process of a training, in times the fastest and the emptiest."""
+    """The slowest and the fullest process of a training, as multiples of the fastest and the emptiest."""
 
     number: Annotated[int, Field(ge=2)]
     slowest: Count
@@ -97,23 +97,20 @@ class ProcessSpread(Frozen):
 
 
 class ModelParts(Frozen):
-    """A model as the code that trains it defines it.
-
-    `layers` names the kind of each decoder layer in order. A model that is measured whole has none: all of it is its
-    shell. `settings` are the choices that the target itself offers, as text. `output_bytes_per_token` is what one layer
-    hands to the next. `dtype` is the number format of the matrix products. The totals count shared parameters once.
-    """
+    """A model as the code that trains it defines it. The totals count shared parameters once."""
 
     target: str
     target_version: str
     name: str = Field(description="The model's type, for people.")
     class_name: str | None = Field(None, description="The class whose training step is measured, for people.")
-    dtype: DType
+    dtype: DType = Field(description="The number format of the matrix products.")
     seq_length: Annotated[int, Field(ge=1)]
-    layers: Annotated[tuple[str, ...], Field(max_length=MAX_LAYERS)]
+    layers: Annotated[tuple[str, ...], Field(max_length=MAX_LAYERS)] = Field(
+        description="The kind of each decoder layer in order. A model that is measured whole is all shell and has none."
+    )
     kinds: tuple[LayerPart, ...]
     shell: Part
-    output_bytes_per_token: Annotated[int, Field(ge=1)]
+    output_bytes_per_token: Annotated[int, Field(ge=1)] = Field(description="Bytes that a layer hands to the next.")
     num_parameters: Count
     parameter_bytes: Count
     trainable_bytes: Count
@@ -121,7 +118,7 @@ class ModelParts(Frozen):
         None, description="Of the real state after a step, where it was read.", exclude_if=is_null
     )
     optimizer_host_bytes: Count | None = Field(
-        None, description="What the optimizer keeps in the host's memory, if it steps there.", exclude_if=is_null
+        None, description="Bytes of the optimizer in the host's memory, if it steps there.", exclude_if=is_null
     )
     weights: tuple[WeightBytes, ...] = Field(
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
@@ -130,9 +127,9 @@ class ModelParts(Frozen):
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
     settings: tuple[str, ...] = Field(
-        (), max_length=MAX_SETTINGS, description="Choices of the target; the first is its default."
+        (), max_length=MAX_SETTINGS, description="The target's own choices, as text; the first is its default."
     )
-    unavailable: dict[str, str] = Field({}, description="What the code cannot do, each with its reason.")
+    unavailable: dict[str, str] = Field({}, description="Values that the code cannot run, each with its reason.")
     batch_size: Count | None = Field(
         None, description="Sequences of an optimizer step that a training command asks for.", exclude_if=is_null
     )
@@ -146,7 +143,7 @@ class ModelParts(Frozen):
     )
 
     evaluation: EvaluationBatch | None = Field(
-        None, description="What a training command needs to evaluate.", exclude_if=is_null
+        None, description="The evaluation of a training command.", exclude_if=is_null
     )
     processes: ProcessSpread | None = Field(
         None, description="Of a training command, at its own size.", exclude_if=is_null
@@ -164,7 +161,7 @@ class ModelParts(Frozen):
 
     @property
     def measured(self) -> str:
-        """What is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
+        """The measured code, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
         return describe_target(self.target, self.target_version, self.class_name)
 
     moe: ClassVar[None] = None
@@ -172,27 +169,27 @@ class ModelParts(Frozen):
 
     @property
     def title(self) -> str:
-        """What is explored, for a person."""
+        """A name of the explored model, for a person."""
         return f"{self.name} ({self.measured})"
 
     @property
     def place(self) -> str:
-        """Where its candidates must be able to run, for a person."""
+        """The place where its candidates must be able to run, for a person."""
         return f"with {self.measured}"
 
     @property
     def computes_losses(self) -> bool:
-        """Whether there is a choice of what computes the loss; a model that is measured whole has none."""
+        """Whether there is a choice of the code that computes the loss; a model that is measured whole has none."""
         return bool(self.layers)
 
     @property
     def query_groups(self) -> int:
-        """A model's own code has one variant, which is known by the number 1."""
+        """1: a model's own code has one variant, which stands under this number."""
         return 1
 
     @property
     def variant(self) -> Variant:
-        """The model's own code is the one variant."""
+        """The one variant of a model's own code."""
         return Variant(self.query_groups)
 
     @property
@@ -211,7 +208,7 @@ class ModelParts(Frozen):
         return any(kind.has_experts for kind in self.kinds)
 
     def kind(self, name: str) -> LayerPart:
-        """The kind of a name; KeyError if there is none."""
+        """Return the kind with this name; raise KeyError if there is none."""
         return {kind.name: kind for kind in self.kinds}[name]
 
     def offers_tiles(self, *, named: bool) -> bool:

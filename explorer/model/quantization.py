@@ -21,9 +21,9 @@ QLORA: Mapping[str, Any] = {
     "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": "bfloat16",
 }
-"""NF4 with quantised scales, computed with in bfloat16 (Dettmers et al., 2023, arXiv:2305.14314)."""
+"""NF4 with quantised scales, for computation in bfloat16 (Dettmers et al., 2023, arXiv:2305.14314)."""
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {"bnb_4bit": QLORA, "bnb_8bit": {"load_in_8bit": True}}
-"""What a request's names stand for, as arguments of transformers' BitsAndBytesConfig."""
+"""The quantisations of a request by name, as arguments of transformers' BitsAndBytesConfig."""
 
 WeightKind = Literal["attention", "dense MLP", "experts", "embeddings and head", "adapters", "other"]
 
@@ -38,10 +38,10 @@ class WeightBytes(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How weights are quantised.
+    """A quantisation of weights.
 
-    `document` has the arguments of BitsAndBytesConfig, as JSON. `is_own` says that they are those of the config.json,
-    whose checkpoint then holds quantised weights.
+    `document` has the arguments of BitsAndBytesConfig, as JSON. With `is_own` they are those of the config.json, whose
+    checkpoint then holds quantised weights.
     """
 
     document: str
@@ -65,9 +65,9 @@ class Quantization:
 
 
 def own_method(config: Mapping[str, Any] | None) -> str | None:
-    """Return how the weights of a config.json's checkpoint are quantised; None if they are not, `?` if it is not said.
+    """Return the method that quantised a config.json's checkpoint; None without one, `?` if it is not named.
 
-    Early configurations of bitsandbytes name their bits alone.
+    Early configurations of bitsandbytes name only their bits.
     """
     own = (config or {}).get("quantization_config")
     if not own:
@@ -79,9 +79,9 @@ def own_method(config: Mapping[str, Any] | None) -> str | None:
 
 
 def quantization_of(name: str | None, config: Mapping[str, Any] | None) -> Quantization | None:
-    """Return what a request's `quantization` and config.json ask for; None for plain weights.
+    """Return the quantisation that a request's `quantization` and config.json ask for; None for plain weights.
 
-    transformers prefers what the checkpoint says. A method that is not bitsandbytes' is left out.
+    transformers prefers that of the checkpoint. A method that is not bitsandbytes' is left out.
     """
     own = (config or {}).get("quantization_config")
     if name == PLAIN:
@@ -92,7 +92,7 @@ def quantization_of(name: str | None, config: Mapping[str, Any] | None) -> Quant
 
 
 def describe_weights(weights: Iterable[WeightBytes]) -> str:
-    """Return how many bytes of the weights are quantised, of each kind, in one line."""
+    """Return the quantised bytes of each kind of weights, in one line."""
     kinds = list(weights)
     total, quantized = sum(one.num_bytes for one in kinds), sum(one.quantized_bytes for one in kinds)
     parts = [f"{one.kind} {bytes_text(one.quantized_bytes)} of {bytes_text(one.num_bytes)}" for one in kinds]

@@ -1,4 +1,4 @@
-"""Draws the experts of tokens, as a RoutingSpec says. It is apart from that, because NumPy takes long to import."""
+"""Draws the experts of tokens for a RoutingSpec. It is a module of its own, because NumPy takes long to import."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _MAX_DRAWN_TOKENS = 1 << 16
 def draw_batch_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the routes of a micro-batch, as `draw_routes` does, for `num_tokens` tokens but at most 65536.
 
-    The routes of fewer tokens are the first of those of more. More than 65536 tokens repeat them, because so many
-    settle the experts' shares to a few percent of themselves, and drawing a token costs the host far more than
-    profiling it costs the device.
+    The routes of fewer tokens are the first of those of more. More than 65536 tokens repeat them: so many settle the
+    experts' shares to a few percent, and drawing a token costs the host far more than profiling it costs the device.
     """
     num_drawn = _MIN_DRAWN_TOKENS
     while num_drawn < min(num_tokens, _MAX_DRAWN_TOKENS):
@@ -39,8 +38,8 @@ def draw_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, rng: np.ran
         Expert indices of shape (num_tokens, top_k).
 
     The weights of uniform and Zipf routing are those of successive sampling without replacement, as a softmax router
-    draws them. Given shares are inclusion probabilities, so the weights are solved for: the expected share of the pairs
-    is then the given share.
+    draws them. Given shares are inclusion probabilities. The weights are solved for, so that the expected share of the
+    pairs is the given share.
     """
     log_weights = _log_weights(moe, routing)
     chunk = max(1, (1 << 22) // moe.num_experts)

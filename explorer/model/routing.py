@@ -1,4 +1,4 @@
-"""How tokens fall on experts: the shares that a profile is run with."""
+"""The distribution of tokens over experts that a profile is run with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RoutingSpec(Frozen):
         """Check that this routing can be drawn for `moe`.
 
         Raises:
-            RuleError: it cannot; the fields are named as in a request.
+            RuleError: it cannot be drawn; the fields are named as in a request.
         """
         if self.shares is None:
             return

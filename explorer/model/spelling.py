@@ -1,4 +1,4 @@
-"""A known name for one that is misspelt, and texts of anybody in a message."""
+"""Suggestions for misspelt names, and texts of others in a message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = re.compile(r"[^\s,;]+")
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:
-    """Return ` (did you mean 'hidden_size'?)` to add to a message, or nothing if no known name is like `name`.
+    """Return ` (did you mean 'hidden_size'?)` to add to a message, empty if no known name is like `name`.
 
     `cutoff` is the least likeness, from 0 to 1.
     """
@@ -22,9 +22,9 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """Return what somebody else has written for a message: whole words of it, in about `most` characters.
+    """Return a text of somebody else for a message: whole words of it, in about `most` characters.
 
-    A dotted name or a path is one word. What is too long for a name ends with one of its parts, or is not shown.
+    A dotted name or a path is one word. A word that is too long ends with one of its parts, or is not shown.
     """
     text = str(value)
     ends = [word.end() for word in _WORD.finditer(text)]

@@ -30,7 +30,7 @@ def _refuse_path(name: Any) -> Any:
 
 
 OWN_ATTENTION = "own"
-"""The attention back end of a model that is measured whole: whatever its code calls."""
+"""The attention back end of a model that is measured whole: the one that its code calls."""
 
 TargetName = Annotated[str, BeforeValidator(_refuse_path), Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
 LONGEST_NAME = 64
@@ -39,34 +39,34 @@ OWN_TARGET = (
     "a target of your own measures it whole: bexp explore config.json --target "
     "examples/targets/hugging_face.py:Target (docs/targets.md)"
 )
-"""How any other model is measured."""
+"""The hint how any other model is measured."""
 
 OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice", "MaskedLM")
-"""What the classes of transformers are for whose head and loss are not those of a causal language model."""
+"""The tasks of transformers' classes whose head and loss are not those of a causal language model."""
 
 OTHER_DTYPES = ("float32", "float16")
-"""What a config.json may name as its `dtype`, and target `transformers` measures in bfloat16."""
+"""Values of `dtype` in a config.json that target `transformers` measures in bfloat16."""
 
 
 def name_local_target(reference: str) -> str:
-    """Return the name of a target that a person names by its file: `local.train` for `/home/me/train.py:Target`."""
+    """Return the target's name for a file of a person: `local.train` for `/home/me/train.py:Target`."""
     stem = PurePath(reference.rpartition(":")[0]).stem.lower()
     return f"{LOCAL}.{re.sub('[^a-z0-9_.-]', '-', stem)}"[:LONGEST_NAME]
 
 
 def is_local_target(name: str) -> bool:
-    """Whether a target is a file on somebody's machine."""
+    """Return whether a target is a file on somebody's machine."""
     return name == LOCAL or name.startswith(f"{LOCAL}.")
 
 
 def describe_target(name: str, version: str | None, class_name: str | None = None) -> str:
-    """Return what is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
+    """Return the measured code, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
     versioned = f"{name} {version}" if version else name
     return f"{versioned}, {class_name}" if class_name else versioned
 
 
 def unlike_the_config(config: Mapping[str, Any], quantization: object = None) -> list[str]:
-    """Return, in words, what a config.json says of the training and target `transformers` measures otherwise.
+    """Return notices of the values of a config.json for training that target `transformers` measures otherwise.
 
     `quantization` is the request's field of this name. Weights that bitsandbytes quantises are measured.
     """

@@ -1,4 +1,4 @@
-"""How the model is trained: what the optimizer, the loss and the sharding keep in memory and cost in time."""
+"""The training of a model: the optimizer, the loss and the sharding, with their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bexp.explorer.model.optimizers import LIBRARY, LibraryOptimizer, OptimizerN
 
 
 class Sharding(StrEnum):
-    """Which training state is divided over the data-parallel devices (Rajbhandari et al., 2020, arXiv:1910.02054)."""
+    """The training state that data-parallel devices divide among them (Rajbhandari et al., 2020, arXiv:1910.02054)."""
 
     NONE = "none"
     ZERO1 = "zero1"
@@ -39,7 +39,7 @@ class OptimizerSpec(Frozen):
     )
     grad_dtype: DType | None = Field(None, description="Default: the model's dtype.")
     master_dtype: Literal[DType.FLOAT32] | None = Field(
-        DType.FLOAT32, description="float32 master weights beside half-precision parameters; null for none."
+        DType.FLOAT32, description="float32 master weights for half-precision parameters; null for none."
     )
     state_dtype: DType | None = Field(
         None, description="The format of the moments; default: float32 with master weights, else the model's dtype."
@@ -52,7 +52,7 @@ class OptimizerSpec(Frozen):
 
     @property
     def of_library(self) -> LibraryOptimizer | None:
-        """What is known of an optimizer whose state is read from the real one; None for AdamW and SGD."""
+        """The description of an optimizer whose state is read from the real one; None for AdamW and SGD."""
         return LIBRARY.get(self.name)
 
     @property
@@ -65,7 +65,7 @@ class OptimizerSpec(Frozen):
         return self.master_dtype is not None and dtype is not DType.FLOAT32
 
     def gradient_dtype(self, dtype: DType) -> DType:
-        """Return the format that gradients of parameters in `dtype` are accumulated in."""
+        """Return the format in which gradients of parameters in `dtype` are accumulated."""
         return self.grad_dtype or dtype
 
     def moment_dtype(self, dtype: DType) -> DType:
@@ -148,7 +148,7 @@ def lora_arguments(lora: LoRASpec) -> dict[str, Any]:
 
 
 class TrainingSpec(Frozen):
-    """State and loss of training. Eval mode uses the loss alone."""
+    """State and loss of training. Eval mode uses only the loss."""
 
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
@@ -156,7 +156,7 @@ class TrainingSpec(Frozen):
     precision: Precision = Field(
         "pure",
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
-        "bf16 autocast. `master`: parameters and gradients in bfloat16, beside float32 master weights and moments, as "
+        "bf16 autocast. `master`: parameters and gradients in bfloat16, with float32 master weights and moments, as "
         "DeepSpeed's `bf16` keeps them. `upcast`: as `pure`, but with norms, embeddings, output layer and routers in "
         "float32, computed with under autocast; for trainer `axolotl`, which does that. `float8_tensorwise`, "
         "`float8_rowwise`: as `pure`, with linear layers of decoder layers in float8 by torchao's recipe. All but "
@@ -167,11 +167,11 @@ class TrainingSpec(Frozen):
 
     @property
     def float8_recipe(self) -> str | None:
-        """The recipe of torchao that computes linear layers in float8; None without."""
-        found = self.precision.removeprefix("float8_")
-        return None if found == self.precision else found
+        """The recipe of torchao that computes linear layers in float8; None without one."""
+        recipe = self.precision.removeprefix("float8_")
+        return None if recipe == self.precision else recipe
 
     @property
     def keeps_master_weights(self) -> bool:
-        """Whether a model's own code trains beside float32 master weights; for the reference layers see `optimizer`."""
+        """Whether a model's own code trains with float32 master weights; for the reference layers see `optimizer`."""
         return self.precision == "master"

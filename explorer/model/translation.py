@@ -1,4 +1,4 @@
-"""Translates a foreign configuration into the native format, field by field, so that no field is lost unnoticed."""
+"""Translates a foreign configuration into the native format, field by field, so that no field is dropped unnoticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bexp.explorer.model.spelling import shortened
 Location = tuple[str | int, ...]
 """Keys and indices from the top of a document."""
 Problem = tuple[Location, str]
-"""Where, and what is wrong there."""
+"""A location, and what is wrong there."""
 MAX_NAMED_KEYS = 12
 
 
@@ -20,7 +20,7 @@ class Translation:
     """A request in the native format, the source of each of its values, and what could not be translated.
 
     `problems` is a set in the order of insertion. `ignored` are unknown fields that change nothing.
-    `notes` say what is read otherwise than a person might expect.
+    `notes` name fields that are read in another way than a person might expect.
     """
 
     document: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)
 
     def put(self, target: Location, value: Any, source: Location | None = None) -> None:
-        """Set the native field `target`; `source` is where the document says so."""
+        """Set the native field `target`; `source` is its location in the document."""
         section = self.document
         for key in target[:-1]:
             section = section.setdefault(str(key), {})
@@ -61,7 +61,7 @@ class Translation:
         ]
 
     def section(self, values: Any, location: Location) -> Section:
-        """Read `values`, found at `location`. Null is an empty section; anything else but a mapping is a problem."""
+        """Return the section of `values` at `location`. Null is empty; anything else but a mapping is a problem."""
         if values is not None and not isinstance(values, Mapping):
             self.refuse(location, f"must be a mapping, not {shortened(repr(values))}")
             values = None
@@ -70,7 +70,7 @@ class Translation:
 
 @dataclass
 class Section:
-    """One mapping of a document, and which of its fields have been read."""
+    """One mapping of a document, and those of its fields that have been read."""
 
     translation: Translation
     values: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Section:
         return (*self.location, key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field's value, or `default` if the field is absent; null may mean something else."""
+        """Return a field's value, or `default` if the field is absent; null is a value and may mean something else."""
         self.read.add(key)
         return self.values.get(key, default)
 
@@ -94,7 +94,7 @@ class Section:
         return self.translation.section(self.get(key), self.at(key))
 
     def integer(self, key: str, default: int | None = None, *, largest: int = 1 << 31) -> int | None:
-        """Return a whole number from 0 to `largest`; None if it is absent, or, with a problem noted, if it is none."""
+        """Return a whole number from 0 to `largest`; None if it is absent, or, with a problem noted, invalid."""
         value = self.get(key, default)
         if value is None:
             return None
@@ -114,7 +114,7 @@ class Section:
         return value
 
     def choice(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
-        """Return what the field's text stands for in `choices`."""
+        """Return the value of the field's text in `choices`."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in choices:
             self.refuse(key, f"{shortened(repr(value))} is not supported; supported: {', '.join(choices)}")

@@ -1,1 +1,1 @@
-"""What is stored: measurements, trials, recommendations, events."""
+"""Stored records: measurements, trials, recommendations, events."""

@@ -1,4 +1,4 @@
-"""What a profiler says of its device before the first trial of a job."""
+"""The report of a profiler on its device before the first trial of a job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class DeviceReport(Frozen):
     """A profiler's description of its device before the first trial of a job.
 
     `default_attention` is the back end that torch's scaled_dot_product_attention picks by itself. `default_experts` is
-    the expert back end of the base candidate: grouped_mm, or the loop if grouped_mm is unavailable. `parts` is null for
-    the reference layers, which the request's model specifies.
+    the expert back end of the base candidate: grouped_mm, or the loop if grouped_mm is unavailable.
     """
 
     hardware: HardwareSpec
@@ -29,11 +28,13 @@ class DeviceReport(Frozen):
     )
     default_attention: str
     default_experts: str | None = None
-    parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")
+    parts: ModelParts | None = Field(
+        None, description="The parts of a model whose own code is measured; null for the reference layers."
+    )
 
     refusal: str | None = Field(None, description="Why the target cannot measure this model here.")
     reported_runs: tuple[ReportedRun, ...] = Field(
-        (), description="What real runs with this model on such a device had reached when the exploration began."
+        (), description="Real runs with this model on such a device that were reported when the exploration began."
     )
     earlier: EarlierRuns = Field(
         EarlierRuns(), description="Components that may be reused, as they were known when the exploration began."
@@ -41,10 +42,10 @@ class DeviceReport(Frozen):
 
     @classmethod
     def refused(cls, hardware: HardwareSpec, reason: str) -> DeviceReport:
-        """The report of a target that cannot measure the request's model."""
+        """Return the report of a target that cannot measure the request's model."""
         return cls(hardware=hardware, attention_backends=(), default_attention="none", refusal=reason)
 
     def is_stock(self, attention: str, experts: str | None) -> bool:
-        """Return whether an ordinary framework has both back ends."""
+        """Return whether torch itself has both back ends."""
         stock = {b.name for b in (*self.attention_backends, *self.expert_backends) if b.stock}
         return attention in stock and (experts is None or experts in stock)

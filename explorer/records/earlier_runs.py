@@ -11,17 +11,17 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 
 
 class EarlierRun(Frozen):
-    """One run of a component, and how long before this exploration it was measured."""
+    """One run of a component, and its age when this exploration began."""
 
     measurement: ComponentMeasurement
     age_seconds: Annotated[float, Field(ge=0)]
 
 
 class EarlierRuns(Frozen):
-    """What an exploration may reuse. It is fixed when the exploration begins, so that a resumed one sees the same.
+    """The runs that an exploration may reuse, fixed when it begins, so that a resumed one sees the same.
 
-    `num_ignored` counts components of the same model that were measured with the versions in `other_versions`; they are
-    not reused.
+    `num_ignored` counts components of the same model that are not reused, because they were measured with the versions
+    in `other_versions`.
     """
 
     runs: tuple[EarlierRun, ...] = ()
@@ -31,7 +31,7 @@ class EarlierRuns(Frozen):
 
 
 class ReusedComponents(Frozen):
-    """What an answer owes to earlier explorations.
+    """The components that an answer has from earlier explorations.
 
     `num_checked` of the components were measured again before the others were trusted. They differ by at most
     `largest_difference`, a share of the earlier time.

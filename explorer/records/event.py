@@ -1,4 +1,4 @@
-"""Events, which are appended to a job's log and streamed. A BEXP line is one way to show an event."""
+"""Events, which are appended to a job's log and streamed. A BEXP line is one rendering of an event."""
 
 from __future__ import annotations
 
@@ -89,14 +89,17 @@ def recommendation_event(recommendation: Recommendation) -> EventDraft:
 class Progress:
     """One step of an exploration, which is stored in one transaction: all of it or nothing.
 
-    `recommendation` is that of a variant as of now, a row of `bexp_recommendations` if it differs from the last one. It
-    is the job's if the variant `is_main`. If its text has changed, it is also a BEXP202 among the `events`. `space` is
-    set when the legal space has been enumerated (a JSON summary), `answer` on the last step.
+    A new `recommendation` is stored as a row of `bexp_recommendations` if it differs from the last one. If its text has
+    changed, it is also a BEXP202 among the `events`.
     """
 
     events: tuple[EventDraft, ...] = ()
     trial: Trial | None = None
     recommendation: Recommendation | None = None
+    """The current one of a variant."""
     is_main: bool = True
+    """Whether the variant is the main one, whose recommendation is that of the job."""
     space: dict[str, Any] | None = field(default=None)
+    """A JSON summary of the legal space, in the step that has enumerated it."""
     answer: Answer | None = None
+    """The answer, in the last step."""

@@ -1,4 +1,4 @@
-"""What the profiler reports: seconds and bytes of components, and how a trial ended."""
+"""The reports of the profiler: seconds and bytes of components, and the outcome of a trial."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class Outcome(StrEnum):
-    """How a trial ended. Failure is data, never an exception.
+    """The end of a trial. Failure is data, never an exception.
 
-    `contaminated` means that the trial ran well, but on a device that was shared or throttled meanwhile.
+    `contaminated` means that the trial ran well, but on a device that was shared or throttled during it.
     """
 
     OK = "ok"
@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
 
 class BatchFigures(Frozen):
-    """What one of several micro-batches of a component took; the fields are those of `ComponentFigures`."""
+    """The figures of one of several micro-batches of a component; the fields are those of `ComponentFigures`."""
 
     positions: Annotated[int, Field(ge=1)]
     device_seconds: Seconds
@@ -43,48 +43,60 @@ class BatchFigures(Frozen):
 class ComponentFigures(Frozen):
     """The time and the memory of one component, run back to back: forward, then backward, without synchronising.
 
-    `device_seconds` is the median time of one forward and backward while the host is so far ahead that its time does
-    not matter. `host_seconds` is the host's time to issue them. Each is summed over the model, and the larger sum
-    decides. The times of the optimizer are those of one device's step, which is its share of the model if the states
-    are sharded. `forward_device_seconds` is the forward part of `device_seconds`.
-
-    Bytes are differences of `max_memory_allocated`, without parameters and gradients. `saved_bytes` is what a forward
-    leaves alive for its backward if the block is not recomputed as a whole. `forward_peak_bytes` and
-    `backward_peak_bytes` are the highest level of each pass above the level before the forward.
-
-    The forward of a communication component gathers what forward needs; its backward gathers and reduces what backward
-    needs. Each runs once for the whole model, with nothing beside it. `slowdown` is the time that computation loses
-    beside the traffic, in seconds for each second of traffic. `host_seconds` is the host's time for it in each
-    micro-step, and `host_once_seconds` the additional time in the first and the last micro-step of a step, for the
-    whole model. `slowdown` and `host_once_seconds` are null for other components.
-
-    Devices that share experts also run the block together, with its exchanges issued as in training: the host waits for
-    the device in the middle of the block and only then issues the rest. `together_forward_seconds` and
-    `together_backward_seconds` are then the device's, the wait included, and `waiting_forward_seconds` is what passes
-    in one of several forwards in a row. The host issues backward in `together_host_backward_seconds`. The other seconds
-    are of a device alone, which copies its own rows in place of exchanges. The four are null for all other components.
-
-    Where texts have unequal lengths, seconds are the mean over an epoch's micro-batches, and bytes those of the
-    longest. `batches` are the micro-batches that were measured, as in `TextBatches.measured`. `new_width_seconds` is
-    what the passes take longer when a process first runs rows of a width, which the other seconds leave out.
+    Seconds are summed over the model, those of the device and of the host apart, and the larger sum counts. Bytes are
+    differences of `max_memory_allocated`, without parameters and gradients. With texts of unequal lengths, seconds are
+    the mean over an epoch's micro-batches, and bytes those of the longest.
     """
 
-    device_seconds: Seconds
-    host_seconds: Seconds
-    forward_device_seconds: Seconds
+    device_seconds: Seconds = Field(
+        description="The median time of one forward and backward while the host is far ahead of the device. Of an "
+        "optimizer, the time of one device's step on its share of the states. Of communication, the time of the whole "
+        "model's traffic with no computation: forward gathers, and backward gathers and reduces."
+    )
+    host_seconds: Seconds = Field(
+        description="The host's time to issue them; of communication, for the whole model in each micro-step."
+    )
+    forward_device_seconds: Seconds = Field(description="The forward part of `device_seconds`.")
     standard_error_seconds: Seconds
     repeats: Annotated[int, Field(ge=1)]
-    saved_bytes: Bytes
-    forward_peak_bytes: Bytes
-    backward_peak_bytes: Bytes
-    slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
-    host_once_seconds: Seconds | None = None
-    waiting_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
-    together_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
-    together_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
-    together_host_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
-    batches: tuple[BatchFigures, ...] | None = Field(None, exclude_if=is_null)
-    new_width_seconds: Seconds | None = Field(None, exclude_if=is_null)
+    saved_bytes: Bytes = Field(
+        description="Alive between forward and backward, unless the block is recomputed as a whole."
+    )
+    forward_peak_bytes: Bytes = Field(description="The peak of forward above the level before it.")
+    backward_peak_bytes: Bytes = Field(description="The peak of backward above the level before forward.")
+    slowdown: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Of communication: the seconds by which each second of traffic delays the computation under way.",
+    )
+    host_once_seconds: Seconds | None = Field(
+        None, description="Of communication: the host's additional time in the first and last micro-step of a step."
+    )
+    waiting_forward_seconds: Seconds | None = Field(
+        None,
+        description="Of a block whose experts devices share: the time of one of several forwards in a row, run by all "
+        "devices together. The host waits for the device in the middle of each.",
+        exclude_if=is_null,
+    )
+    together_forward_seconds: Seconds | None = Field(
+        None,
+        description="Of such a block: the device's time of forward on all devices together, with the host's wait. "
+        "`device_seconds` is that of a device alone, which copies its own rows in place of exchanges.",
+        exclude_if=is_null,
+    )
+    together_backward_seconds: Seconds | None = Field(
+        None, description="Of such a block: the same of backward.", exclude_if=is_null
+    )
+    together_host_backward_seconds: Seconds | None = Field(
+        None, description="Of such a block: the host's time to issue backward.", exclude_if=is_null
+    )
+    batches: tuple[BatchFigures, ...] | None = Field(
+        None, description="The measured micro-batches of texts, as in `TextBatches.measured`.", exclude_if=is_null
+    )
+    new_width_seconds: Seconds | None = Field(
+        None,
+        description="The additional time when a process first runs rows of a width; other seconds leave it out.",
+        exclude_if=is_null,
+    )
     grad_accum_steps: Annotated[int, Field(ge=1)] | None = Field(
         None,
         description="Micro-batches of an optimizer step of a training command, as they were counted.",
@@ -107,28 +119,29 @@ class ComponentMeasurement(ComponentFigures):
 class WholeModelMeasurement(Frozen):
     """A whole training step, run as it would be in training: two accumulated micro-steps and the optimizer.
 
-    `micro_step_seconds` and `optimizer_seconds` are medians. `peak_bytes` is the step's max_memory_allocated, and
-    `reserved_bytes` its max_memory_reserved. Devices that train together run three micro-steps. `micro_step_seconds` is
-    then the time of the second, with the traffic that every micro-step has. `communication_seconds` is what the first
-    and the last take beyond it; this occurs once a step, however many micro-steps there are. It is null if nothing was
-    exchanged.
-
-    Where texts have unequal lengths, the micro-steps are those of `TextBatches.measured`, and `micro_step_seconds` is
-    the mean over an epoch that follows from them.
-
-    Devices that form a mesh run a step of `num_micro_batches`, which is null for all others. `micro_step_seconds` is
-    then what all of them took, exchanges and bubbles included, divided by their number.
+    Devices that train together run three micro-steps, and devices that form a mesh `num_micro_batches`. With texts of
+    unequal lengths, the micro-steps are those of `TextBatches.measured`. Seconds are medians.
     """
 
-    micro_step_seconds: Seconds
+    micro_step_seconds: Seconds = Field(
+        description="Of one micro-step. Of devices that train together, the second one, with the traffic that every "
+        "micro-step has. Of texts of unequal lengths, the mean over an epoch. Of a mesh, the time of all micro-batches "
+        "with exchanges and bubbles, divided by their number."
+    )
     optimizer_seconds: Seconds
     standard_error_seconds: Seconds
-    peak_bytes: Bytes
-    reserved_bytes: Bytes
+    peak_bytes: Bytes = Field(description="The step's max_memory_allocated.")
+    reserved_bytes: Bytes = Field(description="The step's max_memory_reserved.")
     repeats: Annotated[int, Field(ge=1)]
-    communication_seconds: Seconds | None = None
+    communication_seconds: Seconds | None = Field(
+        None,
+        description="The additional time of the first and the last micro-step, once a step whatever their number; null "
+        "if nothing was exchanged.",
+    )
     conditions: Conditions | None = None
-    num_micro_batches: Annotated[int, Field(ge=1)] | None = None
+    num_micro_batches: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The micro-batches of a step of devices that form a mesh; null for others."
+    )
 
     @property
     def contamination(self) -> str | None:
@@ -137,13 +150,13 @@ class WholeModelMeasurement(Frozen):
 
     @property
     def mesh_step_seconds(self) -> float:
-        """The step of devices that form a mesh, as it was run."""
+        """The seconds of the step that a mesh has run."""
         assert self.num_micro_batches is not None, "a mesh has run it"
         return self.num_micro_batches * self.micro_step_seconds + self.optimizer_seconds
 
 
 class PhaseSeconds(Frozen):
-    """Where a trial's time went, in the profiler and between the processes."""
+    """The seconds of a trial by phase, in the profiler and between the processes."""
 
     process_start: Seconds = 0.0
     build: Seconds = 0.0
@@ -160,9 +173,9 @@ class PhaseSeconds(Frozen):
 class Measurement(Frozen):
     """The result of one trial.
 
-    `components` holds what this trial measured, without what earlier trials measured. If the outcome is not ok,
-    `failed_component` says which component failed (null: the candidate as a whole) and `reason` says why. A trial that
-    is ok has a `reason` if it was measured twice.
+    `components` are those that this trial measured, without those of earlier trials. If the outcome is not ok,
+    `failed_component` is the component that failed (None: the candidate as a whole), and `reason` the cause. A trial
+    that is ok has a `reason` if it was measured twice.
     """
 
     candidate: Candidate
@@ -195,35 +208,35 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Conditions(Frozen):
     """The state of a device during the timed repeats; a field is null if the device does not report it.
 
-    `sm_clock_mhz` and `memory_clock_mhz` are medians. `sm_clock_min_mhz` is the lowest clock that was seen, and
-    `sm_clock_max_mhz` the highest that the device has. `power_watts` is a median, `temperature_celsius` the highest
-    value. `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and
-    `foreign_bytes` are other processes, and their memory, that appeared since the job began. `foreign_busy_share` is
-    the share of the device's time that others used, `host_busy_share` the share of the host's CPU time. On a CPU
-    `core_wait_share` is the time that the process's threads waited for a core, added up over them and at most 1.
-
-    A wide spread of the repeats is not recorded here; the standard error shows it.
+    A wide spread of the repeats is not recorded here, because the standard error shows it.
     """
 
-    sm_clock_mhz: float | None = None
-    sm_clock_min_mhz: float | None = None
-    sm_clock_max_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    power_watts: float | None = None
-    temperature_celsius: float | None = None
-    clock_reasons: tuple[str, ...] = ()
-    foreign_processes: Annotated[int, Field(ge=0)] = 0
-    foreign_bytes: Annotated[int, Field(ge=0)] = 0
-    foreign_busy_share: Share | None = None
-    host_busy_share: Share | None = None
-    core_wait_share: Share | None = None
+    sm_clock_mhz: float | None = Field(None, description="The median.")
+    sm_clock_min_mhz: float | None = Field(None, description="The lowest clock during the repeats.")
+    sm_clock_max_mhz: float | None = Field(None, description="The highest clock of the device.")
+    memory_clock_mhz: float | None = Field(None, description="The median.")
+    power_watts: float | None = Field(None, description="The median.")
+    temperature_celsius: float | None = Field(None, description="The highest value.")
+    clock_reasons: tuple[str, ...] = Field((), description="All of NVML's reasons for clocks that occurred.")
+    foreign_processes: Annotated[int, Field(ge=0)] = Field(
+        0, description="Other processes on the device that appeared since the job began."
+    )
+    foreign_bytes: Annotated[int, Field(ge=0)] = Field(0, description="The device memory of those processes.")
+    foreign_busy_share: Share | None = Field(
+        None, description="The share of the device's time that other processes used."
+    )
+    host_busy_share: Share | None = Field(
+        None, description="The share of the host's CPU time that other programs used."
+    )
+    core_wait_share: Share | None = Field(
+        None, description="On a CPU: the time that the process's threads waited for a core, summed, at most 1."
+    )
 
     @property
     def contamination(self) -> str | None:
         """Why a timing says little about the device itself; None if there is no such reason.
 
-        A busy host is recorded and contaminates nothing, because it is usual on a machine of few cores, and repeats
-        show it.
+        A busy host contaminates nothing: it is usual on a machine of few cores, and repeats show it.
         """
         if self.foreign_processes or self.foreign_bytes or (self.foreign_busy_share or 0.0) >= FOREIGN_BUSY_SHARE:
             others = "another process" if self.foreign_processes <= 1 else f"{self.foreign_processes} other processes"
@@ -234,7 +247,7 @@ class Conditions(Frozen):
 
 
 CONTAMINATED_ATTEMPTS = 3
-"""How often a component is measured before it counts as one that cannot be measured here."""
+"""After so many contaminated measurements, a component counts as one that cannot be measured here."""
 
 
 def judge(measurement: Measurement) -> Measurement:

@@ -1,4 +1,4 @@
-"""What a recommendation says of a mesh of devices, beside what every one says of its candidate."""
+"""The part of a recommendation for a mesh of devices, in addition to the figures of every candidate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PlanPart(Frozen):
-    """A part of the step; bubbles are shared out among the parts."""
+    """A part of the step with its share; bubbles are divided among the parts."""
 
     name: str
     share: Share = Field(description="Of the step.")
@@ -34,7 +34,7 @@ class PlainMesh(Frozen):
 
 
 class PipelinePicture(Frozen):
-    """What ranks of a pipeline do at the beginning of a step, which `seconds` of it are shown.
+    """The work of a pipeline's ranks in the first `seconds` of a step.
 
     A line has a character for each of equally long times: `F` forward, `B` backward, and `.` waiting. Every second
     micro-batch has small letters.

@@ -1,4 +1,4 @@
-"""The answer: the best known candidate, how much better it is than others, and how certain that is."""
+"""The answer: the best known candidate, its gain over others, and the confidence in it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from bexp.explorer.records.plan import MeshPlan
 CONFIDENT = 90
 """Below this confidence a third digit of a ratio says nothing."""
 ROUNDING = 1e-9
-"""What rounding makes of a ratio of 1."""
+"""The error by rounding of a ratio of 1."""
 
 
 def beside_whole(composed: float, reached: float | None) -> float:
-    """Return the tokens/s to state of a candidate that was not run whole, beside those that another has `reached`.
+    """Return the tokens/s to state of a candidate that was not run whole: at most those `reached` by one that was.
 
-    What blocks compose is no ground to call a candidate faster than one that was run whole.
+    A composition of blocks is no ground to call a candidate faster than one that was run whole.
     """
     return composed if reached is None else min(composed, reached)
 
@@ -46,8 +46,8 @@ def ratio_text(ratio: float, confidence: int, run_noise: float | None, decimals:
 class WholeModelCheck(Frozen):
     """A candidate, run as a whole model. Errors are (composed - whole) / whole.
 
-    In an answer, tokens/s and all seconds are those of its runs together, and the bytes are those of one run. In an
-    event all are those of one run.
+    In an answer, tokens/s and seconds are those of all runs together, and bytes those of one run. In an event, all are
+    those of one run.
     """
 
     measurement: WholeModelMeasurement
@@ -58,7 +58,7 @@ class WholeModelCheck(Frozen):
 
 
 class CandidateFigures(Frozen):
-    """What is known of one candidate. Tokens/s are those of one device."""
+    """The figures of one candidate. Tokens/s are those of one device."""
 
     candidate: Candidate
     tokens_per_second: float
@@ -91,9 +91,9 @@ class CandidateFigures(Frozen):
 
 
 class Role(StrEnum):
-    """What an alternative is, compared with the recommended candidate. An answer lists them in this order.
+    """The relation of an alternative to the recommended candidate. An answer lists alternatives in this order.
 
-    Each has the label of its row, what it means, and what else there is to say of it.
+    Each has the label of its row, its meaning, and a remark.
     """
 
     DIVIDING = (
@@ -182,7 +182,7 @@ class Alternative(CandidateFigures):
 
 
 class NoteCode(StrEnum):
-    """What a note is about."""
+    """The subject of a note."""
 
     EXECUTION = "execution"
     CONFIG = "config"
@@ -211,7 +211,7 @@ class NoteCode(StrEnum):
 
 
 class Note(Frozen):
-    """What a person should know of an answer in addition to its figures."""
+    """A remark on an answer in addition to its figures."""
 
     code: NoteCode
     text: str
@@ -221,7 +221,7 @@ class Note(Frozen):
 
 
 class TextFigures(Frozen):
-    """What texts of unequal length mean for the recommended candidate.
+    """The effects of texts of unequal length on the recommended candidate.
 
     Peaks are those of one micro-batch. They are composed of measured blocks, and scaled to the whole model where that
     was run.
@@ -236,16 +236,16 @@ class TextFigures(Frozen):
     padding_share: float = Field(description="Share of the computed tokens that are padding.")
     expected_peak_bytes: int
     high_peak_bytes: int = Field(description="999 of 1000 micro-batches have at most this peak.")
-    out_of_memory_probability: float = Field(description="That one epoch meets a micro-batch that does not fit.")
+    out_of_memory_probability: float = Field(description="Of one epoch, to meet a micro-batch that does not fit.")
 
     @property
     def rows_are_full(self) -> bool:
         """Whether no row is padded: its lengths are not known, or each text fills it."""
-        return self.padding_share < 1e-6  # what rounding leaves
+        return self.padding_share < 1e-6  # and not 0, because of rounding
 
 
 class Figures(NamedTuple):
-    """What is said of a recommended candidate wherever it is listed; tokens/s and peak are those to expect."""
+    """The figures of a recommended candidate in lists; tokens/s and peak are those to expect."""
 
     micro_batch_size: int
     performance: float
@@ -257,42 +257,43 @@ class Figures(NamedTuple):
 class Recommendation(CandidateFigures):
     """The best candidate so far.
 
-    `tokens_per_second` and the seconds are those of one device. They are composed of its components and corrected by
-    the whole models that were run and by reports of real runs. A step is its micro-steps (batch_size x
-    context_parallel_size / num_devices / micro_batch_size, a real number), the optimizer and the communication. With a
-    pipeline, `micro_step_seconds` are those of its slowest rank, and a step also has bubbles.
-    `composed_tokens_per_second` is not corrected, and `whole_model` compares the uncorrected composition. `performance`
-    is relative to the base candidate. `confidence` is the probability, floored to 0..99, that the whole model's
-    tokens/s with this candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is
-    null if no batch is stated, or if micro_batch_size x num_devices / context_parallel_size does not divide it;
-    `nearest_batch_sizes` then names the batch sizes below and above that it divides. If no candidate divides the stated
-    batch, `dividing_batch_sizes` names the nearest batch sizes that any candidate which fits divides.
-    Tokens are those of texts, without padding, where texts have unequal lengths; peaks are those of the longest
-    micro-batch. `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training
-    state and of measured activations. What a whole run allocated is in `whole_model`.
+    `tokens_per_second` and the seconds are those of one device. They are composed of its components, and corrected by
+    whole models that were run and by reports of real runs. With texts of unequal lengths, tokens are those of texts
+    without padding, and peaks are those of the longest micro-batch.
     """
 
     base: Candidate
-    performance: float
-    confidence: Annotated[int, Field(ge=0, le=99)]
-    step_seconds: float
-    micro_step_seconds: float
+    performance: float = Field(description="Throughput relative to the base candidate.")
+    confidence: Annotated[int, Field(ge=0, le=99)] = Field(
+        description="The probability in percent, rounded down, that the whole model's tokens/s with this candidate is "
+        "within the request's tolerance of the best in the legal space."
+    )
+    step_seconds: float = Field(
+        description="Of its micro-steps (batch_size x context_parallel_size / num_devices / micro_batch_size, a real "
+        "number), the optimizer, the communication, and the bubbles of a pipeline."
+    )
+    micro_step_seconds: float = Field(description="Of the slowest rank, if there is a pipeline.")
     optimizer_seconds: float
     communication_seconds: float | None = Field(
         None,
-        description="What the exchange of gradients and parameters adds to a step, over all of its micro-steps, which "
-        "`micro_step_seconds` do not contain; null if it was not timed.",
+        description="The time that the exchange of gradients and parameters adds to a step. `micro_step_seconds` do "
+        "not contain it. Null if it was not timed.",
     )
-    nearest_batch_sizes: tuple[int, ...] = ()
-    predicted_peak_bytes: int
+    nearest_batch_sizes: tuple[int, ...] = Field(
+        (), description="If the candidate does not divide the stated batch: the nearest batch sizes that it divides."
+    )
+    predicted_peak_bytes: int = Field(description="From formulas alone.")
     memory_limit_bytes: int
     memory: MemoryParts
     alternatives: tuple[Alternative, ...] = Field(
-        (), description="What it is compared with, in the order of their roles. Some are found at the end alone."
+        (), description="Candidates to compare with, in the order of their roles. Some are known only at the end."
     )
     notes: tuple[Note, ...] = ()
-    dividing_batch_sizes: tuple[int, ...] = ()
-    prefer: Literal["speed", "memory"] = Field("speed", description="What the request prefers.")
+    dividing_batch_sizes: tuple[int, ...] = Field(
+        (),
+        description="If no candidate divides the stated batch: the nearest batch sizes that one which fits divides.",
+    )
+    prefer: Literal["speed", "memory"] = Field("speed", description="The preference of the request.")
     headroom: float = Field(0.0, description="Share of the memory that the request leaves free.")
     reused: ReusedComponents | None = Field(
         None, description="Components that earlier explorations measured; null if this one measured all that it used."
@@ -317,9 +318,8 @@ class Recommendation(CandidateFigures):
     )
     expected_regret: float | None = Field(
         None,
-        description="The share of its tokens/s by which the best candidate is faster, in the mean of what is believed: "
-        "what knowing every candidate exactly would gain, so that no further measurement is worth more. Null where "
-        "`run_noise` is null.",
+        description="The expected share of tokens/s by which the best candidate is faster. No further measurement can "
+        "gain more in the mean. Null where `run_noise` is null.",
         exclude_if=is_null,
     )
     texts: TextFigures | None = Field(None, description="Null if every sequence is full.", exclude_if=is_null)
@@ -330,7 +330,7 @@ class Recommendation(CandidateFigures):
 
     @model_validator(mode="after")
     def _what_was_not_run_whole_is_not_faster(self) -> Self:
-        """Refuse to call an alternative faster that was not run whole than a recommended candidate that was."""
+        """Refuse an alternative that was not run whole and is called faster than a recommended candidate that was."""
         if self.is_measured_whole:
             for other in self.alternatives:
                 if not other.is_measured_whole and other.ratio < 1.0 - ROUNDING:
@@ -347,16 +347,16 @@ class Recommendation(CandidateFigures):
 
     @property
     def for_batch(self) -> CandidateFigures:
-        """What trainers and exports take: the best that divides the stated batch, if there is one."""
+        """The candidate for trainers and exports: the best that divides the stated batch, else the recommended one."""
         return self.alternative(Role.DIVIDING) or self
 
     def says(self, code: NoteCode) -> bool:
-        """Return whether a note is about this."""
+        """Return whether a note has this code."""
         return any(note.code is code for note in self.notes)
 
     @property
     def figures(self) -> Figures:
-        """What lists, rows and texts say of it."""
+        """The figures of lists, rows and texts."""
         return Figures(
             self.candidate.micro_batch_size,
             self.performance,
@@ -371,7 +371,7 @@ class Recommendation(CandidateFigures):
 
 
 class RelaxationKind(StrEnum):
-    """What a relaxation changes, in order of preference."""
+    """The kind of change of a relaxation, in order of preference."""
 
     MICRO_BATCH_SIZE = "micro_batch_size"
     RECOMPUTE = "recompute"
@@ -418,12 +418,12 @@ class VariantAnswer(Frozen):
 
     @classmethod
     def without_model(cls, reason: str) -> VariantAnswer:
-        """The outcome for a model that cannot be built here."""
+        """Return the outcome for a model that cannot be built here."""
         return cls(num_query_groups=1, num_parameters=0, recommendation=None, reason=reason)
 
 
 class Answer(Frozen):
-    """What a job ends with. Variants are separate models and are not ranked; their order is that of the request."""
+    """The result of a job. Variants are separate models and are not ranked; their order is that of the request."""
 
     variants: tuple[VariantAnswer, ...]
     timings: dict[str, float] = Field(default_factory=dict, description="The job's seconds by activity.")
@@ -437,8 +437,8 @@ class Answer(Frozen):
     def serves_up_to(self) -> int:
         """The highest confidence target of a request that this answers; 0 if a variant has no recommendation.
 
-        A search that ended by its own rule serves what asked for it, although whole models may have lowered the
-        confidence after it.
+        A search that ended by its own rule answers its own target, although whole models may have lowered the
+        confidence afterwards.
         """
         return min(
             0 if each.recommendation is None else max(each.recommendation.confidence, each.completed_target or 0)

@@ -1,4 +1,4 @@
-"""What real training runs of a recommendation reached: as a trainer sends it back, and as a later search uses it."""
+"""Reports of real training runs of a recommendation: as a trainer sends them back, and as a later search uses them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class RunReport(Frozen):
     hardware: Name = Field(description="The name of the device, such as NVIDIA H100 80GB HBM3.")
     versions: Annotated[dict[Name, Name], Field(max_length=MAX_VERSIONS)] = Field(default_factory=dict)
     applied: bool | None = Field(
-        None, description="Whether the recommended settings were applied beside the micro-batch size; null: unknown."
+        None,
+        description="Whether all recommended settings were applied, and not only the micro-batch size; null: unknown.",
     )
     finished_at: AwareDatetime
 

@@ -21,7 +21,7 @@ from bexp.explorer.request.request import ExplorationRequest
 
 
 class TrialKind(StrEnum):
-    """A trial times the components of a candidate that are not known yet, or runs the whole model."""
+    """The kind of a trial: it times the components of a candidate that are not known yet, or runs the whole model."""
 
     COMPONENTS = "components"
     WHOLE_MODEL = "whole_model"
@@ -76,12 +76,11 @@ def count_processes(
     request: ExplorationRequest,
     hardware: HardwareSpec,
 ) -> int:
-    """Return how many processes, each on one device, run a trial together.
+    """Return the number of processes, each on one device, that run a trial together.
 
-    If the profiler has all devices that train together, every trial takes them all, because all compute at the same
-    time in training and a step waits for the slowest. Otherwise a trial of components takes the largest number of
-    devices that share a sequence in one of them. A whole model takes one group that shares sequences, or all devices if
-    the profiler has that many.
+    If the profiler has all devices that train together, every trial takes them all: in training all compute at the same
+    time, and a step waits for the slowest. Otherwise a trial of components takes the largest number of devices that
+    share a sequence in one of them, and a whole model takes one group that shares sequences.
     """
     if is_communication_timed(request, hardware):
         return request.num_devices
@@ -95,7 +94,7 @@ WHOLE_MODEL_TIMEOUT_FACTOR = 3
 
 
 def timeout_seconds(kind: TrialKind, request: ExplorationRequest) -> float:
-    """Return how long a trial may take."""
+    """Return the time limit of a trial."""
     factor = WHOLE_MODEL_TIMEOUT_FACTOR if kind is TrialKind.WHOLE_MODEL else 1
     return factor * request.budget.trial_timeout_seconds
 
@@ -105,18 +104,21 @@ Measure = Callable[[TrialTask], Measurement]
 
 
 class Trial(Frozen):
-    """A finished trial, as stored: what was predicted, what was measured, what it composes to.
+    """A finished trial, as stored: its prediction, its measurement, and the figures that this composes to.
 
-    `predicted_peak_bytes` is the prediction just before the trial. `measured_peak_bytes` is composed of the measured
-    components. The two of a whole model are the composed peak and what the run itself allocated. A figure is null if
-    the outcome does not allow it; so is the throughput of a trial that measured what all candidates share.
+    A figure is null if the outcome does not allow it; so is the throughput of a trial that measured what all candidates
+    share.
     """
 
     number: Annotated[int, Field(ge=0)]
     kind: TrialKind
     measurement: Measurement
-    predicted_peak_bytes: int | None = None
-    measured_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = Field(
+        None, description="The prediction just before the trial; of a whole model, the composed peak."
+    )
+    measured_peak_bytes: int | None = Field(
+        None, description="Composed of measured components; of a whole model, the peak of its run."
+    )
     predicted_tokens_per_second: float | None = None
     tokens_per_second: float | None = None
     suggest_seconds: Annotated[float, Field(ge=0)] = 0.0

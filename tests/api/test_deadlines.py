@@ -139,5 +139,5 @@ def test_what_is_given_up_is_logged_if_it_fails(caplog: pytest.LogCaptureFixture
     asyncio.run(run())
     assert [record.getMessage() for record in caplog.records] == [
         "no answer in time: 503 is sent",
-        *(["a request failed after its client was told to come back"] if fails else []),
+        *(["a request failed after the 503 to its client"] if fails else []),
     ]

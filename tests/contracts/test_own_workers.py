@@ -11,7 +11,7 @@ from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
-from bexp.storage.matching import OWN_WORKER_TERM, keep_job
+from bexp.storage.matching import OWN_WORKER_TERM, keep_job, share_job
 from bexp.storage.queue import Queue
 from bexp.storage.statistics import read_statistics
 from bexp.storage.tables import events, jobs
@@ -111,6 +111,19 @@ def test_an_ended_job_is_resumed_at_once_for_whoever_asks(database: Database) ->
         keep_job(database, job.id, "me")
         assert get_job(database, job.id).state is JobState.CANCELLED
         assert queue.resume(job.id, own_worker=name).own_worker == name
+    assert queue.claim(ANY) is not None
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_shared_job_is_any_workers_at_once_and_another_commands_job_stays(database: Database, is_begun: bool) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request(), own_worker="me")
+    if is_begun:
+        assert queue.claim(OWN) is not None
+        expire(database, job.id)
+    share_job(database, job.id, "another")
+    assert queue.claim(ANY) is None
+    share_job(database, job.id, "me")
     assert queue.claim(ANY) is not None
 
 

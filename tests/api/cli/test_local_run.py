@@ -19,6 +19,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import REQUEST, TINY
+from tests.contracts.jobs import expire, store
 from tests.contracts.samples import make_worker
 
 CEREBRAS = Path(__file__).parents[3] / "examples" / "cerebras-runconfig.yaml"
@@ -79,6 +80,38 @@ def test_an_interrupted_resume_leaves_what_another_worker_runs(bexp: Run, queue:
     assert not get_job(queue.database, job.id).cancel_requested
     queue.finish(claim.lease, JobState.CANCELLED)
     forget_worker(queue.database, other.id)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("queued", JobState.QUEUED),
+        ("abandoned", JobState.RUNNING),
+        ("another command's", JobState.CANCELLED),
+        ("cancelled", JobState.CANCELLED),
+    ],
+)
+def test_a_resume_whose_worker_fails_gives_back_what_waited_for_any_worker(
+    bexp: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch, before: str, after: JobState
+) -> None:
+    job, _ = queue.enqueue(REQUEST, own_worker="gone" if before == "another command's" else "")
+    if before == "abandoned":
+        assert queue.claim(make_worker("w"), among=[job.id]) is not None
+        expire(queue.database, job.id)
+    if before == "cancelled":
+        queue.request_cancel(job.id)
+    store(queue.database, job.id, own_worker_until=None)
+
+    def refuse(_: Interrupting) -> bool:
+        raise WorkerEndedError("the worker cannot run this exploration", 3)
+
+    monkeypatch.setattr(Interrupting, "check", refuse)
+    done = bexp("resume", job.id, "--device", "cpu")
+    assert (done.code, "the worker cannot run this exploration" in done.stderr) == (3, True)
+    is_shared = after is not JobState.CANCELLED
+    assert (f"exploration {job.id} waits for any worker again" in done.stderr) == is_shared
+    stored = get_job(queue.database, job.id)
+    assert (stored.state, stored.own_worker == "", stored.cancel_requested) == (after, is_shared, False)
 
 
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.CANCELLED, JobState.FAILED, JobState.SUCCEEDED])

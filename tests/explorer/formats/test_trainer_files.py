@@ -179,7 +179,7 @@ def test_a_field_beside_a_file_that_contradicts_it_is_refused(name: str, field: 
     document = beside_its_model(*FILES[name])
     with pytest.raises(FormatError) as refused:
         parse_request(document | {field: value})
-    reason = f"contradicts {field} beside the file, which is {value}: keep one"
+    reason = f"contradicts {field} outside the file, which is {value}: keep one"
     assert refused.value.errors == [(tuple(key.split(".")), reason)]
     stated = getattr(parse_request(document), field)
     assert getattr(parse_request(document | {field: stated}), field) == stated

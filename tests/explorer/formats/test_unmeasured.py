@@ -99,7 +99,7 @@ def test_a_type_that_may_be_newer_is_noted(name: str) -> None:
     (notice,) = parse_request({"model_type": name, "seq_length": 64}).notices
     assert notice == (
         f"model_type '{name}' is not known to transformers {model_types().version} as far as this version of bexp "
-        "knows; a worker will tell"
+        "knows; a worker's library decides"
     )
 
 
@@ -107,7 +107,7 @@ def test_a_type_that_may_be_newer_is_noted(name: str) -> None:
 def test_a_misspelt_type_is_refused_unless_the_library_is_asked(name: str, meant: str) -> None:
     assert f"(did you mean '{meant}'?)" in refusal({"model_type": name})["model_type",]
     (notice,) = parse_request({"model_type": name, "seq_length": 64, "target": "transformers"}).notices
-    assert notice.endswith(f"(did you mean '{meant}'?); a worker will tell")
+    assert notice.endswith(f"(did you mean '{meant}'?); a worker's library decides")
 
 
 def test_an_unknown_type_that_reads_images_is_refused() -> None:
