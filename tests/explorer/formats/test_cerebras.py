@@ -204,7 +204,7 @@ def test_scoped_flags_decide_the_mode() -> None:
         (run(model=None), ("model",), "missing"),
         (run(optimizer={"optimizer_type": "lion"}), ("optimizer", "optimizer_type"), "supported: AdamW"),
         (run(sparsity={"sparsity": 0.75}), ("sparsity",), "sparse weights"),
-        (run(batch_size=64), ("batch_size",), "second time, beside train_input.batch_size"),
+        (run(batch_size=64), ("batch_size",), "second time, after train_input.batch_size"),
         (run(an_invention=64), ("an_invention",), "is not a known field"),
         (run(model={**GPT_111M, "num_heads": 7}), ("model", "hidden_size"), "num_heads is num_attention_heads"),
         (run(model={**GPT_111M, "position_embedding_type": "alibi"}), ("model", "position_embedding_type"), "alibi"),
