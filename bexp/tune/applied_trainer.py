@@ -16,7 +16,7 @@ from bexp.trainer.recommended_setup import RecommendedSetup
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import SettingsError
 from bexp.tune import promise
-from bexp.tune.link import SIZE, STEPS, choice
+from bexp.tune.link import SIZE, STEPS, choice, switch_off
 from bexp.tune.placeholders import APPLIED, APPLY, settings_of
 from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 
@@ -35,6 +35,9 @@ def patch(module: ModuleType) -> None:
             promise.begin_again()
 
         on_evaluate = on_save = on_log
+
+        def on_step_begin(self, args: Any, *_: Any, **__: Any) -> None:
+            answer.check_kept(args)
 
     init, train, answer = module.Trainer.__init__, module.Trainer.train, _Answer()
     parameters = list(signature(init).parameters)
@@ -70,6 +73,7 @@ class _Answer:
 
     def __init__(self) -> None:
         self._own: tuple[int, int] | None = None
+        self._given: dict[int, tuple[int, int]] = {}
         self._has_trained = False
 
     def apply(self, arguments: Any, *, has_data: bool) -> bool:
@@ -84,11 +88,24 @@ class _Answer:
         owner = owner_of_sizes(arguments)
         if owner is not None and sizes != answer:
             raise promise.CannotApplyError(f"{owner} {FIXED_SIZES}")
+        if getattr(arguments, "auto_find_batch_size", False):
+            arguments.auto_find_batch_size = False
+            switch_off("auto_find_batch_size")
         arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = answer
+        self._given[id(arguments)] = answer
         for name, value in choice().items():
             if name != APPLY:
                 setattr(arguments, name, value)
         return True
+
+    def check_kept(self, arguments: Any) -> None:
+        """Raise if something of the command has changed the sizes that these arguments were given."""
+        sizes, given = _sizes_of(arguments), self._given.get(id(arguments))
+        if given not in (None, sizes):
+            raise promise.CannotApplyError(
+                f"the command has changed its sizes to micro-batches of {sizes[0]} and {sizes[1]} accumulation steps "
+                f"while it trained, and the answer is for {given[0]} and {given[1]}"
+            )
 
     def check(self, arguments: Any) -> None:
         """Raise if the first training has other sizes than the answer."""

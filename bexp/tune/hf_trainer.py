@@ -21,7 +21,18 @@ from transformers.trainer_utils import PredictionOutput
 
 from bexp.explorer.cost.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
-from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
+from bexp.tune.link import (
+    SCRATCH,
+    SIZE,
+    CannotSetError,
+    Link,
+    choice,
+    connect,
+    note_failure,
+    refusing,
+    switch_off,
+    switched_off,
+)
 from bexp.tune.measuring import (
     ACCUMULATION,
     Clock,
@@ -50,6 +61,8 @@ _OFF = {
     "include_num_input_tokens_seen": "no",
 }
 _FIXED = ("bf16", "fp16", "tf32", "torch_compile", "fsdp", "fsdp_config", "deepspeed", "use_cpu", "parallelism_config")
+_UNSAID = ("disable_tqdm", "do_eval")
+"""What is switched off without a word: a bar, and what eval_strategy says."""
 _NEVER = ("save_strategy", "eval_strategy", "logging_strategy")
 
 
@@ -87,7 +100,10 @@ def patch(module: ModuleType) -> None:
 
     @wraps(add)
     def add_unless_it_stops(self: Any, callback: Any) -> None:
-        if not issubclass(callback if isinstance(callback, type) else type(callback), EarlyStoppingCallback):
+        kind = callback if isinstance(callback, type) else type(callback)
+        if issubclass(kind, EarlyStoppingCallback):
+            switch_off(kind.__name__)
+        else:
             add(self, callback)
 
     module.CallbackHandler.add_callback = add_unless_it_stops
@@ -127,12 +143,13 @@ def _prepare(arguments: Any) -> None:
         if isinstance(getattr(arguments, name), bool) and not isinstance(value, bool):
             raise CannotSetError(f"'{name}' is true or false, and not '{text_of(value)}'")
         setattr(arguments, name, value)
-    for name, value in _OFF.items():
+    never = {name: type(getattr(arguments, name))("no") for name in _NEVER if hasattr(arguments, name)}
+    for name, value in (_OFF | never).items():
+        own = getattr(arguments, name, value)
+        if own and own != value and name not in _UNSAID:
+            switch_off(f"{name}={text_of(getattr(own, 'value', own))}")
         if hasattr(arguments, name):
             setattr(arguments, name, value)
-    for name in _NEVER:
-        if hasattr(arguments, name):
-            setattr(arguments, name, type(getattr(arguments, name))("no"))
     arguments.output_dir = os.environ[SCRATCH]
     if owner is None:
         arguments.gradient_accumulation_steps = ACCUMULATION
@@ -165,6 +182,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
                 "num_devices": ranks.number,
                 "lengths": lengths.describe(),
                 "evaluation": describe_evaluation(trainer),
+                "switched_off": switched_off,
                 APPLY: _usable(trainer),
                 **model,
             }

@@ -24,6 +24,7 @@ def arm() -> None:
     patches: dict[str, Patch] = {
         "transformers.trainer": partial(_patch, "hf_trainer"),
         "accelerate.accelerator": partial(_patch, "accelerate_loop"),
+        "accelerate.utils.memory": partial(_patch, "finders"),
         "lightning.pytorch.trainer.trainer": partial(_patch, "lightning_loop"),
         "pytorch_lightning.trainer.trainer": partial(_patch, "lightning_loop"),
         "torch.optim.optimizer": partial(_patch, "own_loop"),
@@ -33,6 +34,7 @@ def arm() -> None:
         patches = {
             "transformers.trainer": partial(_patch, "applied_trainer"),
             "accelerate.accelerator": partial(_patch, "applied_loop"),
+            "accelerate.utils.memory": partial(_patch, "finders"),
             "lightning.pytorch.trainer.trainer": partial(_patch, "applied_lightning"),
             "pytorch_lightning.trainer.trainer": partial(_patch, "applied_lightning"),
             "torch.optim.optimizer": partial(_patch, "promise"),

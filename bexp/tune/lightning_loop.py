@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, follow, followed, with_sampler
 from bexp.tune.lengths import Lengths, WorstFirst
-from bexp.tune.link import SCRATCH, SIZE, CannotSetError, asked, refusing
+from bexp.tune.link import SCRATCH, SIZE, CannotSetError, asked, refusing, switch_off
 from bexp.tune.measuring import ACCUMULATION, describe_parameters
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
 
@@ -94,7 +94,10 @@ def _size_of(field: Any) -> int | None:
 def _kept(callbacks: Any) -> list[Any]:
     """Callbacks without those that are not for a trial."""
     given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    return [each for each in given if not _LEFT_OUT & {kind.__name__ for kind in type(each).__mro__}]
+    left_out = [each for each in given if _LEFT_OUT & {kind.__name__ for kind in type(each).__mro__}]
+    for each in left_out:
+        switch_off(type(each).__name__)
+    return [each for each in given if each not in left_out]
 
 
 def _never_end(trainer: Any, _: Any) -> None:

@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,18 @@ asked: dict[str, Any] = {}
 
 `given_steps` are the accumulation steps that the trial has set.
 """
+
+switched_off: list[str] = []
+"""What this process has switched off of the command, in the order in which it came to that."""
+
+
+def switch_off(what: str) -> None:
+    """Note that something of the command is off: for the trial, or for the person whose command runs with an answer."""
+    if what not in switched_off:
+        switched_off.append(what)
+        if PROMISE in os.environ:
+            sys.stderr.write(f"bexp: {what} is off in this run, because it could change the batch\n")
+            sys.stderr.flush()
 
 
 class Link:

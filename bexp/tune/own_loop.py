@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bexp.tune.link import SIZE, CannotSetError, asked, choice, connect, refusing
+from bexp.tune.link import SIZE, CannotSetError, asked, choice, connect, refusing, switched_off
 from bexp.tune.placeholders import APPLY
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _Loop:
             own["takes_sizes"] = self._sized is not None
             if followed.lengths is not None:
                 own["lengths"] = followed.lengths.describe()
-            self._link.send({"event": "ready", **own, **described, **asked})
+            self._link.send({"event": "ready", "switched_off": switched_off, **own, **described, **asked})
         if size is None and not asked:
             os._exit(0)  # the trial says what is missing
         measuring.freeze_imports()

@@ -99,6 +99,8 @@ def _subject_rows(request: ExplorationRequest | None, report: DeviceReport | Non
         parts = None if report is None else report.parts
         version, class_name = (None, None) if parts is None else (parts.target_version, parts.class_name)
         yield detail("measured", describe_target(request.target_name, version, class_name))
+        if parts is not None and parts.switched_off:
+            yield detail("off in trials", ", ".join(parts.switched_off))
     if report is not None:
         yield detail("device", f"{report.hardware.device_name}, {bytes_text(report.hardware.memory_bytes)}")
 

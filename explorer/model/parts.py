@@ -149,6 +149,13 @@ class ModelParts(Frozen):
         None, description="Of a training command, at its own size.", exclude_if=is_null
     )
 
+    switched_off: tuple[Annotated[str, Field(max_length=200)], ...] = Field(
+        (),
+        max_length=64,
+        description="Parts of a training command that its trials switch off.",
+        exclude_if=operator.not_,
+    )
+
     @model_validator(mode="after")
     def _known_kinds(self) -> Self:
         names = [kind.name for kind in self.kinds]

@@ -15,7 +15,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-MODULES = ("torch.optim.optimizer", "accelerate.accelerator", "transformers.trainer")
+MODULES = ("torch.optim.optimizer", "accelerate.accelerator", "accelerate.utils.memory", "transformers.trainer")
 """What the scripts import, and the hook patches."""
 
 

@@ -77,6 +77,41 @@ print(is_applied(4), is_applied(16), is_applied(4))
 """
 
 
+FINDERS = """
+import torch
+from accelerate.utils.memory import find_executable_batch_size
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+@find_executable_batch_size(starting_batch_size=16)
+def train(batch_size, fails):
+    if fails: raise RuntimeError("CUDA out of memory.")
+    return batch_size
+
+print(train(False))
+try:
+    train(True)
+except RuntimeError as error:
+    print(error)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return {"loss": self.layer(x).sum()}
+
+class Changes(TrainerCallback):
+    def on_step_end(self, args, state, *_, **__):
+        if state.global_step == 2: args.gradient_accumulation_steps = 5
+
+arguments = TrainingArguments("out", auto_find_batch_size=True, report_to=[], use_cpu=True, save_strategy="no")
+arguments.optim = "adafactor"
+trainer = Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(4)}] * 160, callbacks=[Changes()])
+print(trainer.args.auto_find_batch_size)
+trainer.train()
+"""
+
+
 ACCUMULATES = LOOP.replace("BEGIN", "accelerator.accumulate(model)")
 DOES_NOT = LOOP.replace("OWN", "1").replace("BEGIN", "torch.enable_grad()")
 BY_ITSELF = DOES_NOT.replace("        optimizer.", "        if len(seen) % 4 == 0: optimizer.")
@@ -108,6 +143,7 @@ SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
     "trainers that generate": (GENERATES, 8, 3, {}),
     "trainers with their steps": (TRAINERS, 8, None, {}),
     "loss": (LOSSES, 8, 1, {"bexp_apply": "loss"}),
+    "finders": (FINDERS, 8, 1, {}),
     "no loss": (LOSSES, 8, 1, {"bexp_apply": "none"}),
 }
 """Each with its size, its steps, and what is chosen beside them."""
@@ -187,6 +223,16 @@ def test_the_trainer_that_gets_the_answer_has_its_model_set_up(done: Done, name:
 def test_a_training_with_other_sizes_than_the_answers_is_ended(done: Done, name: str, said: str) -> None:
     assert (done[name].returncode, done[name].stdout) == (1, "")
     assert said in done[name].stderr
+
+
+def test_what_would_find_or_set_another_size_is_off_or_ends_the_run(done: Done) -> None:
+    assert done["finders"].stdout.split("\n")[:3] == ["16", "CUDA out of memory.", "False"], done["finders"].stderr
+    for name in ("find_executable_batch_size", "auto_find_batch_size"):
+        assert (
+            done["finders"].stderr.count(f"bexp: {name} is off in this run, because it could change the batch\n") == 1
+        )
+    assert done["finders"].returncode == 1
+    assert "CannotApplyError: the command has changed its sizes to micro-batches of 8 and 5" in done["finders"].stderr
 
 
 def test_the_lines_of_python_do_in_a_script_what_the_trial_did() -> None:

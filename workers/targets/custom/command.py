@@ -174,6 +174,7 @@ class CommandProcess:
             "samples": samples | {"tail": self._data["tail"]} if samples and self._data["ran_longest"] else None,
             "processes": self._data["processes"],
             "evaluation": self._evaluate(until),
+            "switched_off": [shortened(each, 200) for each in found.get("switched_off", ())[:64]],
         }
 
     @property

@@ -246,6 +246,7 @@ class CustomTarget:
             micro_batch_size=introduction.get("micro_batch_size"),
             samples=introduction.get("samples"),
             evaluation=introduction.get("evaluation"),
+            switched_off=tuple(introduction.get("switched_off", ())),
             processes=introduction.get("processes"),
         )
 

@@ -39,6 +39,9 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
     assert 30 < described["seq_length"] < 45, "the mean length of the texts"
     assert described["samples"]["tail"][-1] == 128
     assert described["processes"] is None
+    off = {each.partition("=")[0] for each in described["switched_off"]}
+    assert {"eval_strategy", "save_strategy", "logging_strategy", "EarlyStoppingCallback"} <= off
+    assert "disable_tqdm" not in off
     evaluation = described["evaluation"]
     assert (evaluation["batch_size"], evaluation["length"]) == (8, 128)
     assert evaluation["peak_bytes"] is not None
