@@ -250,7 +250,7 @@ def describe_training(stored: Explorations, job_id: str, answer: Candidate, most
         if larger:
             yield row("larger sizes", larger)
     if parts.evaluation is not None:
-        yield row("evaluation", describe_evaluation(parts.evaluation))
+        yield row("evaluation", describe_evaluation(parts.evaluation, most_bytes))
     if parts.processes is not None:
         yield row("processes", describe_processes(parts.processes))
 
@@ -301,12 +301,25 @@ def share_longer(samples: SampleLengths, size: int, tokens: float) -> float:
     return share if tokens < samples.longest else 0.0
 
 
-def describe_evaluation(batch: EvaluationBatch) -> str:
-    """Return whether the largest batch of an evaluation fits, with its peak, as text."""
+def describe_evaluation(batch: EvaluationBatch, most_bytes: int) -> str:
+    """Return whether the largest batch of an evaluation fits `most_bytes`, and if not, why and what would."""
     shown = f"one batch of {batch.batch_size:,}" + (f" x {batch.length:,} tokens" if batch.length else "")
+    if batch.peak_bytes is not None and batch.peak_bytes <= most_bytes:
+        return f"{shown}, the longest there is, has a peak of {bytes_text(batch.peak_bytes)}"
+    of = f"of {bytes_text(most_bytes)}"
     if batch.peak_bytes is None:
-        return f"{shown} has no memory: lower per_device_eval_batch_size"
-    return f"{shown}, the longest there is, has a peak of {bytes_text(batch.peak_bytes)}"
+        why = f"{shown} has no memory"
+    else:
+        why = f"does not fit: {shown} has a peak of {bytes_text(batch.peak_bytes)} {of}"
+    if batch.kept_bytes:
+        kept = f"the outputs of {batch.kept_rows:,} rows kept for compute_metrics"
+        why += f", {bytes_text(batch.kept_bytes)} of it {kept}"
+    ways = [f"eval_accumulation_steps {batch.fitting_steps}"] if batch.fitting_steps else []
+    ways += ["preprocess_logits_for_metrics"] if batch.kept_bytes else []
+    if batch.fitting_size is not None and batch.fitting_peak_bytes is not None:
+        fits = f"per_device_eval_batch_size {batch.fitting_size} has {bytes_text(batch.fitting_peak_bytes)}"
+        return f"{why}; {' with '.join([fits, *ways[-1:]])}"
+    return f"{why}; {' or '.join(ways) or 'lower per_device_eval_batch_size'}"
 
 
 def describe_processes(spread: ProcessSpread) -> str:

@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 from transformers.trainer_utils import PredictionOutput
 
 from bexp.explorer.cost.epochs import Epoch
+from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import (
     SCRATCH,
@@ -164,7 +165,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
     answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "measure": lambda command: measure(command["micro_batch_size"]),
-        "evaluate": lambda _: _evaluate(trainer, ranks),
+        "evaluate": lambda command: _evaluate(trainer, ranks, command["most_bytes"]),
         "check": TrainerCheck(trainer, train, ranks).answer,
     }
     size, accumulation = trainer.args.bexp_asked
@@ -206,9 +207,43 @@ def _usable(trainer: Any) -> list[str] | None:
     return found
 
 
-def _evaluate(trainer: Any, ranks: Ranks) -> dict[str, Any]:
-    """The memory of an evaluation in the fullest process."""
-    return max(ranks.gather(evaluate_longest(trainer)), key=lambda figures: figures["peak_bytes"])
+def _evaluate(trainer: Any, ranks: Ranks, most_bytes: int) -> dict[str, Any]:
+    """The memory of an evaluation in the fullest process, and what would fit `most_bytes` if that does not.
+
+    `fitting_size` is the largest of the size's halves whose batch alone fits. Several processes try none.
+    `fitting_steps` are the eval_accumulation_steps with which the outputs fit that stay on a GPU.
+    """
+    arguments = trainer.args
+    own: int = arguments.per_device_eval_batch_size
+    size, tried = own, dict[int, dict[str, float] | None]()
+    while ranks.number == 1 and size >= 1:
+        arguments.per_device_eval_batch_size = size
+        tried[size] = figures = _evaluate_if_possible(trainer)
+        if figures is not None and figures["peak_bytes"] - figures["kept_bytes"] <= most_bytes:
+            break
+        size //= 2
+    arguments.per_device_eval_batch_size = own
+    if ranks.number > 1:
+        tried[own] = max(ranks.gather(evaluate_longest(trainer)), key=lambda figures: figures["peak_bytes"])
+    figures = tried[own]
+    found: dict[str, Any] = {"peak_bytes": None, **(figures or {})}
+    if size not in (0, own) and (fitting := tried.get(size)) is not None:
+        found |= {"fitting_size": size, "fitting_peak_bytes": fitting["peak_bytes"] - fitting["kept_bytes"]}
+    elif figures is not None and figures["peak_bytes"] > most_bytes and torch.device(arguments.device).type != "cpu":
+        left = most_bytes - figures["peak_bytes"] + figures["kept_bytes"]
+        found["fitting_steps"] = 1 + max(0, int(left // max(1, figures["batch_bytes"])))
+    found.pop("batch_bytes", None)
+    return found
+
+
+def _evaluate_if_possible(trainer: Any) -> dict[str, float] | None:
+    """The bytes of an evaluation; None if there is no memory for it."""
+    try:
+        return evaluate_longest(trainer)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
 
 
 def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
@@ -298,15 +333,17 @@ def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
 
 
 def evaluate_longest(trainer: Any) -> dict[str, float]:
-    """Return the peak of an evaluation's longest batch, while the optimizer has the state that the training left.
+    """Return the bytes of an evaluation's longest batch, while the optimizer has the state that the training left.
 
-    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added. Several datasets
-    are evaluated one by one, and the highest peak counts.
+    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added to the peak.
+    Several datasets are evaluated one by one, and the highest peak counts. Of that dataset, `kept_rows` are the rows
+    whose outputs are kept, and `batch_bytes` is what each batch adds to them.
     """
-    return {"peak_bytes": max(_peak(trainer, dataset, lengths) for dataset, lengths in _datasets(trainer))}
+    each = (_evaluated(trainer, dataset, lengths) for dataset, lengths in _datasets(trainer))
+    return max(each, key=lambda figures: figures["peak_bytes"])
 
 
-def _peak(trainer: Any, dataset: Any, lengths: Lengths) -> float:
+def _evaluated(trainer: Any, dataset: Any, lengths: Lengths) -> dict[str, float]:
     arguments = trainer.args
     number = arguments.per_device_eval_batch_size * arguments.world_size
     places = lengths.longest(number) if lengths.is_known else [place % len(dataset) for place in range(number)]
@@ -314,25 +351,32 @@ def _peak(trainer: Any, dataset: Any, lengths: Lengths) -> float:
     loss_only = arguments.prediction_loss_only or trainer.compute_metrics is None
     reset_peak(arguments.device)
     model.eval()
-    kept = 0
-    for inputs in trainer.get_eval_dataloader(Subset(dataset, places)):
-        _, logits, labels = trainer.prediction_step(model, inputs, loss_only)
-        kept = max(kept, _kept_bytes(trainer, logits, labels, math.ceil(len(dataset) / number)))
-    model.train()
-    return peak_bytes(arguments.device)[0] + kept
+    batch_bytes = 0
+    try:
+        for inputs in trainer.get_eval_dataloader(Subset(dataset, places)):
+            _, logits, labels = trainer.prediction_step(model, inputs, loss_only)
+            batch_bytes = max(batch_bytes, _kept_bytes(trainer, logits, labels))
+    finally:
+        model.train()
+    batches = math.ceil(len(dataset) / number)
+    kept = batch_bytes * (min(batches, arguments.eval_accumulation_steps or batches) - 1)
+    return {
+        "peak_bytes": peak_bytes(arguments.device)[0] + kept,
+        "kept_bytes": kept,
+        "kept_rows": len(dataset) if kept else 0,
+        "batch_bytes": batch_bytes,
+    }
 
 
-def _kept_bytes(trainer: Any, logits: Any, labels: Any, num_batches: int) -> int:
-    """Bytes of the outputs of other batches, if all are as long; concatenating them takes a second copy."""
+def _kept_bytes(trainer: Any, logits: Any, labels: Any) -> int:
+    """Bytes that stay of each batch's outputs, if all are as long; concatenating them takes a second copy."""
     arguments = trainer.args
     if logits is not None and trainer.preprocess_logits_for_metrics is not None:
         logits = trainer.preprocess_logits_for_metrics(logits, labels)
     if getattr(arguments, "batch_eval_metrics", False):  # metrics take each batch, and nothing is kept
         return 0
-    batches = min(num_batches, arguments.eval_accumulation_steps or num_batches)
     copies = 2 if getattr(arguments, "eval_do_concat_batches", True) else 1
-    one = sum(tensor.numel() * tensor.element_size() for tensor in _tensors((logits, labels)))
-    return copies * (batches - 1) * one * int(arguments.world_size)
+    return copies * sum(t.numel() * t.element_size() for t in _tensors((logits, labels))) * int(arguments.world_size)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

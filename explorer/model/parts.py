@@ -76,14 +76,20 @@ class SampleLengths(Frozen):
 
 
 class EvaluationBatch(Frozen):
-    """The longest texts of an evaluation, `length` tokens each if that is known, in a forward pass.
-
-    `peak_bytes` is None if the pass ran out of memory.
-    """
+    """The longest texts of an evaluation in a forward pass, and what would fit if that does not."""
 
     batch_size: Annotated[int, Field(ge=1)]
-    length: Count
-    peak_bytes: Count | None
+    length: Count = Field(description="Tokens of each text; 0 if they are not known.")
+    peak_bytes: Count | None = Field(description="With what is kept; null if there was no memory for it.")
+    kept_bytes: Count = Field(0, description="Outputs of other batches that are kept on the device for metrics.")
+    kept_rows: Count = Field(0, description="The rows that these outputs belong to.")
+    fitting_size: Annotated[int, Field(ge=1)] | None = Field(None, exclude_if=is_null)
+    fitting_peak_bytes: Count | None = Field(
+        None, description="Of a batch of `fitting_size` without what is kept.", exclude_if=is_null
+    )
+    fitting_steps: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The eval_accumulation_steps with which what is kept fits.", exclude_if=is_null
+    )
 
 
 class ProcessSpread(Frozen):

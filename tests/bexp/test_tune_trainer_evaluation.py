@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from bexp.tune import hf_trainer
 from bexp.tune.hf_trainer import describe_evaluation, evaluate_longest
+from bexp.tune.measuring import Ranks
 
 VOCABULARY, LENGTH, TEXTS = 96, 16, 40
 
@@ -41,7 +43,9 @@ def test_outputs_of_all_batches_count_where_metrics_are_computed_of_them(
     )
     trainer = Trainer(model=model, args=arguments, eval_dataset=texts, compute_metrics=no_metrics)
     one = 4 * LENGTH * (VOCABULARY * 4 + 8)
-    assert evaluate_longest(trainer)["peak_bytes"] == 1000 + copies * one
+    figures = evaluate_longest(trainer)
+    assert (figures["peak_bytes"], figures["kept_bytes"]) == (1000 + copies * one, copies * one)
+    assert figures["kept_rows"] == (TEXTS if copies else 0)
 
 
 def test_of_several_datasets_the_one_with_the_longest_texts_counts(
@@ -60,3 +64,44 @@ def test_of_several_datasets_the_one_with_the_longest_texts_counts(
     assert (describe_evaluation(trainer) or {})["length"] == 32
     assert evaluate_longest(trainer)["peak_bytes"] == 32
     assert ran == [8, 32, 16]
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "found"),
+    [
+        (10_000, {"peak_bytes": 8000, "kept_bytes": 6000}),
+        (7000, {"peak_bytes": 8000, "kept_bytes": 6000, "fitting_steps": 1 + 5000 // 300}),
+        (1500, {"peak_bytes": 8000, "kept_bytes": 6000, "fitting_size": 4, "fitting_peak_bytes": 1000}),
+        (500, {"peak_bytes": 8000, "kept_bytes": 6000, "fitting_size": 2, "fitting_peak_bytes": 500}),
+        (100, {"peak_bytes": 8000, "kept_bytes": 6000, "fitting_steps": 1}),
+    ],
+)
+def test_a_size_or_a_number_of_steps_that_fits_is_tried(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, found: dict[str, int]
+) -> None:
+    arguments = SimpleNamespace(per_device_eval_batch_size=8, device="cuda:0")
+
+    def evaluate(trainer: Any) -> dict[str, float]:
+        own = trainer.args.per_device_eval_batch_size * 250
+        return {"peak_bytes": own + 6000, "kept_bytes": 6000, "batch_bytes": 300}
+
+    monkeypatch.setattr(hf_trainer, "evaluate_longest", evaluate)
+    trainer = SimpleNamespace(args=arguments)
+    assert hf_trainer._evaluate(trainer, Ranks(), most_bytes) == found
+    assert arguments.per_device_eval_batch_size == 8
+
+
+def test_an_evaluation_without_memory_is_tried_at_smaller_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = SimpleNamespace(per_device_eval_batch_size=8, device="cpu")
+
+    def evaluate(trainer: Any) -> dict[str, float]:
+        if trainer.args.per_device_eval_batch_size > 2:
+            raise torch.OutOfMemoryError("does not fit")
+        return {"peak_bytes": 900, "kept_bytes": 0, "batch_bytes": 0}
+
+    monkeypatch.setattr(hf_trainer, "evaluate_longest", evaluate)
+    found = hf_trainer._evaluate(SimpleNamespace(args=arguments), Ranks(), 1000)
+    assert found == {"peak_bytes": None, "fitting_size": 2, "fitting_peak_bytes": 900}
+    monkeypatch.setattr(hf_trainer, "evaluate_longest", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        hf_trainer._evaluate(SimpleNamespace(args=arguments), Ranks(), 1000)

@@ -96,11 +96,40 @@ def test_the_size_that_just_fits_follows_from_the_peaks(peaks: dict[int, int], f
     assert fitting_size(peaks, failed, 2000) == pytest.approx(fits)
 
 
-def test_an_evaluation_that_does_not_fit_says_what_to_lower() -> None:
-    fits = EvaluationBatch(batch_size=8, length=2048, peak_bytes=1 << 30)
-    assert describe_evaluation(fits) == "one batch of 8 x 2,048 tokens, the longest there is, has a peak of 1.0 GiB"
-    fails = EvaluationBatch(batch_size=8, length=0, peak_bytes=None)
-    assert describe_evaluation(fails) == "one batch of 8 has no memory: lower per_device_eval_batch_size"
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (
+            {"length": 2048, "peak_bytes": GIB},
+            "one batch of 8 x 2,048 tokens, the longest there is, has a peak of 1.0 GiB",
+        ),
+        ({"peak_bytes": None}, "one batch of 8 has no memory; lower per_device_eval_batch_size"),
+        (
+            {"peak_bytes": None, "fitting_size": 2, "fitting_peak_bytes": 3 * GIB},
+            "one batch of 8 has no memory; per_device_eval_batch_size 2 has 3.0 GiB",
+        ),
+        (
+            {"peak_bytes": 9 * GIB, "kept_bytes": 8 * GIB, "kept_rows": 3200, "fitting_steps": 7},
+            "does not fit: one batch of 8 has a peak of 9.0 GiB of 4.0 GiB, 8.0 GiB of it the outputs of 3,200 rows "
+            "kept for compute_metrics; eval_accumulation_steps 7 or preprocess_logits_for_metrics",
+        ),
+        (
+            {"peak_bytes": 9 * GIB, "kept_bytes": GIB, "kept_rows": 5, "fitting_size": 4, "fitting_peak_bytes": GIB},
+            "does not fit: one batch of 8 has a peak of 9.0 GiB of 4.0 GiB, 1.0 GiB of it the outputs of 5 rows kept for "
+            "compute_metrics; per_device_eval_batch_size 4 has 1.0 GiB with preprocess_logits_for_metrics",
+        ),
+        (
+            {"peak_bytes": 9 * GIB, "fitting_size": 4, "fitting_peak_bytes": 4 * GIB},
+            "does not fit: one batch of 8 has a peak of 9.0 GiB of 4.0 GiB; per_device_eval_batch_size 4 has 4.0 GiB",
+        ),
+    ],
+)
+def test_an_evaluation_that_does_not_fit_says_why_and_what_would(batch: dict[str, Any], said: str) -> None:
+    evaluation = EvaluationBatch.model_validate({"batch_size": 8, "length": 0, **batch})
+    assert describe_evaluation(evaluation, 4 * GIB) == said
 
 
 def test_the_slowest_and_the_fullest_process_are_named() -> None:
@@ -111,14 +140,14 @@ def test_the_slowest_and_the_fullest_process_are_named() -> None:
 
 
 def test_an_evaluation_and_the_processes_are_told_with_the_answer() -> None:
-    evaluation = EvaluationBatch(batch_size=8, length=0, peak_bytes=1 << 30)
+    evaluation = EvaluationBatch(batch_size=8, length=0, peak_bytes=1 << 10)
     spread = ProcessSpread(number=2, slowest=1, slower=1.0, fullest=0, fuller=1.21)
     parts = PARTS.model_copy(update={"evaluation": evaluation, "processes": spread})
     job = SimpleNamespace(report=SimpleNamespace(parts=parts))
     stored: Any = SimpleNamespace(get=lambda _: job, trials=lambda _: [])
     assert told(stored) == [
         ["worst micro-batch", "not known: the lengths or the order of the samples cannot be read"],
-        ["evaluation", "one batch of 8, the longest there is, has a peak of 1.0 GiB"],
+        ["evaluation", "one batch of 8, the longest there is, has a peak of 1.0 KiB"],
         ["processes", "2: rank 0 is the fullest, with 1.21x the peak of the emptiest"],
     ]
 

@@ -40,6 +40,8 @@ from bexp.workers.targets.custom.process import last_lines
 from bexp.workers.targets.custom.training_command import OtherBatchError, TrainingCommand, environment_of, locks_of
 
 TAIL_LINES, LAST_LINES = 100, 6
+MAX_BYTES = 1 << 62
+"""The memory of a device of which nothing is known."""
 EVALUATION_SECONDS = 60.0
 """How long one evaluation batch may take, so that its failure leaves time for the training."""
 END_SECONDS = 10.0
@@ -71,6 +73,7 @@ class CommandProcess:
         self._line = TrainingLine(self._folder / "socket")
         self._kills = 0  # by the kernel, before the present wait
         self._data: dict[str, Any] = {}  # of the texts and the processes, as the measured size reports them
+        self._most_bytes = MAX_BYTES
         self._has_ended = False
         self._has_begun = self._has_served = False  # this start has described itself, and has sent figures
 
@@ -127,7 +130,17 @@ class CommandProcess:
         self._line.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open(self, until: float, *, device: str, choice: Mapping[str, Any] | None, **_: Any) -> dict[str, Any]:
+    def _open(
+        self,
+        until: float,
+        *,
+        device: str,
+        choice: Mapping[str, Any] | None,
+        memory_limit_bytes: int = MAX_BYTES,
+        context_bytes: int = 0,
+        **_: Any,
+    ) -> dict[str, Any]:
+        self._most_bytes = memory_limit_bytes - context_bytes
         first = {name: values[0] for name, values in self._command.tries.items()}
         self._choice = dict(choice or first)
         self._devices = self._command.devices or (device,)
@@ -187,7 +200,7 @@ class CommandProcess:
         batch = self._hello.get("evaluation")
         if batch is None or self._popen is None:
             return None
-        self._line.send({"command": "evaluate"})
+        self._line.send({"command": "evaluate", "most_bytes": self._most_bytes})
         try:
             reply = self._receive(min(until, time.monotonic() + EVALUATION_SECONDS))
             outcome = Outcome(reply["outcome"])
@@ -197,7 +210,7 @@ class CommandProcess:
             self._start(None, until)
         if outcome not in (Outcome.OK, Outcome.OUT_OF_MEMORY):
             return None
-        return {**batch, "peak_bytes": reply.get("peak_bytes")}
+        return {"peak_bytes": None, **batch, **{name: value for name, value in reply.items() if name != "outcome"}}
 
     def _measure_first(self, size: int, until: float) -> int:
         """Measure the command's own size, or half of it and so on, until one fits the memory; return the size.
