@@ -41,8 +41,7 @@ def next_rows(job_id: str, best: Recommendation, request: ExplorationRequest | N
     if best.notes:
         rest += f" with {len(best.notes)} note{'' if len(best.notes) == 1 else 's'}"
     formats, is_named = own_formats(best, request), request is not None and request.trainer is not None
-    has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
-    is_applied = not has_mesh and (request is None or request.target_name in {BEXP, TRANSFORMERS})
+    is_applied = not best.is_shared and (request is None or request.target_name in {BEXP, TRANSFORMERS})
     if best.plan is not None or not (formats if is_named else is_applied):
         yield brief("next", f"`{command} -v` {rest}")
     elif is_named:

@@ -79,7 +79,7 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
         compiled_layers=request.execution_of(candidate).compiles and "execution" not in missing,
         sharding=trainer.nearest_sharding(sharding) if "sharding" in missing else sharding,
         context_parallel_size=candidate.context_parallel_size,
-        mesh=None if plan is None else plan.mesh,
+        parallelism=None if plan is None else plan.parallelism,
         layers_per_stage=() if plan is None else plan.layers_per_stage,
         varies_query_groups=request.num_query_groups is not None,
         expandable_segments=request.allocator == "expandable_segments",

@@ -12,7 +12,6 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.quantization import Quantization, describe_weights
 from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import (
@@ -60,10 +59,7 @@ def header_lines(
             f"model: this is for num_query_groups={choice.candidate.num_query_groups}, so make the model with it"
         )
     if choice.plan is not None:
-        lines.append(
-            f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
-            f"{', '.join(map(str, choice.plan.layers_per_stage))}"
-        )
+        lines.append(choice.plan.header_line())
     lines += _lost(trainer, request, known, choice, report)
     if is_own_code(request):
         lines.append(
@@ -158,7 +154,7 @@ def seq_length_of(request: ExplorationRequest, report: DeviceReport | None) -> i
 
 def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) -> str:
     size, plan = choice.candidate.context_parallel_size, choice.plan
-    groups = request.devices.data_parallel_size(size) if plan is None else plan.mesh.data
+    groups = request.devices.data_parallel_size(size) if plan is None else plan.parallelism.data
     shared = f", {size} devices to a sequence" if size > 1 else ""
     tokens = f", of {seq_length} tokens each" if seq_length > 1 else ""  # 1: its target states none
     if choice.grad_accum_steps is None:
@@ -192,7 +188,7 @@ def _lost(
     lines += [
         f"lost: {trainer.title} cannot be told {words}; what it keeps is counted by formulas" for words in formats
     ]
-    lines += _lost_expert_mode(trainer, known.plan)
+    lines += [] if known.plan is None else known.plan.lost_lines(trainer.title)
     asked = choice.candidate.recompute
     if "recompute" in choice.missing:
         nearest = nearest_policy(trainer, asked, request, report)
@@ -204,19 +200,6 @@ def _lost(
     wanted = sharding_of(choice.candidate, request)
     if "sharding" in choice.missing:
         lines.append(f"sharding: '{trainer.nearest_sharding(wanted)}' is used in place of '{wanted}'")
-    return lines
-
-
-def _lost_expert_mode(trainer: Trainer, plan: MeshPlan | None) -> list[str]:
-    """Return what is used in place of a recommended expert mode that only bexp's kernels have."""
-    if plan is None or plan.plain is None:
-        return []
-    lines = [
-        f"lost: {trainer.title} cannot be told expert mode '{plan.mesh.expert_mode}' of the recommended mesh "
-        f"({plan.mesh.describe()}), which is planned to be {plan.plain.ratio:.2f}x as fast"
-    ]
-    if not plan.plain.fits:
-        lines.append("memory: expert mode 'plain' is not expected to fit; explore again with expert_mode plain")
     return lines
 
 

@@ -87,17 +87,10 @@ def check_offload(request: ExplorationRequest) -> None:
 
 
 def check_numbered_policies(request: ExplorationRequest) -> None:
-    """A policy names as many layers as there are; groups need whole parameters, and no pipeline cuts them."""
+    """A policy names as many layers as there are; groups need whole parameters."""
     for policy in request.recompute or ():
         if not policy.is_numbered:
             continue
-        if request.devices.is_mesh:
-            raise RuleError(
-                f"recompute '{policy}' is not for meshes: a pipeline cuts the layers into stages, and each has a "
-                "number of its own; the nearest are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
-                "recompute",
-                "parallelism",
-            )
         if request.model is not None:
             try:
                 refuse_number(policy, request.model.num_layers)

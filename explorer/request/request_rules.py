@@ -20,7 +20,7 @@ from bexp.explorer.model.quantization import PLAIN, Quantization, own_method
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, OWN_ATTENTION, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.device_rules import check_mesh, check_parallelism, check_sharding, check_sharing
+from bexp.explorer.request.device_rules import check_expert_modes, check_sharding, check_sharing
 from bexp.explorer.request.execution_rules import (
     check_executions,
     check_kernels,
@@ -29,13 +29,14 @@ from bexp.explorer.request.execution_rules import (
     check_policies,
     check_policies_of_mode,
 )
-from bexp.explorer.request.legal_meshes import check_expert_modes, check_meshes
 from bexp.explorer.request.trainer_rules import check_trainer
 from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
 
+Rule = Callable[["ExplorationRequest"], None]
+"""Raises RuleError for a request that breaks it."""
 
 MAX_COMBINATIONS = 3072
 """The most combinations of micro-batch, tile and recomputation; back ends multiply them by about ten."""
@@ -388,34 +389,12 @@ def check_query_groups(request: ExplorationRequest) -> None:
             raise RuleError(message, "num_query_groups", "model.num_attention_heads")
 
 
-MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
-    check_model_of_target,
-    check_sequence_of_config,
-    check_quantization,
-    check_mesh,
-    check_lengths,
-    check_training_of_target,
-    check_experts,
-    check_back_ends,
-    check_capacity,
-    check_sharding,
-    check_attention_backends,
-    check_policies,
-    check_offload,
-    check_numbered_policies,
-    check_expert_modes,
-    check_trainer,
-    check_meshes,
-)
-"""The rules of a request whose devices form meshes."""
-
-RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
+RULES: tuple[Rule, ...] = (
     check_model_of_target,
     check_sequence_of_config,
     check_quantization,
     check_lengths,
     check_training_of_target,
-    check_parallelism,
     check_kernels,
     check_expert_modes,
     check_executions,

@@ -79,8 +79,8 @@ class RequestedSpace:
         return () if choice == "auto" else LADDER
 
     @property
-    def mesh_micro_batch_sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes of meshes, ascending. These take what divides the batch, so `auto` has them all."""
+    def all_micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes of the request whatever the batch, ascending; with `auto` all sizes of the ladder."""
         return self._named_micro_batch_sizes or LADDER
 
     def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:
@@ -192,7 +192,7 @@ class RequestedSpace:
 def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
     """Return where the candidates of a request would run; `device_kind` is None if that is not known yet."""
     devices = request.devices
-    is_joint = devices.is_mesh or max(devices.context_parallel_sizes, default=1) > 1
+    is_joint = devices.share_model or max(devices.context_parallel_sizes, default=1) > 1
     replays = request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
     return Place(
         request.target_name,

@@ -181,7 +181,7 @@ def answer_refusal(trainer: Trainer, recommendation: Recommendation, request: Ex
     """
     asked: dict[str, Any] = {
         "capacity_factor": recommendation.candidate.capacity_factor,
-        "parallelism": recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel,
+        "parallelism": recommendation.is_shared,
     }
     if request is not None:
         asked |= {"adapters": request.training.lora, "batching": request.batching_of_texts}
