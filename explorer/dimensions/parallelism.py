@@ -19,14 +19,14 @@ from bexp.explorer.model.training import Sharding
 
 
 class Schedule(StrEnum):
-    """In which order the stages of a pipeline run: see `bexp.explorer.meshes.pipeline_order`."""
+    """In which order the stages of a pipeline run."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
 
 
 class ParallelismSpec(ExpertModes):
-    """Each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
+    """How devices share the model. Each size is a number, a list, or `explore`; data parallelism takes the rest.
 
     `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
     that they are null in a stored one.

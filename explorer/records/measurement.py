@@ -119,14 +119,14 @@ class ComponentMeasurement(ComponentFigures):
 class WholeModelMeasurement(Frozen):
     """A whole training step, run as it would be in training: two accumulated micro-steps and the optimizer.
 
-    Devices that train together run three micro-steps, and devices that share the model `num_micro_batches`. With texts of
-    unequal lengths, the micro-steps are those of `TextBatches.measured`. Seconds are medians.
+    Devices that train together run three micro-steps, and devices that share the model `num_micro_batches`. With texts
+    of unequal lengths, the micro-steps are those of `TextBatches.measured`. Seconds are medians.
     """
 
     micro_step_seconds: Seconds = Field(
         description="Of one micro-step. Of devices that train together, the second one, with the traffic that every "
-        "micro-step has. Of texts of unequal lengths, the mean over an epoch. Of a shared model, the time of all micro-batches "
-        "with exchanges and bubbles, divided by their number."
+        "micro-step has. Of texts of unequal lengths, the mean over an epoch. Of a shared model, the time of all "
+        "micro-batches with exchanges and bubbles, divided by their number."
     )
     optimizer_seconds: Seconds
     standard_error_seconds: Seconds

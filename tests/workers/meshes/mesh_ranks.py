@@ -1,6 +1,6 @@
 """Ranks that run whole models on meshes: four on the CPU, or two on GPUs.
 
-    python -m tests.workers.profiler.mesh_ranks FOLDER [cuda]
+    python -m tests.workers.meshes.mesh_ranks FOLDER [cuda]
 
 writes there how far each rank's loss and gradients are from those of one device with the same weights and data.
 """
