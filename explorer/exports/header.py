@@ -17,7 +17,6 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import (
     compute_dtype,
     find_missing,
-    is_own_code,
     keeps_other_formats,
     layers_differ,
     lost_formats,
@@ -61,7 +60,7 @@ def header_lines(
     if choice.plan is not None:
         lines.append(choice.plan.header_line())
     lines += _lost(trainer, request, known, choice, report)
-    if is_own_code(request):
+    if request.is_own_code:
         lines.append(
             "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
             "of them otherwise, keep yours"
@@ -79,7 +78,7 @@ def header_lines(
             f"expect about {rate_text(choice.tokens_per_second)} of each device; confidence {choice.confidence} out "
             "of 100"
         )
-    if not is_own_code(request):
+    if not request.is_own_code:
         lines.append(_weights_line(trainer, request, report, choice.candidate))
     if request.explored.seq_length is not None:
         lines.append(_length_line(request, known, choice.candidate))
@@ -149,7 +148,7 @@ def nearest_policy(
 def seq_length_of(request: ExplorationRequest, report: DeviceReport | None) -> int:
     """Return the tokens of a sequence: a target that a person has written states its own; 1 if it states none."""
     parts = report.parts if report is not None else None
-    return parts.seq_length if parts is not None and is_own_code(request) else request.seq_length
+    return parts.seq_length if parts is not None and request.is_own_code else request.seq_length
 
 
 def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) -> str:

@@ -32,13 +32,13 @@ def check_executions(request: ExplorationRequest) -> None:
         message = "executions take the place of execution: give one of them"
         raise RuleError(message, "executions", "execution")
     field = "execution" if request.executions is None else "executions"
-    if request.executions is not None and request.target_name not in (BEXP, TRANSFORMERS):
+    if request.executions is not None and request.is_own_code:
         message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
         raise RuleError(message, field, "target")
     if not request.space.replays:
         return
     refused = (
-        (request.target_name not in (BEXP, TRANSFORMERS), "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
+        (request.is_own_code, "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
         (request.mode != "train", "mode", "mode 'train'"),
         (request.device_kind == "cpu", "device_kind", "a GPU; a CPU has 'eager' and 'compile'"),
         (

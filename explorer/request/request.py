@@ -17,7 +17,7 @@ from bexp.explorer.model.lengths import Batching, Lengths
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.quantization import Quantization, QuantizationName, quantization_of
 from bexp.explorer.model.routing import RoutingSpec
-from bexp.explorer.model.target import LOCAL, TRANSFORMERS, TargetName
+from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
 from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
 from bexp.explorer.request.device_rules import find_sharing_problem
@@ -186,6 +186,11 @@ class ExplorationRequest(DimensionsAsked):
     def target_name(self) -> str:
         """The target, with the default filled in."""
         return self.target or self.explored.default_target
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether the target is a person's own, whose code decides precision, recomputation and kernels."""
+        return self.target_name not in (BEXP, TRANSFORMERS)
 
     @property
     def batching_of_texts(self) -> Batching | None:

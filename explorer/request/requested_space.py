@@ -18,7 +18,6 @@ from bexp.explorer.dimensions.micro_batch_size import (
 )
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 
 if TYPE_CHECKING:
@@ -208,4 +207,4 @@ def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
 def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:
     """Whether only eager code and the library's own loss are explored: on a CPU, if asked, and for other targets."""
     is_cpu = "cpu" in (device_kind, request.device_kind)
-    return request.quick or is_cpu or request.target_name not in (BEXP, TRANSFORMERS)
+    return request.quick or is_cpu or request.is_own_code
