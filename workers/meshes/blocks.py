@@ -16,7 +16,7 @@ from bexp.workers.meshes.spread_experts import build_busiest_rank
 from bexp.workers.meshes.tensor_parallel import VocabularyEmbedding, spread_loss_alone
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.embedding import Embedding
-from bexp.workers.targets.reference.factory import build_whole_block, compile_as_asked
+from bexp.workers.targets.reference.factory import build_block
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 
@@ -39,9 +39,9 @@ def build_shard(
     size = component.tensor_parallel_size
     if component.part == SPREAD_EXPERTS:
         experts, _ = build_busiest_rank(model, component, request, device, generator, group)
-        compile_as_asked(experts, component, request)
         return experts
-    block = build_whole_block(model, component, request, device, generator=generator, w_tied=w_tied)
+    whole = component.model_copy(update={"tensor_parallel_size": 1, "part": None})
+    block = build_block(model, whole, request, device, generator=generator, w_tied=w_tied)
     if size == 1:
         return block
     if isinstance(block, Embedding):

@@ -109,7 +109,7 @@ class _MeshOperation:
         torch.autograd.backward(x, self._own.detach())
 
 
-def measure_mesh_operation(
+def measure_exchange(
     instruments: Instruments, component: Component, seed: int, clock: PhaseClock
 ) -> ComponentMeasurement:
     """Measure an operation of a mesh. All ranks must call this at the same time."""

@@ -19,7 +19,7 @@ MAX_STEPS = 30
 """The most steps of several ranks, which vary more, because each rank has a host process of its own."""
 
 
-def run_mesh_model(
+def run_whole_model(
     instruments: Instruments, task: TrialTask, request: ExplorationRequest, clock: PhaseClock
 ) -> WholeModelMeasurement:
     """Train a few steps of a model on all ranks of a mesh, back to back; the peak is that of this rank.

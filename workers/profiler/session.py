@@ -194,7 +194,7 @@ class Session:
         request, model = request.sharded(component.sharding), task.model
         extension = extension_for(component)
         if extension is not None and isinstance(model, ModelSpec):
-            model, request = extension.model_of(component, model, request)
+            model, request = extension.shard_of(component, model, request)
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, task.candidate, request, clock)
         if component.kind is ComponentKind.EXCHANGE:

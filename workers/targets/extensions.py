@@ -1,13 +1,12 @@
-"""Packages that measure what no target does, such as what devices exchange that share a model."""
+"""Modules that measure what no target does, such as what devices exchange that share a model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
     from torch import nn
 
     from bexp.explorer.cost.components import Component
@@ -18,42 +17,22 @@ if TYPE_CHECKING:
     from bexp.workers.instruments.device_instruments import Instruments
     from bexp.workers.instruments.phases import PhaseClock
 
-EXTENSIONS = ("bexp.workers.meshes",)
+EXTENSIONS = ("bexp.workers.meshes.extension",)
 
 
 class WorkerExtension(Protocol):
-    """What such a package has."""
+    """What such a module has."""
 
-    def serves(self, subject: Component | TrialTask) -> bool:
-        """Return whether the package measures this component, or runs the whole model of this task."""
-
-    def model_of(
-        self, component: Component, model: ModelSpec, request: ExplorationRequest
-    ) -> tuple[ModelSpec, ExplorationRequest]:
-        """Return the model whose block a component is, and the request that goes with it."""
-
-    def build_block(
-        self,
-        model: ModelSpec,
-        component: Component,
-        request: ExplorationRequest,
-        device: torch.device,
-        *,
-        generator: torch.Generator | None,
-        w_tied: nn.Parameter | None,
-        group: dist.ProcessGroup | None,
-    ) -> nn.Module:
-        """Return the module of a component, as `reference.factory.build_block` does."""
-
-    def measure_exchange(
-        self, instruments: Instruments, component: Component, seed: int, clock: PhaseClock
-    ) -> ComponentMeasurement:
-        """Measure what devices exchange. All ranks must call this at the same time."""
-
-    def run_whole_model(
-        self, instruments: Instruments, task: TrialTask, request: ExplorationRequest, clock: PhaseClock
-    ) -> WholeModelMeasurement:
-        """Train a few steps of a model that devices share. All ranks must call this at the same time."""
+    serves: Callable[[Component | TrialTask], bool]
+    """Whether it measures this component, or runs the whole model of this task."""
+    shard_of: Callable[[Component, ModelSpec, ExplorationRequest], tuple[ModelSpec, ExplorationRequest]]
+    """The model whose block a component is, and the request that goes with it."""
+    build_shard: Callable[..., nn.Module]
+    """The module of a component, with the arguments of `reference.factory.build_block`."""
+    measure_exchange: Callable[[Instruments, Component, int, PhaseClock], ComponentMeasurement]
+    """Measures what devices exchange, for a seed. All ranks call it at the same time."""
+    run_whole_model: Callable[[Instruments, TrialTask, ExplorationRequest, PhaseClock], WholeModelMeasurement]
+    """Trains a few steps of a model that devices share. All ranks call it at the same time."""
 
 
 def extension_for(subject: Component | TrialTask) -> WorkerExtension | None:

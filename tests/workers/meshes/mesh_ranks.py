@@ -32,7 +32,7 @@ from bexp.measure.passes import Passes
 from bexp.measure.timing import HostTimer
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.meshes.exchange import measure_mesh_operation
+from bexp.workers.meshes.exchange import measure_exchange
 from bexp.workers.meshes.training_run import MeshTrainingRun
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials.component import measure_component
@@ -260,7 +260,7 @@ def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
     groups.prepare(plan)
     instruments.timer = InARow()
     instruments.join(groups.rank_group(plan))
-    return min(measure_mesh_operation(instruments, each, 0, PhaseClock()).device_seconds for each in components)
+    return min(measure_exchange(instruments, each, 0, PhaseClock()).device_seconds for each in components)
 
 
 def measure_shared_experts(groups: ProcessGroups, instruments: Instruments) -> float:

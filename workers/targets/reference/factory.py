@@ -45,23 +45,7 @@ def build_block(
         ValueError: the component is the optimizer, which is no block, or its sequences cannot be spread.
     """
     if (extension := extension_for(component)) is not None:
-        return extension.build_block(model, component, request, device, generator=generator, w_tied=w_tied, group=group)
-    return build_whole_block(
-        model, component, request, device, generator=generator, w_tied=w_tied, context_parallel=context_parallel
-    )
-
-
-def build_whole_block(
-    model: ModelSpec,
-    component: Component,
-    request: ExplorationRequest,
-    device: torch.device,
-    *,
-    generator: torch.Generator | None = None,
-    w_tied: nn.Parameter | None = None,
-    context_parallel: ContextParallel | None = None,
-) -> Block:
-    """Return the module of a component as `build_block` does, with nothing left to other devices."""
+        return extension.build_shard(model, component, request, device, generator=generator, w_tied=w_tied, group=group)
     training = request.mode == "train"
     local_length = local_seq_length(model, component)
     block: Block
@@ -101,14 +85,9 @@ def build_whole_block(
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
-    compile_as_asked(block, component, request)
-    return block
-
-
-def compile_as_asked(block: Block, component: Component, request: ExplorationRequest) -> None:
-    """Compile the block if the request or the component says so."""
     if request.plain_execution.compiles or component.is_compiled:
         block.compile_core()
+    return block
 
 
 def local_seq_length(model: ModelSpec, component: Component) -> int:
