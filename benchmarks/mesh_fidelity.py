@@ -22,12 +22,12 @@ from typing import Any
 from benchmarks.environment import begin, describe_environment, write_results
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.expert_modes import ExpertMode
-from bexp.explorer.dimensions.mesh import MeshRun
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.meshes.check import MeshChecks
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.mesh import MeshRun
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
@@ -140,7 +140,7 @@ def measure(
                 components=tuple(components),
                 timeout_seconds=timeout_seconds,
                 num_processes=request.num_devices,
-                mesh_run=mesh_run,
+                shared_run=mesh_run,
             )
         )
 
@@ -157,7 +157,7 @@ def measure(
     mesh_run = checks.run_of(fastest, space.step(fastest, simulate=True))
     measurement = run(TrialKind.WHOLE_MODEL, mesh_run=mesh_run)
     moments.append(time.perf_counter())
-    trial = Trial(number=0, kind=TrialKind.WHOLE_MODEL, measurement=measurement, mesh_run=mesh_run)
+    trial = Trial(number=0, kind=TrialKind.WHOLE_MODEL, measurement=measurement, shared_run=mesh_run)
     checks.learn((trial,))
     return {
         "outcome": measurement.outcome,
@@ -188,7 +188,7 @@ def compared(space: MeshKnowledge, mesh_candidate: MeshCandidate, checks: MeshCh
         return figures
     whole = check.measurement
     return figures | {
-        "whole_step_seconds": whole.mesh_step_seconds,
+        "whole_step_seconds": whole.shared_step_seconds,
         "whole_optimizer_seconds": whole.optimizer_seconds,
         "whole_peak_bytes": whole.peak_bytes,
         "step_error": check.step_error,

@@ -16,7 +16,6 @@ from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import lora_arguments
 from bexp.explorer.model.translation import is_unset
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trainer_terms import is_own_code
 from bexp.explorer.trainers.document import WHAT_ELSE
 from bexp.explorer.trainers.keys import Setting
 from bexp.explorer.trainers.registry import FORMATS
@@ -40,7 +39,7 @@ def exported_into(path: Path, trainer: str, exported: str, request: ExplorationR
         old, new = read_values(text), read_values(exported)
         if any(setting_of(trainer, key) is Setting.OPTIMIZER and new.get(key) == old[key] for key in old):
             new.pop("optim_args", None)  # the file's own momentum is a choice of training, not of speed
-        unset = set() if is_own_code(request) else set(_unset(request))
+        unset = set() if request.is_own_code else set(_unset(request))
         dropped = [
             key
             for key, value in old.items()
@@ -61,7 +60,7 @@ def exported_into(path: Path, trainer: str, exported: str, request: ExplorationR
         raise CommandError(ExitCode.USAGE, f"{error.strerror}: {path}") from None
     except (UnchangeableError, UnicodeDecodeError) as error:
         raise CommandError(ExitCode.USAGE, f"--into {path}: {error}") from None
-    if not is_own_code(request):
+    if not request.is_own_code:
         merged = {**old, **changes}
         own = {key: value for key, value in merged.items() if key not in new or not why_refused(trainer, key)}
         _check_training(path, trainer, own, request)

@@ -30,7 +30,7 @@ const rest = (candidate) =>
 export function withMeshes(trials, events) {
   const meshes = new Map(events.filter(({ data }) => data?.mesh).map(({ data }) => [data.trial, data.mesh]));
   return trials.map((trial) => {
-    const mesh = trial.mesh_run?.mesh ?? meshes.get(trial.number);
+    const mesh = trial.shared_run?.mesh ?? meshes.get(trial.number);
     return mesh ? { ...trial, mesh: format.mesh(mesh) } : trial;
   });
 }

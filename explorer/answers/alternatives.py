@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from bexp.explorer.answers.meshes import mode_text, name_of, on_mesh
 from bexp.explorer.answers.rows import Row, detail, main, part
 from bexp.explorer.answers.text import joined, steps_text
+from bexp.explorer.dimensions.parallelism import expert_sharing
 from bexp.explorer.model.amounts import bytes_text, rate_text, slower_text
 from bexp.explorer.records.recommendation import (
     WITHIN,
@@ -124,7 +124,7 @@ def _compared(best: Recommendation, other: Alternative) -> str:
 
 
 def _runner_up(best: Recommendation, rival: Alternative) -> str:
-    name, check = name_of(rival.candidate, rival.mesh), rival.whole_model
+    name, check = rival.name, rival.whole_model
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
     reached = f"{rate_text(check.tokens_per_second)} as a whole model"
@@ -143,12 +143,19 @@ def _gain(best: Recommendation, rival: Alternative) -> str:
 
 
 def _expert_mode(best: Recommendation, other: Alternative) -> str:
-    own, mode = (mode_text(mesh) for mesh in (None if best.plan is None else best.plan.mesh, other.mesh))
-    return f"{own}: {other.ratio:.2f}x over {mode}, {on_mesh(other)}"
+    own = None if best.plan is None else best.plan.parallelism
+    return f"{expert_sharing(own)}: {other.ratio:.2f}x over {expert_sharing(other.mesh)}, {_in_short(other)}"
 
 
-def _other_mesh(best: Recommendation, other: Alternative) -> str:
-    return f"{other.ratio:.2f}x over {on_mesh(other)}"
+def _other_parallelism(best: Recommendation, other: Alternative) -> str:
+    return f"{other.ratio:.2f}x over {_in_short(other)}"
+
+
+def _in_short(other: Alternative) -> str:
+    """Return what distinguishes an alternative of devices that share the model, with its tokens/s."""
+    sizes = "" if other.mesh is None else other.mesh.describe()
+    settings = f"micro_batch_size={other.candidate.micro_batch_size} recompute={other.candidate.recompute}"
+    return f"{sizes} {settings} ({rate_text(other.tokens_per_second)}{_predicted(other)})"
 
 
 def composed_off(check: WholeModelCheck) -> str:
@@ -171,6 +178,6 @@ TEXTS: dict[Role, Callable[[Recommendation, Alternative], str]] = {
     **dict.fromkeys((Role.LARGEST_WITHOUT_RECOMPUTE, Role.LARGEST_MICRO_BATCH, Role.STOCK, Role.UNDIVIDED), _compared),
     Role.RUNNER_UP: _runner_up,
     Role.EXPERT_MODE: _expert_mode,
-    Role.OTHER_MESH: _other_mesh,
+    Role.OTHER_MESH: _other_parallelism,
 }
 """What is said of an alternative in a row of its own."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from bexp.explorer.answers.alternatives import alternative_rows, batch_rows, composed_off, describe_tiling, memory_rows
-from bexp.explorer.answers.meshes import base_text, mesh_rows
 from bexp.explorer.answers.rows import AnswerText, Row, detail, main, part
 from bexp.explorer.answers.uses import is_provisional, next_rows, surer_text
 from bexp.explorer.answers.variants import variant_table
@@ -74,11 +73,13 @@ def _rows(job: Explored, best: Recommendation, answer: Answer | None) -> Iterabl
     yield from batch_rows(best, request)
     yield from _subject_rows(request, report)
     if best.plan is not None:
-        yield from mesh_rows(best.plan)
+        first, *parts = best.plan.rows()
+        yield main(*first)
+        yield from (part(*each) for each in parts)
     yield main("settings", _settings(best, request))
     yield from (part(*texts) for d in DIMENSIONS if (texts := d.row(best.candidate)) is not None)
     yield from _speed_rows(best, request)
-    yield detail("base", best.base.describe() if best.plan is None else base_text(best.plan, best.base))
+    yield detail("base", best.base.describe() if best.plan is None else best.plan.describe_base(best.base))
     yield from describe_tiling(best)
     if best.dropped_share is not None:
         yield main("capacity factor", _dropped(best.candidate, best.dropped_share))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bexp.explorer.answers.rows import Row, brief, detail
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.recommendation import NoteCode, Recommendation
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import own_formats
@@ -41,8 +40,7 @@ def next_rows(job_id: str, best: Recommendation, request: ExplorationRequest | N
     if best.notes:
         rest += f" with {len(best.notes)} note{'' if len(best.notes) == 1 else 's'}"
     formats, is_named = own_formats(best, request), request is not None and request.trainer is not None
-    has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
-    is_applied = not has_mesh and (request is None or request.target_name in {BEXP, TRANSFORMERS})
+    is_applied = not best.is_shared and (request is None or not request.is_own_code)
     if best.plan is not None or not (formats if is_named else is_applied):
         yield brief("next", f"`{command} -v` {rest}")
     elif is_named:

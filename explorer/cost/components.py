@@ -93,7 +93,7 @@ def whole_recompute(recompute: Recompute) -> BlockRecompute:
 
 
 class Operation(StrEnum):
-    """What devices of a mesh do to exchange something.
+    """What devices do to exchange something.
 
     In `all_to_all` the first device gets twice the bytes of any other. In `send` each device sends to the next. In
     `broadcast` the first device sends to all others.
@@ -120,7 +120,7 @@ class ExchangeSpec(Frozen):
 
 
 def _is_one(size: int) -> bool:
-    """Most components are stored without the sizes of a mesh."""
+    """Most components are stored without these sizes: no devices share the model."""
     return size == 1
 
 
@@ -136,9 +136,8 @@ class Component(Frozen):
     share, so only attention depends on the layout. `sharding` is set for optimizer and communication if the level may
     be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
 
-    In a mesh a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
-    experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks: see
-    `bexp.explorer.meshes.shards`.
+    Where devices share the model, one has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size`
+    shares of the experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks.
 
     `num_query_groups` and `capacity_factor` are set where a block depends on them, so that variants of a model share
     all other blocks.

@@ -108,7 +108,7 @@ def combine_seconds(
 def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryParts:
     """Return the training state of one device: parameters, gradients, master weights and optimizer states.
 
-    It is sharded over all devices, also those that share sequences: context parallelism is folded into the mesh that
+    It is sharded over all devices, also those that share sequences: context parallelism is folded into the group that
     FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511). Some tensors exist whole and as the
     share that the optimizer steps: parameters with ZeRO-1 and 2, and gradients with ZeRO-1.
     """

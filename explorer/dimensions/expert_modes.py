@@ -11,7 +11,7 @@ from bexp.explorer.model.base import Frozen
 
 Size = Annotated[int, Field(ge=1, le=4096)]
 Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
-"""A dimension of a mesh."""
+"""How many devices share something."""
 
 Degree = Annotated[int, Field(ge=2, le=32)]
 OVERLAP_DEGREES = (2, 4, 8)

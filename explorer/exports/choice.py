@@ -12,7 +12,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.trainer_memory import full_logits_bytes, unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.records.plan import Plan
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.alternatives import best_among, dividing_rows
@@ -42,7 +42,8 @@ class Choice:
     `missing` names what the trainer cannot be told of it, and replaces. `is_own` says that it is the one that the
     answer names for the batch; any other has the `confidence` of being the best that the trainer can be told. `loss` is
     the share of the answer's tokens/s that it loses; negative if it is faster. `grad_accum_steps` is None if no batch
-    is stated. `plan` has the mesh to export.
+    is stated. `plan` is how devices share the
+    model.
     """
 
     candidate: Candidate
@@ -52,7 +53,7 @@ class Choice:
     is_own: bool
     confidence: int
     loss: float = 0.0
-    plan: MeshPlan | None = None
+    plan: Plan | None = None
 
 
 def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequest, known: Recommendation) -> Choice:
@@ -67,7 +68,7 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
         hint = f"; these can: {', '.join(able)}" if able else ""
         raise ExportError(f"{trainer.title} cannot be told {lacking}{hint}")
     if known.plan is not None:
-        return _choose_mesh(trainer, request, exploration.report, known, known.plan)
+        return _choose_shared(trainer, request, exploration.report, known, known.plan)
     best, report = known.for_batch, exploration.report
     steps = _accumulation(request, best.candidate)
     if request.batch_size is not None and not steps:
@@ -103,21 +104,19 @@ def _accumulation(request: ExplorationRequest, candidate: Candidate) -> int | No
     return 0 if rest else steps
 
 
-def _choose_mesh(
+def _choose_shared(
     trainer: Trainer,
     request: ExplorationRequest,
     report: DeviceReport | None,
     known: Recommendation,
-    plan: MeshPlan,
+    plan: Plan,
 ) -> Choice:
-    """Return the recommended candidate of a mesh, or the best in plain mode, if the recommended one is in another."""
-    candidate, rate, plain, loss = known.candidate, known.tokens_per_second, plan.plain, 0.0
-    if plain is not None:  # no trainer has another expert mode
-        candidate, rate, loss = plain.candidate, plain.tokens_per_second, 1.0 - plain.tokens_per_second / rate
-        same = {name: getattr(plain, name) for name in ("mesh", "layers_per_stage", "num_micro_batches")}
-        plan = plan.model_copy(update=same)
+    """Return the recommended candidate of devices that share the model, or what stands for it."""
+    other = plan.replacement()
+    plan, candidate, rate = other or (plan, known.candidate, known.tokens_per_second)
+    loss = 1.0 - rate / known.tokens_per_second
     missing = find_missing(trainer, candidate, request, report)
-    steps, is_own = plan.num_micro_batches, plain is None
+    steps, is_own = plan.num_micro_batches, other is None
     return Choice(candidate, steps, rate, missing, is_own=is_own, confidence=known.confidence, loss=loss, plan=plan)
 
 

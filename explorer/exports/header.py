@@ -12,13 +12,11 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.quantization import Quantization, describe_weights
 from bexp.explorer.model.target import describe_target
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import (
     compute_dtype,
     find_missing,
-    is_own_code,
     keeps_other_formats,
     layers_differ,
     lost_formats,
@@ -60,12 +58,9 @@ def header_lines(
             f"model: this is for num_query_groups={choice.candidate.num_query_groups}, so make the model with it"
         )
     if choice.plan is not None:
-        lines.append(
-            f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
-            f"{', '.join(map(str, choice.plan.layers_per_stage))}"
-        )
+        lines.append(choice.plan.header_line())
     lines += _lost(trainer, request, known, choice, report)
-    if is_own_code(request):
+    if request.is_own_code:
         lines.append(
             "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
             "of them otherwise, keep yours"
@@ -83,7 +78,7 @@ def header_lines(
             f"expect about {rate_text(choice.tokens_per_second)} of each device; confidence {choice.confidence} out "
             "of 100"
         )
-    if not is_own_code(request):
+    if not request.is_own_code:
         lines.append(_weights_line(trainer, request, report, choice.candidate))
     if request.explored.seq_length is not None:
         lines.append(_length_line(request, known, choice.candidate))
@@ -153,12 +148,12 @@ def nearest_policy(
 def seq_length_of(request: ExplorationRequest, report: DeviceReport | None) -> int:
     """Return the tokens of a sequence: a target that a person has written states its own; 1 if it states none."""
     parts = report.parts if report is not None else None
-    return parts.seq_length if parts is not None and is_own_code(request) else request.seq_length
+    return parts.seq_length if parts is not None and request.is_own_code else request.seq_length
 
 
 def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) -> str:
     size, plan = choice.candidate.context_parallel_size, choice.plan
-    groups = request.devices.data_parallel_size(size) if plan is None else plan.mesh.data
+    groups = request.devices.data_parallel_size(size) if plan is None else plan.parallelism.data
     shared = f", {size} devices to a sequence" if size > 1 else ""
     tokens = f", of {seq_length} tokens each" if seq_length > 1 else ""  # 1: its target states none
     if choice.grad_accum_steps is None:
@@ -192,7 +187,7 @@ def _lost(
     lines += [
         f"lost: {trainer.title} cannot be told {words}; what it keeps is counted by formulas" for words in formats
     ]
-    lines += _lost_expert_mode(trainer, known.plan)
+    lines += [] if known.plan is None else known.plan.lost_lines(trainer.title)
     asked = choice.candidate.recompute
     if "recompute" in choice.missing:
         nearest = nearest_policy(trainer, asked, request, report)
@@ -204,19 +199,6 @@ def _lost(
     wanted = sharding_of(choice.candidate, request)
     if "sharding" in choice.missing:
         lines.append(f"sharding: '{trainer.nearest_sharding(wanted)}' is used in place of '{wanted}'")
-    return lines
-
-
-def _lost_expert_mode(trainer: Trainer, plan: MeshPlan | None) -> list[str]:
-    """Return what is used in place of a recommended expert mode that only bexp's kernels have."""
-    if plan is None or plan.plain is None:
-        return []
-    lines = [
-        f"lost: {trainer.title} cannot be told expert mode '{plan.mesh.expert_mode}' of the recommended mesh "
-        f"({plan.mesh.describe()}), which is planned to be {plan.plain.ratio:.2f}x as fast"
-    ]
-    if not plan.plain.fits:
-        lines.append("memory: expert mode 'plain' is not expected to fit; explore again with expert_mode plain")
     return lines
 
 

@@ -88,15 +88,15 @@ def translate_arguments(arguments: Section, given: Mapping[str, Any], stated: Ma
     for key, name in PARALLEL_SIZES.items():
         arguments.take(key, ("parallelism", name), 1)
     sizes = [arguments.translation.get("parallelism", name) for name in PARALLEL_SIZES.values()]
-    is_mesh = sizes != [1] * len(sizes)
+    is_shared = sizes != [1] * len(sizes)
     if (size := arguments.integer("context_parallel_size", 1)) not in (None, 1):
         arguments.translation.put(("context_parallel", "sizes"), [size], arguments.at("context_parallel_size"))
     _take_shapes(arguments)
     _take_vocabulary(arguments, given)
     _take_ffn(arguments)
-    _take_batch(arguments, is_mesh=is_mesh)
+    _take_batch(arguments, is_shared=is_shared)
     _take_training(arguments)
-    _take_recomputation(arguments, stated, is_mesh=is_mesh)
+    _take_recomputation(arguments, stated, is_shared=is_shared)
     arguments.ignore(IGNORED)
     arguments.ignore({key for key in arguments.values if key.startswith(IGNORED_PREFIXES)})
     arguments.refuse_unread("is not a known argument; remove it if it changes neither time nor memory")
@@ -204,11 +204,11 @@ def _take_expert_layers(arguments: Section) -> None:
     arguments.translation.put(("model", "moe", "moe_layer_frequency"), pattern[1], arguments.at("moe_layer_freq"))
 
 
-def _take_batch(arguments: Section, *, is_mesh: bool) -> None:
+def _take_batch(arguments: Section, *, is_shared: bool) -> None:
     if arguments.get("global_batch_size") is not None:
         arguments.take("global_batch_size", ("batch_size",))
     micro = arguments.get("micro_batch_size")
-    if isinstance(micro, int) and is_mesh:
+    if isinstance(micro, int) and is_shared:
         arguments.translation.notes.append(
             f"micro_batch_size is open: the arguments have {micro}, and the base of meshes is the plainest that fits"
         )
@@ -245,7 +245,7 @@ def _choose_sharding(arguments: Section) -> tuple[str, str]:
     return on[0] if on else ("none", "use_distributed_optimizer")
 
 
-def _take_recomputation(arguments: Section, stated: Mapping[str, Any], *, is_mesh: bool) -> None:
+def _take_recomputation(arguments: Section, stated: Mapping[str, Any], *, is_shared: bool) -> None:
     """Note the recomputation of the arguments, and add it to the explored policies if it is none of them."""
     translation = arguments.translation
     choices = {"recompute_granularity": ("none", "selective", "full"), "recompute_method": ("uniform", "block")}
@@ -262,7 +262,7 @@ def _take_recomputation(arguments: Section, stated: Mapping[str, Any], *, is_mes
         return
     how = shortened(" ".join([*words, *([f"with {layers} layers"] if layers else [])]), 80)
     policy = None
-    if named.get("recompute_granularity") == "full" and layers and not is_mesh and not stated["recompute"]:
+    if named.get("recompute_granularity") == "full" and layers and not is_shared and not stated["recompute"]:
         policy = _numbered_policy(named.get("recompute_method"), layers, translation)
     if policy is None:
         translation.notes.append(

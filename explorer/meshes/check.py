@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from statistics import fmean
 
-from bexp.explorer.dimensions.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.knowledge import LEAST_ERROR, MeshKnowledge
 from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.posterior import COMPOSITION_ERROR, Expected
 from bexp.explorer.meshes.step import MeshStep
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
@@ -42,9 +42,10 @@ class MeshChecks:
     def learn(self, trials: Iterable[Trial]) -> None:
         """Take in trials of whole models; others say nothing here."""
         for trial in trials:
-            if trial.kind is not TrialKind.WHOLE_MODEL or trial.mesh_run is None:
+            run = trial.shared_run
+            if trial.kind is not TrialKind.WHOLE_MODEL or not isinstance(run, MeshRun):
                 continue
-            outcome, point = trial.measurement.outcome, MeshCandidate(trial.mesh_run.mesh, trial.candidate)
+            outcome, point = trial.measurement.outcome, MeshCandidate(run.mesh, trial.candidate)
             self._number += 1
             if outcome is Outcome.OK:
                 self._ran[point] = trial
@@ -108,11 +109,11 @@ class MeshChecks:
 
     def _compare(self, point: MeshCandidate) -> WholeModelCheck | None:
         trial = self._ran.get(point)
-        if trial is None or trial.measurement.whole_model is None or trial.mesh_run is None:
+        if trial is None or trial.measurement.whole_model is None or not isinstance(trial.shared_run, MeshRun):
             return None
         whole = trial.measurement.whole_model
-        composed = self._space.step(point, simulate=True, run=trial.mesh_run)
-        error = composed.seconds / whole.mesh_step_seconds - 1.0
+        composed = self._space.step(point, simulate=True, run=trial.shared_run)
+        error = composed.seconds / whole.shared_step_seconds - 1.0
         step = self._space.step(point, simulate=True)
         return WholeModelCheck(
             measurement=whole,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost.step import GatheredBytes
-from bexp.explorer.dimensions.mesh import Mesh
 from bexp.explorer.meshes.layers import Block, MeshBlocks, Sort
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.pipeline import StageCosts
 from bexp.explorer.meshes.transfers import Transfer
 

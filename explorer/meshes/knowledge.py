@@ -14,10 +14,12 @@ from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKi
 from bexp.explorer.cost.step import memory_limit, required_bytes
 from bexp.explorer.dimensions.candidate import FIELDS, Candidate
 from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS, ExpertMode
-from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.meshes.costs import BlockCost, DeviceShare, TogetherCost, compose_layer
 from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer, optimizer_component
+from bexp.explorer.meshes.legal import legal_meshes
+from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.posterior import Expected
 from bexp.explorer.meshes.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.meshes.step import MeshComposer, MeshStep
@@ -26,7 +28,6 @@ from bexp.explorer.model.model import LayerKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.recommendation import beside_whole
-from bexp.explorer.request.legal_meshes import legal_meshes
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import dimension_values, expressible, usable_attention, usable_backends
 
@@ -68,7 +69,7 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     points = []
     meshes = legal_meshes(request)
     for mesh in meshes[:: -(-len(meshes) // MOST_MESHES)]:
-        for m in request.space.mesh_micro_batch_sizes:
+        for m in request.space.all_micro_batch_sizes:
             number, rest = divmod(request.effective_batch_size, mesh.data * m)
             uneven = mesh.schedule is Schedule.INTERLEAVED and number % mesh.pipeline
             if rest or number < mesh.pipeline or uneven:

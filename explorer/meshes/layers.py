@@ -19,8 +19,8 @@ from bexp.explorer.cost.parameters import (
     repeated_in_attention,
 )
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import Mesh
 from bexp.explorer.dimensions.recompute import recomputed_layers
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.shards import (
     SHARED_EXPERTS,
     SPREAD_EXPERTS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.meshes.pipeline_order import Pass, PipelineAction, rank_order
 
 SETTLED_ROUNDS = 4

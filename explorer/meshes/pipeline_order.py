@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 
 
 class Pass(StrEnum):

@@ -62,7 +62,7 @@ def _try(
     """Return the change if a mesh is predicted to fit after it; None also if it contradicts the rest of the request."""
     try:
         changed = ExplorationRequest.model_validate({**request.model_dump(), **settings})
-        smallest = changed.model_copy(update={"micro_batch_size": changed.space.mesh_micro_batch_sizes[0]})
+        smallest = changed.model_copy(update={"micro_batch_size": changed.space.all_micro_batch_sizes[0]})
         space = MeshKnowledge(smallest, report)
     except (ValueError, EmptySpaceError):
         return None
@@ -92,7 +92,7 @@ def _single_changes(request: ExplorationRequest) -> Iterator[Change]:
         for size in divisors(request.num_devices):
             if asked is not None and size > max(asked):
                 yield RelaxationKind.PARALLELISM, f"{name} {size}", _parallel(request, {name: size})
-    smallest = request.space.mesh_micro_batch_sizes[0]
+    smallest = request.space.all_micro_batch_sizes[0]
     while smallest > 1:
         smallest //= 2
         yield RelaxationKind.MICRO_BATCH_SIZE, f"micro_batch_size {smallest}", {"micro_batch_size": smallest}

@@ -9,16 +9,16 @@ from functools import partial
 
 from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.dimensions.expert_modes import ExpertMode
-from bexp.explorer.dimensions.mesh import Mesh
 from bexp.explorer.meshes.check import MeshChecks
 from bexp.explorer.meshes.knowledge import MeshKnowledge, RankedCandidate
 from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.pipeline import PipelineRun, TimedPass
 from bexp.explorer.meshes.pipeline_order import Pass
+from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.meshes.step import MeshStep, reduces_late
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.plan import MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.records.recommendation import Alternative, Note, NoteCode, Recommendation, Role, WholeModelCheck
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score

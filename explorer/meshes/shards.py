@@ -48,6 +48,11 @@ class ExpertShare:
     visiting: float
 
 
+def is_shard(component: Component) -> bool:
+    """Return whether a component is what one of several devices has of a block."""
+    return component.tensor_parallel_size > 1 or component.part in {SHARED_EXPERTS, SPREAD_EXPERTS}
+
+
 def shard_of(
     component: Component, model: ModelSpec, request: ExplorationRequest
 ) -> tuple[ModelSpec, ExplorationRequest]:

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.parameters import count_parameters
-from bexp.explorer.dimensions.mesh import MeshRun
 from bexp.explorer.meshes.check import MeshChecks
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.mesh import MeshRun
 from bexp.explorer.meshes.ranking import (
     MeshRanker,
     Ranking,
@@ -185,7 +185,7 @@ class MeshSpace(SearchSpace):
             components=components,
             timeout_seconds=timeout_seconds(kind, request),
             num_processes=request.num_devices,
-            mesh_run=run,
+            shared_run=run,
         )
 
     def _figures(self, suggestion: Suggestion) -> StepFigures:
@@ -226,7 +226,7 @@ class MeshSpace(SearchSpace):
             figures = {"tokens_per_second": ran.tokens_per_second, "measured_peak_bytes": ran.measurement.peak_bytes}
             trial = trial.model_copy(update=figures)
         self._ranking = self._ranker.rank(self._pool)
-        return trial, [whole_model_event(trial, ran, check.probability_better, mesh=point.mesh.describe())]
+        return trial, [whole_model_event(trial, ran, check.probability_better, devices=point.mesh.describe())]
 
     # -- the answer ----------------------------------------------------------------------------------------------
 

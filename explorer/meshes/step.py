@@ -14,7 +14,7 @@ from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN, ShardingCommunicati
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import GatheredBytes, MemoryParts, gathered_of_units
-from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.meshes.costs import (
     Costs,
     DeviceShare,
@@ -25,6 +25,7 @@ from bexp.explorer.meshes.costs import (
     stage_costs,
 )
 from bexp.explorer.meshes.layers import MeshBlocks, MeshCandidate, MeshDecomposer, Sort
+from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from bexp.explorer.meshes.transfers import Group
 from bexp.explorer.model.hardware import HardwareSpec

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bexp.explorer.cost.components import Component, ComponentKind, ExchangeSpec, Operation
-from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.request.request import ExplorationRequest
 
 SMALLEST_BYTES = 1 << 16
@@ -42,7 +42,7 @@ class Group:
 def transfer_components(request: ExplorationRequest, meshes: Iterable[Mesh]) -> tuple[Component, ...]:
     """Return what must be measured, so that the transfers of all `meshes` are known."""
     model = request.shapes
-    hidden = max(request.space.mesh_micro_batch_sizes) * model.seq_length * model.hidden_size * model.dtype.itemsize
+    hidden = max(request.space.all_micro_batch_sizes) * model.seq_length * model.hidden_size * model.dtype.itemsize
     largest = min(LARGEST_BYTES, max(hidden, 4 * SMALLEST_BYTES))
     both = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
     wanted: dict[tuple[Operation, Group], None] = {}

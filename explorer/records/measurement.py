@@ -119,14 +119,14 @@ class ComponentMeasurement(ComponentFigures):
 class WholeModelMeasurement(Frozen):
     """A whole training step, run as it would be in training: two accumulated micro-steps and the optimizer.
 
-    Devices that train together run three micro-steps, and devices that form a mesh `num_micro_batches`. With texts of
-    unequal lengths, the micro-steps are those of `TextBatches.measured`. Seconds are medians.
+    Devices that train together run three micro-steps, and devices that share the model `num_micro_batches`. With texts
+    of unequal lengths, the micro-steps are those of `TextBatches.measured`. Seconds are medians.
     """
 
     micro_step_seconds: Seconds = Field(
         description="Of one micro-step. Of devices that train together, the second one, with the traffic that every "
-        "micro-step has. Of texts of unequal lengths, the mean over an epoch. Of a mesh, the time of all micro-batches "
-        "with exchanges and bubbles, divided by their number."
+        "micro-step has. Of texts of unequal lengths, the mean over an epoch. Of a shared model, the time of all "
+        "micro-batches with exchanges and bubbles, divided by their number."
     )
     optimizer_seconds: Seconds
     standard_error_seconds: Seconds
@@ -140,7 +140,7 @@ class WholeModelMeasurement(Frozen):
     )
     conditions: Conditions | None = None
     num_micro_batches: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The micro-batches of a step of devices that form a mesh; null for others."
+        None, description="The micro-batches of a step of devices that share the model; null for others."
     )
 
     @property
@@ -149,9 +149,9 @@ class WholeModelMeasurement(Frozen):
         return self.conditions.contamination if self.conditions is not None else None
 
     @property
-    def mesh_step_seconds(self) -> float:
-        """The seconds of the step that a mesh has run."""
-        assert self.num_micro_batches is not None, "a mesh has run it"
+    def shared_step_seconds(self) -> float:
+        """The seconds of the step that devices which share the model have run."""
+        assert self.num_micro_batches is not None, "devices have run it together"
         return self.num_micro_batches * self.micro_step_seconds + self.optimizer_seconds
 
 

@@ -1,62 +1,62 @@
-"""The part of a recommendation for a mesh of devices, in addition to the figures of every candidate."""
+"""What trials and recommendations of devices that share a model say in addition; an extension defines the values."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from pydantic import Field
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.model.base import Frozen
 
-Share = Annotated[float, Field(ge=0, le=1)]
+
+class SharedRun(Frozen, ABC):
+    """How devices share a whole model that a trial runs."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The groups of devices that exchange something: their size, and how far apart their members are."""
 
 
-class PlanPart(Frozen):
-    """A part of the step with its share; bubbles are divided among the parts."""
+class Plan(Frozen, ABC):
+    """How devices share the recommended model."""
 
-    name: str
-    share: Share = Field(description="Of the step.")
+    num_micro_batches: int = Field(description="Of one replica, in a step.")
+    layers_per_stage: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def parallelism(self) -> Parallelism:
+        """The sizes that a trainer is given."""
+
+    @abstractmethod
+    def rows(self) -> Iterable[tuple[str, str]]:
+        """Labels and texts of an answer's rows. All but the first are parts of the first."""
+
+    @abstractmethod
+    def describe_base(self, base: Candidate) -> str:
+        """Return the base in a line."""
+
+    @abstractmethod
+    def header_line(self) -> str:
+        """Return the line above an export."""
+
+    @abstractmethod
+    def replacement(self) -> Replacement | None:
+        """Return what is exported in place of a recommendation that no trainer can express; None if trainers can."""
+
+    @abstractmethod
+    def lost_lines(self, trainer: str) -> list[str]:
+        """Return the lines above an export to `trainer` that say what the replacement costs."""
 
 
-class PlainMesh(Frozen):
-    """The best candidate with expert mode `plain`, for trainers that have no other."""
+class Replacement(NamedTuple):
+    """What is exported in place of a recommendation."""
 
-    mesh: Mesh
+    plan: Plan
     candidate: Candidate
     tokens_per_second: float
-    ratio: float = Field(description="Throughput of the recommended mesh relative to this one.")
-    predicted: bool = Field(description="Whether a block of it is predicted and not measured.")
-    layers_per_stage: tuple[int, ...]
-    num_micro_batches: int
-    fits: bool = Field(description="Whether it is expected to fit the memory.")
-
-
-class PipelinePicture(Frozen):
-    """The work of a pipeline's ranks in the first `seconds` of a step.
-
-    A line has a character for each of equally long times: `F` forward, `B` backward, and `.` waiting. Every second
-    micro-batch has small letters.
-    """
-
-    seconds: float
-    ranks: tuple[int, ...]
-    lines: tuple[str, ...]
-
-
-class MeshPlan(Frozen):
-    """The recommended mesh. The shares are those of all devices' time; the optimizer counts as computation."""
-
-    mesh: Mesh
-    base_mesh: Mesh
-    num_micro_batches: int = Field(description="Of one replica, in a step.")
-    tokens_per_second: float = Field(description="Of all devices together.")
-    compute_share: Share
-    exchange_share: Share
-    bubble_share: Share
-    layers_per_stage: tuple[int, ...]
-    fullest_rank: int = Field(description="The rank of the pipeline whose memory the answer states, from 0.")
-    parts: tuple[PlanPart, ...] = ()
-    plain: PlainMesh | None = Field(None, description="Null if the recommended expert mode is `plain`.")
-    picture: PipelinePicture | None = Field(None, description="Of the pipeline; null without one.")

@@ -11,13 +11,14 @@ from pydantic import Field, model_validator
 
 from bexp.explorer.cost.step import MemoryParts
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.model.base import Frozen, is_null
+from bexp.explorer.model.extensions import Extended
 from bexp.explorer.model.lengths import Batching
 from bexp.explorer.model.quantization import WeightBytes
 from bexp.explorer.records.earlier_runs import ReusedComponents
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
-from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.records.plan import Plan
 
 CONFIDENT = 90
 """Below this confidence a third digit of a ratio says nothing."""
@@ -173,7 +174,14 @@ class Alternative(CandidateFigures):
     predicted: bool = Field(False, description="Whether a part of its throughput is predicted and not measured.")
     outcome: Outcome | None = Field(None, description="Of the run of its whole model; null if there was none.")
     reason: str | None = Field(None, description="Why its whole model did not run.", exclude_if=is_null)
-    mesh: Mesh | None = Field(None, description="Of its devices, where they form one.", exclude_if=is_null)
+    mesh: Annotated[Parallelism, Extended()] | None = Field(
+        None, description="Of its devices, where they share the model.", exclude_if=is_null
+    )
+
+    @property
+    def name(self) -> str:
+        """The candidate in a line, and how devices share the model, if they do."""
+        return self.candidate.describe() if self.mesh is None else self.mesh.describe_candidate(self.candidate)
 
     @property
     def loss(self) -> float:
@@ -306,8 +314,8 @@ class Recommendation(CandidateFigures):
     )
     run_noise: float | None = Field(
         None,
-        description="Relative standard deviation between two runs of a micro-step, as its components show it; null for "
-        "a mesh.",
+        description="Relative standard deviation between two runs of a micro-step, as its components show it; null "
+        "where devices share the model.",
         exclude_if=is_null,
     )
     confidences: dict[str, int] = Field(
@@ -326,7 +334,9 @@ class Recommendation(CandidateFigures):
     weights: tuple[WeightBytes, ...] = Field(
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
     )
-    plan: MeshPlan | None = Field(None, description="The mesh of devices. Null if the request has none.")
+    plan: Annotated[Plan, Extended()] | None = Field(
+        None, description="How devices share the model; null if they do not."
+    )
 
     @model_validator(mode="after")
     def _what_was_not_run_whole_is_not_faster(self) -> Self:
@@ -336,6 +346,11 @@ class Recommendation(CandidateFigures):
                 if not other.is_measured_whole and other.ratio < 1.0 - ROUNDING:
                     raise ValueError(f"{other.role}: what was not run whole is not known to be faster than what was")
         return self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether no device has the whole model, apart from what is sharded."""
+        return self.plan is not None and not self.plan.parallelism.is_data_parallel
 
     def alternative(self, role: Role) -> Alternative | None:
         """Return the alternative with this role; None if there is none."""
@@ -387,8 +402,8 @@ class Relaxation(Frozen):
     """A change to a request for which nothing fits; after it, something is predicted to fit."""
 
     kind: RelaxationKind = Field(
-        description="`options` admits what the request excludes, `parallelism` is that of a mesh, and `several` are "
-        "changes together."
+        description="`options` admits what the request excludes, `parallelism` is how devices share the model, and "
+        "`several` are changes together."
     )
     change: str = Field(description="In words.")
     settings: dict[str, Any] = Field(description="Fields of the request by name, with the values to set.")

@@ -11,13 +11,16 @@ from pydantic import Field, model_validator
 from bexp.explorer.cost.collectives import is_communication_timed
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import MeshRun
 from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.model.base import Frozen
+from bexp.explorer.model.extensions import Extended
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.plan import SharedRun
 from bexp.explorer.request.request import ExplorationRequest
+
+SharedRunOf = Annotated[SharedRun, Extended()]
 
 
 class TrialKind(StrEnum):
@@ -42,12 +45,12 @@ class TrialTask(Frozen):
         description="Processes that run it together, a device each: a multiple of every context_parallel_size needed.",
     )
 
-    mesh_run: MeshRun | None = Field(None, description="Of a whole model whose devices form a mesh.")
+    shared_run: SharedRunOf | None = Field(None, description="Of a whole model that devices share.")
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """The groups of processes that exchange something in it: their size, and how far apart their members are."""
-        groups = [] if self.mesh_run is None else list(self.mesh_run.groups)
+        groups = [] if self.shared_run is None else list(self.shared_run.groups)
         groups += [(c.exchange.size, c.exchange.stride) for c in self.components if c.exchange is not None]
         groups += [(c.expert_parallel_size, 1) for c in self.components if c.expert_parallel_size > 1]
         return tuple(dict.fromkeys(groups))
@@ -123,7 +126,7 @@ class Trial(Frozen):
     tokens_per_second: float | None = None
     suggest_seconds: Annotated[float, Field(ge=0)] = 0.0
     seconds: Annotated[float, Field(ge=0)] = Field(0.0, description="Wall time of the measurement, messages included.")
-    mesh_run: MeshRun | None = Field(None, description="Of a whole model whose devices form a mesh.")
+    shared_run: SharedRunOf | None = Field(None, description="Of a whole model that devices share.")
 
     @property
     def candidate(self) -> Candidate:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.context_parallel import refuse_layout
-from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.model.base import RuleError
-from bexp.explorer.model.target import BEXP
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.legal_meshes import check_sizes
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
@@ -62,42 +60,42 @@ def check_sharding(request: ExplorationRequest) -> None:
         raise RuleError(f"sharding '{asked}' needs num_devices > 1", field, "num_devices")
 
 
-def check_parallelism(request: ExplorationRequest) -> None:
-    """A single device has no mesh."""
-    if not request.parallelism.needs_mesh:
+def check_expert_modes(request: ExplorationRequest) -> None:
+    """Check that the modes that a request names, and their numbers, can be.
+
+    Raises:
+        RuleError: experts are on one device alone, more of them are shadowed than there are, or a number is given for a
+            mode that is not explored.
+    """
+    asked = request.parallelism
+    moe = None if request.model is None else request.model.moe
+    named = [mode for mode in asked.named_expert_modes if mode is not ExpertMode.PLAIN]
+    if named and moe is None:
+        raise RuleError(f"expert_mode '{named[0]}' needs a model with experts", "parallelism.expert_mode", "model.moe")
+    if named and not asked.spreads_experts:
+        raise RuleError(
+            f"expert_mode '{named[0]}' needs experts on several devices, and expert is 1: use expert 2 or more, or "
+            "expert_mode 'plain'",
+            "parallelism.expert_mode",
+            "parallelism.expert",
+        )
+    for name, mode, sizes in (
+        ("overlap_degree", ExpertMode.OVERLAPPED, asked.named_overlap_degrees),
+        ("shadowed_experts", ExpertMode.SHADOWED, asked.named_shadowed_experts),
+    ):
+        if sizes is not None and mode not in asked.expert_modes:
+            raise RuleError(
+                f"{name} belongs to expert_mode '{mode}', which is not explored",
+                f"parallelism.{name}",
+                "parallelism.expert_mode",
+            )
+    if moe is None:
         return
-    if request.model is None:
-        raise RuleError(f"a mesh of devices needs target '{BEXP}', the reference layers", "parallelism", "target")
-    check_sizes(request)
-
-
-def check_mesh(request: ExplorationRequest) -> None:
-    """A mesh is for the training of a model that is described, and uses nothing that its shards do not have."""
-    if request.target_name != BEXP or request.model is None:
-        raise RuleError(f"a mesh of devices needs target '{BEXP}'", "parallelism", "target")
-    refused = (
-        (request.mode != "train", "mode", "a mesh is for training"),
-        (
-            request.context_parallel.sizes != (1,),
-            "context_parallel.sizes",
-            "a mesh has whole sequences on a device",
-        ),
-        (
-            request.space.executions != (Execution.EAGER,),
-            "execution",
-            "devices that share a model need execution 'eager'",
-        ),
-        (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
-        (request.capacity_factors is not None, "capacity_factors", "a mesh is for one model; give one capacity factor"),
-        (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
-        (request.sampler != "bexp", "sampler", "meshes have a search of their own"),
-        (request.prefer != "speed", "prefer", "of meshes the fastest is recommended"),
-        (
-            request.base_micro_batch_size is not None,
-            "base_micro_batch_size",
-            "the base is the smallest mesh that fits",
-        ),
-    )
-    for wrong, field, reason in refused:
-        if wrong:
-            raise RuleError(reason, field, "parallelism")
+    too_many = [number for number in asked.named_shadowed_experts or () if number > moe.num_experts]
+    if too_many:
+        raise RuleError(
+            f"shadowed_experts ({too_many[0]}) exceeds num_experts ({moe.num_experts}); the nearest that can be is "
+            f"{moe.num_experts}",
+            "parallelism.shadowed_experts",
+            "model.moe.num_experts",
+        )

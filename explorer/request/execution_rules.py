@@ -32,13 +32,13 @@ def check_executions(request: ExplorationRequest) -> None:
         message = "executions take the place of execution: give one of them"
         raise RuleError(message, "executions", "execution")
     field = "execution" if request.executions is None else "executions"
-    if request.executions is not None and request.target_name not in (BEXP, TRANSFORMERS):
+    if request.executions is not None and request.is_own_code:
         message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
         raise RuleError(message, field, "target")
     if not request.space.replays:
         return
     refused = (
-        (request.target_name not in (BEXP, TRANSFORMERS), "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
+        (request.is_own_code, "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
         (request.mode != "train", "mode", "mode 'train'"),
         (request.device_kind == "cpu", "device_kind", "a GPU; a CPU has 'eager' and 'compile'"),
         (
@@ -87,17 +87,10 @@ def check_offload(request: ExplorationRequest) -> None:
 
 
 def check_numbered_policies(request: ExplorationRequest) -> None:
-    """A policy names as many layers as there are; groups need whole parameters, and no pipeline cuts them."""
+    """A policy names as many layers as there are; groups need whole parameters."""
     for policy in request.recompute or ():
         if not policy.is_numbered:
             continue
-        if request.devices.is_mesh:
-            raise RuleError(
-                f"recompute '{policy}' is not for meshes: a pipeline cuts the layers into stages, and each has a "
-                "number of its own; the nearest are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
-                "recompute",
-                "parallelism",
-            )
         if request.model is not None:
             try:
                 refuse_number(policy, request.model.num_layers)

@@ -9,21 +9,21 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
 from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.mesh import ParallelismSpec
 from bexp.explorer.dimensions.micro_batch_size import MicroBatch, MicroBatchChoice, divisors
+from bexp.explorer.dimensions.parallelism import ParallelismSpec
 from bexp.explorer.model.base import is_false, is_null
 from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
 from bexp.explorer.model.lengths import Batching, Lengths
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.quantization import Quantization, QuantizationName, quantization_of
 from bexp.explorer.model.routing import RoutingSpec
-from bexp.explorer.model.target import LOCAL, TRANSFORMERS, TargetName
+from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
 from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
 from bexp.explorer.request.device_rules import find_sharing_problem
 from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
+from bexp.explorer.request.extensions import rules_of
 from bexp.explorer.request.labels import Labels
-from bexp.explorer.request.request_rules import MESH_RULES, RULES
 from bexp.explorer.request.requested_space import RequestedSpace
 from bexp.explorer.request.shorthands import expand_shorthands
 from bexp.explorer.trainers.registry import DEFAULT_TRAINER, TRAINERS, TrainerName
@@ -163,7 +163,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
-        for rule in MESH_RULES if self.devices.is_mesh else RULES:
+        for rule in rules_of(self):
             rule(self)
         return self
 
@@ -186,6 +186,11 @@ class ExplorationRequest(DimensionsAsked):
     def target_name(self) -> str:
         """The target, with the default filled in."""
         return self.target or self.explored.default_target
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether the target is a person's own, whose code decides precision, recomputation and kernels."""
+        return self.target_name not in (BEXP, TRANSFORMERS)
 
     @property
     def batching_of_texts(self) -> Batching | None:
@@ -266,14 +271,14 @@ class ExplorationRequest(DimensionsAsked):
 
 @dataclass(frozen=True, slots=True)
 class RequestedDevices:
-    """The devices of a request: data-parallel groups of c devices that share sequences, or meshes."""
+    """The devices of a request: data-parallel groups of c devices that share sequences, or a model."""
 
     asked: ExplorationRequest
 
     @property
-    def is_mesh(self) -> bool:
-        """Whether they form meshes."""
-        return self.asked.num_devices > 1 and self.asked.parallelism.needs_mesh
+    def share_model(self) -> bool:
+        """Whether they may share a model by tensor, pipeline or expert parallelism."""
+        return self.asked.num_devices > 1 and self.asked.parallelism.shares_model
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
@@ -293,7 +298,7 @@ class RequestedDevices:
         learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
         """
         every = self.asked.num_devices
-        if self.is_mesh or len(self.asked.space.sharding_choices) > 1:
+        if self.share_model or len(self.asked.space.sharding_choices) > 1:
             return every
         if available is not None and self.asked.mode == "train" and available >= every:
             return every

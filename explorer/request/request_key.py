@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.request.request import ExplorationRequest
 
 NOT_ASKED = {"labels", "fresh", "notices", "budget", "target"}
@@ -17,7 +16,7 @@ def request_key(request: ExplorationRequest) -> str | None:
 
     Null for a target that somebody has written: its code can change while its version does not.
     """
-    if request.target_name not in {BEXP, TRANSFORMERS}:
+    if request.is_own_code:
         return None
     document = request.model_dump(mode="json", exclude=NOT_ASKED)
     document["target"] = request.target_name

@@ -20,7 +20,7 @@ from bexp.explorer.model.quantization import PLAIN, Quantization, own_method
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, OWN_ATTENTION, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.device_rules import check_mesh, check_parallelism, check_sharding, check_sharing
+from bexp.explorer.request.device_rules import check_expert_modes, check_sharding, check_sharing
 from bexp.explorer.request.execution_rules import (
     check_executions,
     check_kernels,
@@ -29,13 +29,14 @@ from bexp.explorer.request.execution_rules import (
     check_policies,
     check_policies_of_mode,
 )
-from bexp.explorer.request.legal_meshes import check_expert_modes, check_meshes
 from bexp.explorer.request.trainer_rules import check_trainer
 from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF, RECORDED_EXPERTS
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
 
+Rule = Callable[["ExplorationRequest"], None]
+"""Raises RuleError for a request that breaks it."""
 
 MAX_COMBINATIONS = 3072
 """The most combinations of micro-batch, tile and recomputation; back ends multiply them by about ten."""
@@ -122,12 +123,18 @@ OWN = "hf_config.quantization_config"
 PLAIN_WEIGHTS = f"quantization: {PLAIN} measures plain weights"
 
 
+def _need_library(request: ExplorationRequest, what: str, field: str) -> None:
+    """Raise RuleError unless the target is the transformers library, which `what` needs."""
+    if request.target_name != TRANSFORMERS:
+        raise RuleError(f"{what} target '{TRANSFORMERS}'", field, "target")
+
+
 def check_quantization(request: ExplorationRequest) -> None:
     """Quantised weights are a transformers model's, whole on a device, and trained through adapters alone."""
-    name, target = request.quantization, request.target_name
-    if name not in (None, PLAIN) and target != TRANSFORMERS:
-        raise RuleError(f"quantization '{name}' needs target '{TRANSFORMERS}'", "quantization", "target")
-    if target != TRANSFORMERS or name == PLAIN:
+    name = request.quantization
+    if name not in (None, PLAIN):
+        _need_library(request, f"quantization '{name}' needs", "quantization")
+    if request.target_name != TRANSFORMERS or name == PLAIN:
         return
     _check_checkpoint(request)
     quantized = request.quantized
@@ -187,8 +194,7 @@ def check_lengths(request: ExplorationRequest) -> None:
         if request.batching is not None:
             raise RuleError("batching needs lengths: without them every sequence is full", "batching", "lengths")
         return
-    if request.target_name != TRANSFORMERS:
-        raise RuleError(f"texts of unequal length need target '{TRANSFORMERS}'", "lengths", "target")
+    _need_library(request, "texts of unequal length need", "lengths")
     if request.num_devices > 1:
         raise RuleError("texts of unequal length are measured on one device", "lengths", "num_devices")
     if request.space.executions != (Execution.EAGER,):
@@ -209,7 +215,7 @@ def check_model_of_target(request: ExplorationRequest) -> None:
     target = request.target_name
     if target == BEXP and request.model is None:
         raise RuleError(f"model is missing: target '{BEXP}' needs it", "model")
-    if request.target_config is not None and target in (BEXP, TRANSFORMERS):
+    if request.target_config is not None and not request.is_own_code:
         raise RuleError(f"target_config is for a registered target; '{target}' does not read it", "target_config")
     if target == TRANSFORMERS and request.hf_config is None:
         raise RuleError(f"target '{TRANSFORMERS}' needs a Hugging Face config.json as the model", "target")
@@ -223,8 +229,8 @@ def check_sequence_of_config(request: ExplorationRequest) -> None:
 
 def check_training_of_target(request: ExplorationRequest) -> None:
     """Lengths, precision and LoRA change how a transformers model trains; the reference layers have none of them."""
-    if Kernels.LIGER in (request.kernels or ()) and request.target_name != TRANSFORMERS:
-        raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
+    if Kernels.LIGER in (request.kernels or ()):
+        _need_library(request, f"kernels '{Kernels.LIGER}' need", "kernels")
     if request.training.keeps_master_weights:
         _check_master_weights(request)
     if request.training.precision == "upcast":
@@ -278,8 +284,7 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
     """An optimizer of a library steps the whole parameters of a transformers model, in their own format."""
     field, name = "training.optimizer.name", request.training.optimizer.name
     known = request.training.optimizer.of_library
-    if request.target_name != TRANSFORMERS:
-        raise RuleError(f"optimizer '{name}' needs target '{TRANSFORMERS}'", field, "target")
+    _need_library(request, f"optimizer '{name}' needs", field)
     if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
         other = "num_devices" if request.num_devices > 1 else "device_kind"
         raise RuleError(f"optimizer '{name}' steps in the host's memory, beside one GPU", field, other)
@@ -298,8 +303,7 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
 def _check_float8(request: ExplorationRequest) -> None:
     """Float8 is for all weights of a transformers model on one device."""
     field, precision = "training.precision", request.training.precision
-    if request.target_name != TRANSFORMERS:
-        raise RuleError(f"precision '{precision}' needs target '{TRANSFORMERS}'", field, "target")
+    _need_library(request, f"precision '{precision}' needs", field)
     if request.training.lora is not None:
         raise RuleError(f"precision '{precision}' is measured without LoRA", field, "training.lora")
     if request.num_devices > 1:
@@ -311,8 +315,7 @@ def _check_float8(request: ExplorationRequest) -> None:
 def _check_upcast(request: ExplorationRequest) -> None:
     """Precision `upcast` is what one trainer does to all weights of a transformers model on one device."""
     field = "training.precision"
-    if request.target_name != TRANSFORMERS:
-        raise RuleError(f"precision 'upcast' needs target '{TRANSFORMERS}'", field, "target")
+    _need_library(request, "precision 'upcast' needs", field)
     if not request.runner.upcast_attention:
         raise RuleError("precision 'upcast' is measured for trainer 'axolotl' alone", field, "trainer")
     if request.training.lora is not None or request.space.highest_sharding is not Sharding.NONE:
@@ -388,34 +391,12 @@ def check_query_groups(request: ExplorationRequest) -> None:
             raise RuleError(message, "num_query_groups", "model.num_attention_heads")
 
 
-MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
-    check_model_of_target,
-    check_sequence_of_config,
-    check_quantization,
-    check_mesh,
-    check_lengths,
-    check_training_of_target,
-    check_experts,
-    check_back_ends,
-    check_capacity,
-    check_sharding,
-    check_attention_backends,
-    check_policies,
-    check_offload,
-    check_numbered_policies,
-    check_expert_modes,
-    check_trainer,
-    check_meshes,
-)
-"""The rules of a request whose devices form meshes."""
-
-RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
+RULES: tuple[Rule, ...] = (
     check_model_of_target,
     check_sequence_of_config,
     check_quantization,
     check_lengths,
     check_training_of_target,
-    check_parallelism,
     check_kernels,
     check_expert_modes,
     check_executions,

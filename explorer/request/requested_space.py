@@ -18,7 +18,6 @@ from bexp.explorer.dimensions.micro_batch_size import (
 )
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 
 if TYPE_CHECKING:
@@ -79,8 +78,8 @@ class RequestedSpace:
         return () if choice == "auto" else LADDER
 
     @property
-    def mesh_micro_batch_sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes of meshes, ascending. These take what divides the batch, so `auto` has them all."""
+    def all_micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes of the request whatever the batch, ascending; with `auto` all sizes of the ladder."""
         return self._named_micro_batch_sizes or LADDER
 
     def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:
@@ -192,7 +191,7 @@ class RequestedSpace:
 def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
     """Return where the candidates of a request would run; `device_kind` is None if that is not known yet."""
     devices = request.devices
-    is_joint = devices.is_mesh or max(devices.context_parallel_sizes, default=1) > 1
+    is_joint = devices.share_model or max(devices.context_parallel_sizes, default=1) > 1
     replays = request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
     return Place(
         request.target_name,
@@ -208,4 +207,4 @@ def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
 def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:
     """Whether only eager code and the library's own loss are explored: on a CPU, if asked, and for other targets."""
     is_cpu = "cpu" in (device_kind, request.device_kind)
-    return request.quick or is_cpu or request.target_name not in (BEXP, TRANSFORMERS)
+    return request.quick or is_cpu or request.is_own_code

@@ -105,7 +105,7 @@ def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]
     for level in named:
         yield field, "sharding", level
         yield field, "sharded_adapters", ShardedAdapters(training.lora, level)
-    yield "parallelism", "parallelism", request.devices.is_mesh
+    yield "parallelism", "parallelism", request.devices.share_model
 
 
 def _beyond_its_layouts(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:

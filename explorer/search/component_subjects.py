@@ -19,7 +19,6 @@ from bexp.explorer.dimensions.candidate import DimensionsAsked
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.parts import LayerPart, ModelParts
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 
@@ -73,7 +72,7 @@ def component_subjects(request: ExplorationRequest, report: DeviceReport) -> dic
 
     It is empty for a target that somebody has written, because its code can change while its version does not.
     """
-    if request.target_name not in {BEXP, TRANSFORMERS} or (request.model is None and report.parts is None):
+    if request.is_own_code or (request.model is None and report.parts is None):
         return {}
     if report.parts is None:
         kinds: list[Subject] = [(kind, None) for kind in _MODEL_IRRELEVANT]

@@ -1,8 +1,8 @@
 """The confidence: how likely it is that a candidate is within the tolerance of the best.
 
 It is the share of posterior samples in which that holds. What the samples are differs: whole models of candidates,
-composed steps of meshes, or timings of a step. For candidates they are those of the contenders, which may still be the
-best.
+composed steps of an extension, or timings of a step. For candidates they are those of the contenders, which may still
+be the best.
 """
 
 from __future__ import annotations

@@ -187,16 +187,17 @@ def whole_model_event(
     probability_better: float | None = None,
     probability_fits: float | None = None,
     *,
-    mesh: str | None = None,
+    devices: str | None = None,
 ) -> EventDraft:
     """Return the event of a whole-model run of the recommended candidate, of its runner-up, or of one that may fit.
 
     `check` is None if the run failed. For the runner-up `probability_better` is the probability, before the run, that
     it is better than the recommended candidate. `probability_fits` is that of fitting, for one that does not fit as
-    composed. Both are None for the recommended candidate. `mesh` describes the devices, if they form one.
+    composed. Both are None for the recommended candidate. `devices` says how
+    devices share the model, if they do.
     """
     measurement = trial.measurement
-    what = f"Whole model with {'' if mesh is None else mesh + ' '}{trial.candidate.describe()}"
+    what = f"Whole model with {'' if devices is None else devices + ' '}{trial.candidate.describe()}"
     data: dict[str, Any] = {
         "trial": trial.number,
         "candidate": trial.candidate.model_dump(mode="json"),
@@ -253,9 +254,8 @@ def end_event(answer: Answer, confidence_target: int) -> EventDraft:
 
 
 def _with_rate(best: Recommendation) -> str:
-    """Return the candidate and its rate. That of a mesh begins with the mesh, which names the sharding."""
+    """Return the candidate and its rate, and first how devices share the model, if they do."""
     rate = rate_text(best.expected_tokens_per_second)
     if best.plan is None:
         return f"{best.candidate.describe()}: {rate}"
-    settings = best.candidate.model_copy(update={"sharding": None}).describe()
-    return f"{best.plan.mesh.describe()} {settings}: {rate} of each device"
+    return f"{best.plan.parallelism.describe_candidate(best.candidate)}: {rate} of each device"

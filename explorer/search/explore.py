@@ -21,7 +21,7 @@ from bexp.explorer.search.event_messages import (
     variant_event,
     weights_event,
 )
-from bexp.explorer.search.extensions import Extension, extension_for
+from bexp.explorer.search.extensions import SearchExtension, extension_for
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.loop import SearchLoop
@@ -86,7 +86,7 @@ def _as_commanded(request: ExplorationRequest, report: DeviceReport) -> Explorat
 
 
 def _explore_variant(
-    context: VariantContext, prune: PruneSpace, extension: Extension | None
+    context: VariantContext, prune: PruneSpace, extension: SearchExtension | None
 ) -> Generator[Progress, None, VariantAnswer]:
     """Explore one variant: its recommendation, or why there is none."""
     answer = VariantAnswer(

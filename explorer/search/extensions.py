@@ -1,9 +1,10 @@
-"""Search spaces that are no part of the core: packages that say which requests they serve."""
+"""Search spaces that are no part of the core: extensions say which requests they serve."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
+
+from bexp.explorer.model.extensions import extensions
 
 if TYPE_CHECKING:
     from bexp.explorer.model.parts import ExploredModel
@@ -12,11 +13,9 @@ if TYPE_CHECKING:
     from bexp.explorer.search.search_space import SearchSpace
     from bexp.explorer.search.variant_context import VariantContext
 
-EXTENSIONS = ("bexp.explorer.meshes",)
 
-
-class Extension(Protocol):
-    """What such a package has."""
+class SearchExtension(Protocol):
+    """What the search asks an extension."""
 
     def models_of(self, request: ExplorationRequest) -> tuple[ExploredModel, ...] | None:
         """Return the models to explore, one after the other; None if it does not serve the request."""
@@ -25,7 +24,7 @@ class Extension(Protocol):
         """Return the space of one of the models. Raises EmptySpaceError if it has no candidate."""
 
 
-def extension_for(request: ExplorationRequest) -> Extension | None:
+def extension_for(request: ExplorationRequest) -> SearchExtension | None:
     """Return the first extension that serves a request; None if the core does."""
-    known = (cast(Extension, import_module(name)) for name in EXTENSIONS)
+    known = (cast(SearchExtension, one) for one in extensions())
     return next((one for one in known if one.models_of(request) is not None), None)

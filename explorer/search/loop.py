@@ -136,7 +136,7 @@ class SearchLoop:
             predicted_peak_bytes=expected.peak_bytes,
             predicted_tokens_per_second=expected.tokens_per_second,
             seconds=self._clock() - started,
-            mesh_run=task.mesh_run,
+            shared_run=task.shared_run,
         )
         trial, events = self._space.learn_whole_model(check, trial)
         self._history.add(trial)

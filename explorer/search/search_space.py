@@ -1,4 +1,4 @@
-"""What the loop searches: candidates of one device, or meshes of several."""
+"""What the loop searches: candidates of one device, or what an extension has."""
 
 from __future__ import annotations
 

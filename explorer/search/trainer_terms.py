@@ -65,11 +65,6 @@ def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> D
     return request.explored.dtype or (DType.BFLOAT16 if parts is None else parts.dtype)
 
 
-def is_own_code(request: ExplorationRequest) -> bool:
-    """Whether the target is one that a person has written."""
-    return request.target_name not in (BEXP, TRANSFORMERS)
-
-
 def measured_precision(request: ExplorationRequest, report: DeviceReport | None) -> Precision:
     """Return the precision that was measured; the reference layers have master weights unless the request has none."""
     if request.target_name == BEXP:
@@ -87,7 +82,7 @@ def precision_of(
     """
     measured = measured_precision(request, report)
     is_float32 = compute_dtype(request, report) is DType.FLOAT32
-    if request.training.lora is not None or is_own_code(request) or is_float32:
+    if request.training.lora is not None or request.is_own_code or is_float32:
         return measured
     if trainer.upcast_attention and request.target_name == BEXP:
         return "pure"  # the reference layers cast nothing
@@ -181,7 +176,7 @@ def answer_refusal(trainer: Trainer, recommendation: Recommendation, request: Ex
     """
     asked: dict[str, Any] = {
         "capacity_factor": recommendation.candidate.capacity_factor,
-        "parallelism": recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel,
+        "parallelism": recommendation.is_shared,
     }
     if request is not None:
         asked |= {"adapters": request.training.lora, "batching": request.batching_of_texts}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
@@ -15,7 +15,7 @@ from bexp.explorer.trainers.terms import (
     DIFFERENT_LAYERS,
     FIRST_LAYERS,
     LAYER_GROUPS,
-    MESHES,
+    MODEL_PARALLELISM,
     SHARES,
     expresses,
 )
@@ -33,7 +33,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         ("--micro-batch-size", str(settings.micro_batch_size)),
         *([] if settings.batch_size is None else [("--global-batch-size", str(settings.batch_size))]),
         *([("--seq-length", str(settings.seq_length))] if settings.states_length else []),
-        *_mesh_flags(settings),
+        *_parallelism_flags(settings),
         ("--context-parallel-size", str(settings.context_parallel_size)),
         ("--attention-backend", ATTENTION[settings.attention or TORCH_CHOICE]),
         *_recompute_flags(settings),
@@ -55,20 +55,20 @@ def render(settings: TrainerSettings) -> ExportDocument:
     return shell_export(settings, VARIABLE, flags, notes)
 
 
-def _mesh_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
-    """Return the flags of a mesh. A layout lists the stages, and follows the balance of layers that was chosen."""
-    mesh = settings.mesh or Mesh()
+def _parallelism_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
+    """Return how devices share the model. The layout lists the stages, by the balance of layers that was chosen."""
+    sizes = settings.parallelism or Parallelism()
     flags: list[tuple[str, ...]] = [
-        ("--tensor-model-parallel-size", str(mesh.tensor)),
-        ("--pipeline-model-parallel-size", str(mesh.pipeline)),
+        ("--tensor-model-parallel-size", str(sizes.tensor)),
+        ("--pipeline-model-parallel-size", str(sizes.pipeline)),
     ]
-    if mesh.tensor > 1:
+    if sizes.tensor > 1:
         flags.append(("--sequence-parallel",))
-    if mesh.pipeline > 1:
+    if sizes.pipeline > 1:
         stages = "|".join(f"t*{count}" for count in settings.layers_per_stage)
         flags.append(("--pipeline-model-parallel-layout", f"E{stages}L"))
-    if mesh.expert > 1:
-        flags += [("--expert-model-parallel-size", str(mesh.expert)), ("--expert-tensor-parallel-size", "1")]
+    if sizes.expert > 1:
+        flags += [("--expert-model-parallel-size", str(sizes.expert)), ("--expert-tensor-parallel-size", "1")]
     return flags
 
 
@@ -79,7 +79,7 @@ def _recompute_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
     if settings.recompute is Recompute.SELECTIVE:
         return [("--recompute-granularity", "selective"), ("--recompute-modules", "core_attn")]
     chunk = 1 if settings.recompute is Recompute.FULL else settings.recompute.group_size
-    stages = 1 if settings.mesh is None else settings.mesh.num_stages
+    stages = 1 if settings.parallelism is None else settings.parallelism.num_stages
     return [
         ("--recompute-granularity", "full"),
         ("--recompute-method", "block" if chunk is None else "uniform"),
@@ -127,7 +127,7 @@ MEGATRON = Trainer(
         },
         sharding=Sharding,
         context_parallel={"zigzag"},
-        parallelism={MESHES},
+        parallelism={MODEL_PARALLELISM},
         capacity_factor={CAPACITY},
         adapters=(),
         batching=(),

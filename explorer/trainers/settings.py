@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.lengths import Batching
@@ -75,9 +75,10 @@ class TrainerSettings:
     compiled_layers: bool
     sharding: Sharding
     context_parallel_size: int
-    mesh: Mesh | None
+    parallelism: Parallelism | None
+    """How devices share the model; None if they do not."""
     layers_per_stage: tuple[int, ...]
-    """Of the mesh's pipeline."""
+    """Of the pipeline."""
     varies_query_groups: bool
     """Whether models with several numbers of query groups were explored; the model's own is one of them."""
     expandable_segments: bool
@@ -131,12 +132,14 @@ class TrainerSettings:
     @property
     def has_pipeline(self) -> bool:
         """Whether the layers are spread over the stages of a pipeline."""
-        return self.mesh is not None and self.mesh.pipeline > 1
+        return self.parallelism is not None and self.parallelism.pipeline > 1
 
     @property
     def data_parallel_size(self) -> int:
         """Groups of devices that process sequences of their own."""
-        return self.mesh.data if self.mesh is not None else self.num_devices // self.context_parallel_size
+        if self.parallelism is not None:
+            return self.parallelism.data
+        return self.num_devices // self.context_parallel_size
 
     @property
     def reduces_each_batch(self) -> bool:

@@ -28,7 +28,7 @@ LORA, SINGLE_PARAMETERS, FRACTIONAL_ALPHA = "LoRA", "LoRA of single parameters",
 OTHER_LIBRARIES, ON_HOST = "of other libraries", "in the host's memory"
 """Optimizers that are not torch's AdamW and SGD; one that steps in the host's memory."""
 CAPACITY = "a capacity factor of experts"
-MESHES = "a mesh of devices"
+MODEL_PARALLELISM = "a mesh of devices"
 
 
 class Policy(NamedTuple):
@@ -138,7 +138,9 @@ TERMS: Mapping[str, Term] = {
     ),
     "batching": Term(lambda batching, lacking: f"{batching} texts", _named, frozenset({"padded", "grouped", "packed"})),
     "capacity_factor": Term(lambda factor, lacking: CAPACITY, _present(CAPACITY)),
-    "parallelism": Term(lambda is_mesh, lacking: MESHES, lambda is_mesh: (MESHES,) if is_mesh else ()),
+    "parallelism": Term(
+        lambda is_shared, lacking: MODEL_PARALLELISM, lambda is_shared: (MODEL_PARALLELISM,) if is_shared else ()
+    ),
 }
 ALWAYS = frozenset({"micro_batch_size", "settings"})
 """Dimensions that every trainer can express, or that are the target's own."""

@@ -7,14 +7,14 @@ parser, so it stands last.
 from __future__ import annotations
 
 from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.dimensions.parallelism import Parallelism, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import ExportDocument, ExportError, shell_export
 from bexp.explorer.trainers.script import gathering_notes, other_optimizer_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import MESHES, expresses
+from bexp.explorer.trainers.terms import MODEL_PARALLELISM, expresses
 from bexp.explorer.trainers.trainer import Trainer
 
 VARIABLE = "TORCHTITAN_FLAGS"
@@ -64,7 +64,7 @@ def _render(settings: TrainerSettings, batch: Flags) -> ExportDocument:
         ("--parallelism.data_parallel_shard_degree", str(settings.data_parallel_size if sharded else 1)),
         ("--parallelism.context_parallel_degree", str(settings.context_parallel_size)),
     ]
-    flags += _mesh_flags(settings.mesh)
+    flags += _parallelism_flags(settings.parallelism)
     if sharded:
         policy = "always" if settings.sharding is Sharding.ZERO3 else "never"
         flags.append(("--parallelism.fsdp_reshard_after_forward", policy))
@@ -96,16 +96,16 @@ def _dtype_flags(settings: TrainerSettings) -> Flags:
     return [("--training.dtype", str(settings.dtype if settings.precision == "pure" else DType.FLOAT32))]
 
 
-def _mesh_flags(mesh: Mesh | None) -> Flags:
-    if mesh is None:
+def _parallelism_flags(sizes: Parallelism | None) -> Flags:
+    if sizes is None:
         return []
-    flags: Flags = [("--parallelism.tensor_parallel_degree", str(mesh.tensor))]
-    if mesh.pipeline > 1:
-        schedule = "Interleaved1F1B" if mesh.schedule is Schedule.INTERLEAVED else "1F1B"
-        flags.append(("--parallelism.pipeline_parallel_degree", str(mesh.pipeline)))
+    flags: Flags = [("--parallelism.tensor_parallel_degree", str(sizes.tensor))]
+    if sizes.pipeline > 1:
+        schedule = "Interleaved1F1B" if sizes.schedule is Schedule.INTERLEAVED else "1F1B"
+        flags.append(("--parallelism.pipeline_parallel_degree", str(sizes.pipeline)))
         flags.append(("--parallelism.pipeline_parallel_schedule", schedule))
-    if mesh.expert > 1:
-        flags.append(("--parallelism.expert_parallel_degree", str(mesh.expert)))
+    if sizes.expert > 1:
+        flags.append(("--parallelism.expert_parallel_degree", str(sizes.expert)))
     return flags
 
 
@@ -115,7 +115,7 @@ TORCHTITAN = Trainer(
     formats={"torchtitan": render_release, "torchtitan-main": render_main},
     expresses=expresses(
         context_parallel={"zigzag"},
-        parallelism={MESHES},
+        parallelism={MODEL_PARALLELISM},
         loss={"library", "chunked"},
         execution={Execution.EAGER, Execution.COMPILE},
         adapters=(),

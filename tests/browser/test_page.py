@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from bexp.api.cli import app
 from bexp.explorer.answers.answer import Explored, answer_text
-from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.meshes.mesh import Mesh
+from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture
 from bexp.explorer.model.amounts import bytes_text
-from bexp.explorer.records.plan import MeshPlan, PipelinePicture
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service

@@ -15,9 +15,9 @@ from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.roofline import roofline_seconds
 from bexp.explorer.cost.step import combine_seconds
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import MeshRun
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.layers import MeshCandidate
+from bexp.explorer.meshes.mesh import MeshRun
 from bexp.explorer.meshes.shard_costs import predict_shard_bytes
 from bexp.explorer.meshes.shards import SPREAD_EXPERTS, expert_chunk, shard_of
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
@@ -188,8 +188,8 @@ class SimulatedDevice:
         if outcome is not Outcome.OK:
             return Measurement(candidate=task.candidate, outcome=outcome, reason="simulated")
         factor = self.whole_model_factor * self.own_factors.get(task.candidate, 1.0)
-        if task.mesh_run is not None:
-            return self._mesh_model(task, task.mesh_run, factor)
+        if isinstance(task.shared_run, MeshRun):
+            return self._mesh_model(task, task.shared_run, factor)
         communicates = task.num_processes > 1 and self.request.mode == "train"
         table = Composition([task.candidate], task.model, self.request, communicates=communicates)
         pairs = [self.seconds(c, task.model) for c in table.components]

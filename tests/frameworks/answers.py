@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
 from tests.explorer.exports.samples import SHARDED, candidate, exploration

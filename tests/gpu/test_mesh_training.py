@@ -9,7 +9,7 @@ import pytest
 
 from bexp.workers.devices.discovery import visible_devices
 from tests.forked_ranks import run_ranks
-from tests.workers.profiler.mesh_ranks import NUM_RANKS, cases_of
+from tests.workers.meshes.mesh_ranks import NUM_RANKS, cases_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ Said = dict[str, tuple[float, float]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
     folder = tmp_path_factory.mktemp("mesh")
-    run_ranks("tests.workers.profiler.mesh_ranks", folder, "cuda")
+    run_ranks("tests.workers.meshes.mesh_ranks", folder, "cuda")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS["cuda"])]
 
 

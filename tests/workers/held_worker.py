@@ -37,7 +37,7 @@ def hold(file: Path) -> None:
 
 
 def _is_named(task: TrialTask, name: str) -> bool:
-    return task.mesh_run is not None if name == "whole" else task.number == int(name)
+    return task.shared_run is not None if name == "whole" else task.number == int(name)
 
 
 if __name__ == "__main__":

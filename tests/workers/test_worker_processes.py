@@ -198,7 +198,7 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
     assert psutil.wait_procs(ranks, timeout=PATIENCE_SECONDS)[1] == [], "a rank waits for another"
     before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     assert len(before) >= 2, "exchanges and blocks"
-    assert {trial.mesh_run for trial in before} == {None}, "no whole model was stored"
+    assert {trial.shared_run for trial in before} == {None}, "no whole model was stored"
     composed = get_job(sqlite_database, job.id).recommendation
     assert composed is not None
     queue.resume(job.id)
@@ -207,7 +207,7 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
     assert done.state is JobState.SUCCEEDED
     trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     assert trials[: len(before)] == before, "nothing stored is measured again"
-    assert all(trial.mesh_run is not None for trial in trials[len(before) :])
+    assert all(trial.shared_run is not None for trial in trials[len(before) :])
     found = done.recommendation
     assert found is not None
     assert found.whole_model is not None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.meshes.shards import shard_of
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
@@ -34,10 +33,10 @@ from bexp.workers.process.protocol import (
 from bexp.workers.profiler.hardware import measure_hardware
 from bexp.workers.profiler.trials.component import measure_component
 from bexp.workers.profiler.trials.data_parallel_communication import measure_data_parallel_communication
-from bexp.workers.profiler.trials.mesh_operation import measure_mesh_operation
 from bexp.workers.profiler.trials.optimizer import measure_optimizer
-from bexp.workers.profiler.trials.whole_model import run_mesh_model, run_whole_model
+from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.choice import import_target, open_target
+from bexp.workers.targets.extensions import extension_for
 from bexp.workers.targets.target import ProfiledTarget, WholeTarget
 
 CALM_SECONDS = 5.0
@@ -166,9 +165,8 @@ class Session:
     ) -> WholeModelMeasurement:
         assert not isinstance(target, WholeTarget), "each of its trials measures the whole"
         target.check(task.candidate, task.model)
-        if task.mesh_run is not None:
-            assert isinstance(task.model, ModelSpec), "meshes are for reference layers"
-            return run_mesh_model(self._instruments, task.model, task.candidate, task.mesh_run, request, clock)
+        if (extension := extension_for(task)) is not None:
+            return extension.run_whole_model(self._instruments, task, request, clock)
         sharded = request.sharded(task.candidate.sharding)
         return run_whole_model(self._instruments, target, task.model, task.candidate, sharded, clock)
 
@@ -194,12 +192,14 @@ class Session:
         if isinstance(target, WholeTarget):
             return target.measure_component(component, task.candidate, clock)
         request, model = request.sharded(component.sharding), task.model
-        if isinstance(model, ModelSpec):
-            model, request = shard_of(component, model, request)
+        extension = extension_for(component)
+        if extension is not None and isinstance(model, ModelSpec):
+            model, request = extension.shard_of(component, model, request)
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, task.candidate, request, clock)
         if component.kind is ComponentKind.EXCHANGE:
-            return measure_mesh_operation(self._instruments, component, request.seed, clock)
+            assert extension is not None, "exchanges are those of an extension"
+            return extension.measure_exchange(self._instruments, component, request.seed, clock)
         if component.kind is ComponentKind.COMMUNICATION:
             return measure_data_parallel_communication(self._instruments, target, model, component, request, clock)
         return measure_component(self._instruments, target, model, component, request, clock)

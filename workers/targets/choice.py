@@ -20,6 +20,7 @@ from bexp.workers.settings import read_settings
 from bexp.workers.targets.custom.command import CommandProcess
 from bexp.workers.targets.custom.target import CustomTarget, TargetSource
 from bexp.workers.targets.custom.training_command import SUFFIX, TrainingCommand
+from bexp.workers.targets.extensions import EXTENSIONS
 from bexp.workers.targets.target import ProfiledTarget, WholeTarget
 
 _NEEDED_BY = {
@@ -74,7 +75,7 @@ def import_target(name: str) -> None:
 
     Nothing happens where a library is missing or broken in any way, because the job itself says so.
     """
-    _import_all(_NEEDED_BY.get(name, ()))
+    _import_all((*_NEEDED_BY.get(name, ()), *EXTENSIONS))
 
 
 def _import_all(modules: Iterable[str]) -> None:

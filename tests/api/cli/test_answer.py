@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.meshes.mesh import Mesh
+from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.plan import MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
     Answer,
     Note,

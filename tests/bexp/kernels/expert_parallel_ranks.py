@@ -24,7 +24,7 @@ from bexp.kernels.activations import Activation
 from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel, local_experts
 from bexp.kernels.experts.registry import expert_backend
-from bexp.workers.targets.reference.spread_experts import LocalPeers
+from bexp.workers.meshes.spread_experts import LocalPeers
 from tests.bexp.kernels import references
 from tests.bexp.kernels.rank_groups import join_groups, refusals_of
 from tests.forked_ranks import fork_ranks, run_ranks

@@ -213,7 +213,7 @@ def test_a_nemo_file() -> None:
 
 def test_a_nemo_file_with_parallel_sizes_is_a_mesh_whose_base_is_open() -> None:
     request = parse_request(nemo(model__tensor_model_parallel_size=4))
-    assert (request.parallelism.tensor, request.base_micro_batch_size, request.devices.is_mesh) == (4, None, True)
+    assert (request.parallelism.tensor, request.base_micro_batch_size, request.devices.share_model) == (4, None, True)
     assert "micro_batch_size is open: the arguments have 2" in " ".join(request.notices)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.meshes.knowledge import MeshKnowledge, mesh_candidates
+from bexp.explorer.meshes.plan import MeshPlan
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -100,7 +101,7 @@ def test_skewed_routing_is_answered_with_shadowed_experts_and_by_how_much() -> N
     assert answer is not None
     assert answer.recommendation is not None
     best, plan = answer.recommendation, answer.recommendation.plan
-    assert plan is not None
+    assert isinstance(plan, MeshPlan)
     assert plan.base_mesh.expert_mode is ExpertMode.PLAIN
     modes = [(one, one.mesh) for one in best.alternatives_of(Role.EXPERT_MODE)]
     found = {mesh.expert_mode: one for one, mesh in modes if mesh is not None}
@@ -120,7 +121,7 @@ def test_data_parallel_experts_are_compared_with_every_mode() -> None:
     assert answer is not None
     assert answer.recommendation is not None
     plan = answer.recommendation.plan
-    assert plan is not None
+    assert isinstance(plan, MeshPlan)
     assert (plan.mesh.expert, plan.plain) == (1, None)
     modes = [one.mesh for one in answer.recommendation.alternatives_of(Role.EXPERT_MODE)]
     assert {mesh.expert for mesh in modes if mesh is not None} == {8}
@@ -181,7 +182,7 @@ def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:
     answer = steps[-1].answer
     assert answer is not None
     assert answer.recommendation is not None
-    assert answer.recommendation.plan is not None
+    assert isinstance(answer.recommendation.plan, MeshPlan)
     mesh, candidate = answer.recommendation.plan.mesh, answer.recommendation.candidate
     assert mesh.tensor > 1 or candidate.micro_batch_size == 1
 

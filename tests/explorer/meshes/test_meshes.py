@@ -8,6 +8,8 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind, Operation
 from bexp.explorer.meshes.knowledge import MeshKnowledge
+from bexp.explorer.meshes.mesh import MeshRun
+from bexp.explorer.meshes.plan import MeshPlan
 from bexp.explorer.meshes.posterior import Expected
 from bexp.explorer.meshes.transfers import Group
 from bexp.explorer.records.event import EventCode, Progress
@@ -49,7 +51,9 @@ def test_exchanges_are_measured_first_and_whole_models_last(found: tuple[Simulat
     assert kinds == sorted(kinds), "components, then whole models"
     whole = [plan for plan in others if plan.kind is TrialKind.WHOLE_MODEL]
     assert len(whole) >= 2, "the recommended mesh and another"
-    assert all(p.mesh_run is not None and sum(p.mesh_run.layers_per_stage) == MODEL["num_layers"] for p in whole)
+    assert all(
+        isinstance(p.shared_run, MeshRun) and sum(p.shared_run.layers_per_stage) == MODEL["num_layers"] for p in whole
+    )
     limits = {plan.kind: plan.timeout_seconds for plan in others}
     assert limits[TrialKind.WHOLE_MODEL] == 3 * limits[TrialKind.COMPONENTS], "it builds all layers"
     codes = [event.code for step in steps for event in step.events]
@@ -69,15 +73,15 @@ def test_a_mesh_whose_ranks_run_out_of_memory_is_not_recommended() -> None:
     device = SimulatedDevice(request())
     device.whole_model_outcomes = [Outcome.OUT_OF_MEMORY]
     steps = run(device)
-    trials = [step.trial for step in steps if step.trial is not None and step.trial.mesh_run is not None]
+    trials = [step.trial for step in steps if step.trial is not None and step.trial.shared_run is not None]
     assert trials[0].measurement.outcome is Outcome.OUT_OF_MEMORY
     answer = steps[-1].answer
     assert answer is not None
     best = answer.recommendation
     assert best is not None
-    assert best.plan is not None
-    assert trials[0].mesh_run is not None
-    refused = (trials[0].mesh_run.mesh, trials[0].candidate)
+    assert isinstance(best.plan, MeshPlan)
+    assert isinstance(trials[0].shared_run, MeshRun)
+    refused = (trials[0].shared_run.mesh, trials[0].candidate)
     assert (best.plan.mesh, best.candidate.model_copy(update={"sharding": None})) != refused
     assert best.whole_model is not None
 
@@ -168,5 +172,5 @@ def test_a_block_that_stays_disturbed_rules_out_its_candidates_alone() -> None:
     assert len(again) == CONTAMINATED_ATTEMPTS
     base, best = again[0].candidate, steps[-1].recommendation
     assert best is not None
-    assert best.plan is not None
+    assert isinstance(best.plan, MeshPlan)
     assert (best.plan.mesh.tensor, best.candidate.micro_batch_size) != (1, base.micro_batch_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.meshes.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
 from bexp.explorer.meshes.pipeline_order import Pass, rank_order
 from bexp.explorer.meshes.step import balance_layers

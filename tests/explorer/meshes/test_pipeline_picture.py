@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.mesh import Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.meshes import report as mesh_report
 from bexp.explorer.meshes.pipeline import StageCosts, simulate_pipeline
 

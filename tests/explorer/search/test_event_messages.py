@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.dimensions.mesh import Mesh
+from bexp.explorer.meshes.mesh import Mesh
+from bexp.explorer.meshes.plan import MeshPlan
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Outcome
-from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Answer, VariantAnswer, WholeModelCheck
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.event_messages import (

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.training import Sharding, TrainingSpec
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -71,7 +72,7 @@ def train(profiler: Profiler, mesh: Mesh, model: ModelSpec, number: int) -> Meas
     """Run a whole model on the ranks, with so many micro-batches in a step."""
     run = MeshRun(mesh=mesh, layers_per_stage=(2, model.num_layers - 2), num_micro_batches=number)
     whole = whole_model_plan(candidate(1), model=model, num_processes=2)
-    return profiler.measure(whole.model_copy(update={"mesh_run": run}))
+    return profiler.measure(whole.model_copy(update={"shared_run": run}))
 
 
 def test_ranks_measure_together_what_they_share_and_what_they_do_not(group: Profiler) -> None:

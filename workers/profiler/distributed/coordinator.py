@@ -273,9 +273,10 @@ def merge_trial(trials: Sequence[TrialFinished]) -> TrialFinished:
 
 def _merge_whole_model(measurements: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
     """Take micro-step and communication of the slowest rank: the others' communication includes their wait for it."""
-    on_mesh = measurements[0].num_micro_batches is not None  # ranks then wait for each other, and update unlike shares
-    slowest = max(measurements, key=lambda whole: whole.mesh_step_seconds if on_mesh else whole.micro_step_seconds)
-    optimizer = [slowest] if on_mesh else measurements
+    # Ranks that share the model wait for each other, and update unlike shares.
+    is_shared = measurements[0].num_micro_batches is not None
+    slowest = max(measurements, key=lambda whole: whole.shared_step_seconds if is_shared else whole.micro_step_seconds)
+    optimizer = [slowest] if is_shared else measurements
     return slowest.model_copy(
         update={
             "optimizer_seconds": max(whole.optimizer_seconds for whole in optimizer),

@@ -16,8 +16,6 @@ import torch
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatches
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import MeshRun
-from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import WholeModelMeasurement
@@ -30,13 +28,10 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.device_monitor import Watch
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
 from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 
 MIN_STEPS = 3
 MAX_STEPS = 10
-MAX_MESH_STEPS = 30
-"""The most steps of several ranks, which vary more, because each rank has a host process of its own."""
 TIMED_SECONDS = {"cuda": 1.5, "cpu": 3.0}
 """Steps are timed for so long. On a GPU two runs of a model differ by more than the steps of one run of this length."""
 
@@ -96,42 +91,7 @@ def run_whole_model(
             return stack.enter_context(target.training_run(candidate, model, request))
 
         compiles = request.execution_of(candidate).compiles
-        return _summarize(_run(instruments, build, clock, compiles=compiles), request, candidate)
-
-
-def run_mesh_model(
-    instruments: Instruments,
-    model: ModelSpec,
-    candidate: Candidate,
-    mesh_run: MeshRun,
-    request: ExplorationRequest,
-    clock: PhaseClock,
-) -> WholeModelMeasurement:
-    """Train a few steps of a model on all ranks of a mesh, back to back; the peak is that of this rank.
-
-    Raises:
-        UnsupportedTrialError: the model cannot be spread like this.
-    """
-    instruments.settle(release=True)
-    run = _run(
-        instruments,
-        lambda: MeshTrainingRun(instruments, model, candidate, mesh_run, request),
-        clock,
-        most_steps=MAX_MESH_STEPS,
-    )
-    steps = [(before.seconds_until(updated), updated.seconds_until(end)) for before, updated, end in run.marks]
-    number = mesh_run.num_micro_batches
-    computed = [seconds / number for seconds, _ in steps]
-    return WholeModelMeasurement(
-        micro_step_seconds=statistics.median(computed),
-        optimizer_seconds=statistics.median(seconds for _, seconds in steps),
-        standard_error_seconds=standard_error(computed) if len(computed) > 1 else 0.0,
-        peak_bytes=run.peak_bytes,
-        reserved_bytes=run.reserved_bytes,
-        repeats=len(steps),
-        conditions=run.watch.conditions(),
-        num_micro_batches=number,
-    )
+        return _summarize(run_steps(instruments, build, clock, compiles=compiles), request, candidate)
 
 
 class _Stepped(Protocol):
@@ -151,7 +111,7 @@ R = TypeVar("R", bound=_Stepped)
 
 
 @dataclass(frozen=True, slots=True)
-class _TimedSteps(Generic[R]):
+class TimedSteps(Generic[R]):
     """The moments of each timed step, and the bytes of this device."""
 
     training: R
@@ -161,14 +121,18 @@ class _TimedSteps(Generic[R]):
     watch: Watch
 
 
-def _run(
+def run_steps(
     instruments: Instruments,
     build: Callable[[], R],
     clock: PhaseClock,
     most_steps: int = MAX_STEPS,
     *,
     compiles: bool = False,
-) -> _TimedSteps[R]:
+) -> TimedSteps[R]:
+    """Build a model, bring it to its steady state, and time its steps back to back.
+
+    All ranks that train together must call this at the same time, and run as many steps.
+    """
     cuda = instruments.device.type == "cuda"
     with byte_meter(instruments.device, ()) as meter:
         with clock.phase("build"):
@@ -197,7 +161,7 @@ def _run(
     if cuda:
         peak = max(peak, meter.peak()) + training.graph_bytes
         reserved = torch.cuda.max_memory_reserved(instruments.device)
-    return _TimedSteps(training, marks, peak - instruments.own_bytes, reserved, watch)
+    return TimedSteps(training, marks, peak - instruments.own_bytes, reserved, watch)
 
 
 def _step_error(marks: Sequence[Sequence[Mark]], micro_steps: list[float], batches: TextBatches | None) -> float:
@@ -220,7 +184,7 @@ def _split_texts(steps: Sequence[Sequence[Mark]], batches: TextBatches) -> tuple
 
 
 def _summarize(
-    run: _TimedSteps[TrainingRun], request: ExplorationRequest, candidate: Candidate
+    run: TimedSteps[TrainingRun], request: ExplorationRequest, candidate: Candidate
 ) -> WholeModelMeasurement:
     marks, training = run.marks, run.training
     batches = text_batches(request, candidate.micro_batch_size)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.workers.instruments.kernel_shapes import torch_dtype
+from bexp.workers.targets.extensions import extension_for
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.embedding import Embedding
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
-from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
-from bexp.workers.targets.reference.spread_experts import build_busiest_rank
-from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, spread_loss_alone
 
-Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
+Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
 
 
 def build_block(
@@ -36,13 +31,12 @@ def build_block(
     generator: torch.Generator | None = None,
     w_tied: nn.Parameter | None = None,
     context_parallel: ContextParallel | None = None,
-    experts_group: dist.ProcessGroup | None = None,
-) -> Block:
+    group: dist.ProcessGroup | None = None,
+) -> nn.Module:
     """Return the module of `component`, with random weights on `device`, ready to run its micro-batch.
 
-    In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed. If
-    several devices share its experts, the block is that of the busiest one, which runs without the others. Within the
-    context of its `waiting`, the block is that of this rank of `experts_group`.
+    In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed. A
+    component of an extension is built by that, for the ranks of `group` if there is one.
 
     `w_tied` is the embedding's weight for a head that shares it. `context_parallel` is for attention that the component
     spreads over several ranks, and gives an embedding its positions.
@@ -50,14 +44,14 @@ def build_block(
     Raises:
         ValueError: the component is the optimizer, which is no block, or its sequences cannot be spread.
     """
+    if (extension := extension_for(component)) is not None:
+        return extension.build_shard(model, component, request, device, generator=generator, w_tied=w_tied, group=group)
     training = request.mode == "train"
     local_length = local_seq_length(model, component)
     block: Block
     if component.kind is ComponentKind.EMBEDDING:
         positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
         block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
-        if component.tensor_parallel_size > 1:
-            return VocabularyEmbedding(block, (0, model.vocab_size), None)
     elif component.kind is ComponentKind.ATTENTION:
         assert component.attention is not None, "an attention component names its back end"
         assert component.communicates is (context_parallel is not None), "ranks for attention that is spread over them"
@@ -71,13 +65,8 @@ def build_block(
             generator=generator,
             context_parallel=context_parallel,
         )
-        if model.qk_norm == "full" and component.tensor_parallel_size > 1:
-            size = component.tensor_parallel_size
-            block.norm_over_ranks = partial(norm_over_ranks, size=size, total=total_alone)
     elif component.kind is ComponentKind.DENSE_FFN:
         block = DenseFFN(model, recompute=component.recompute, device=device, training=training, generator=generator)
-    elif component.part == SPREAD_EXPERTS:
-        block, _ = build_busiest_rank(model, component, request, device, generator, experts_group)
     elif component.kind is ComponentKind.MOE_FFN:
         assert component.experts is not None, "an expert component names its back end"
         block = MoEFFN(
@@ -94,8 +83,6 @@ def build_block(
     elif component.kind is ComponentKind.HEAD:
         loss = request.training.loss
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
-        if component.tensor_parallel_size > 1:
-            spread_loss_alone(block)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
     if request.plain_execution.compiles or component.is_compiled:

@@ -169,7 +169,7 @@ class ReferenceTarget:
             instruments.device,
             generator=generator,
             context_parallel=ring,
-            experts_group=ranks.strided(sharing, 1) if ranks.size > 1 else None,
+            group=ranks.strided(sharing, 1) if ranks.size > 1 else None,
         )
         inputs = example_inputs(spec, component, instruments.device, generator)
         gradient_dtype = torch_dtype(request.training.optimizer.gradient_dtype(spec.dtype))

@@ -1,4 +1,4 @@
-"""Meshes of devices: how many share a layer's matrices, how many a pipeline has, and how many share the experts.
+"""How devices share a model: how many have parts of a layer's matrices, of a pipeline, and of the experts.
 
 Attention runs on tensor x data x pipeline devices. The experts of a layer are spread over `expert` devices of one
 pipeline stage, which are neighbours; if `expert` is 1, the tensor-parallel devices share each expert instead. Tensor
@@ -12,23 +12,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.expert_modes import ExpertMode, ExpertModes, Sizes, named_sizes
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.training import Sharding
 
-MOST_VIRTUAL_STAGES = 8
-"""The most stages of one rank that `explore` tries."""
-
 
 class Schedule(StrEnum):
-    """In which order the stages of a pipeline run: see `bexp.explorer.meshes.pipeline_order`."""
+    """In which order the stages of a pipeline run."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
 
 
 class ParallelismSpec(ExpertModes):
-    """The mesh: each size is a number, a list, or `explore`. Data parallelism takes what remains of num_devices.
+    """How devices share the model. Each size is a number, a list, or `explore`; data parallelism takes the rest.
 
     `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
     that they are null in a stored one.
@@ -47,9 +45,9 @@ class ParallelismSpec(ExpertModes):
     ) | None = None
 
     @property
-    def needs_mesh(self) -> bool:
-        """Whether a size may be other than 1, so that devices form meshes."""
-        return any(named_sizes(getattr(self, name)) != (1,) for name in MESH_SIZES)
+    def shares_model(self) -> bool:
+        """Whether a size may be other than 1, so that devices share the model."""
+        return any(named_sizes(getattr(self, name)) != (1,) for name in MODEL_PARALLEL_SIZES)
 
     @property
     def named_schedules(self) -> tuple[Schedule, ...]:
@@ -60,17 +58,18 @@ class ParallelismSpec(ExpertModes):
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether a mesh may have experts on several devices."""
+        """Whether experts may be on several devices."""
         return named_sizes(self.expert) != (1,)
 
 
-MESH_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
+MODEL_PARALLEL_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
 
 
-class Mesh(Frozen):
-    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone.
+class Parallelism(Frozen):
+    """How so many devices share a model. `schedule` is null without a pipeline.
 
-    `overlap_degree` is above 1 if the expert mode is `overlapped`, and `shadowed_experts` above 0 if it is `shadowed`.
+    `virtual_stages` is above 1 for `interleaved` alone. `overlap_degree` is above 1 if the expert mode is `overlapped`,
+    and `shadowed_experts` above 0 if it is `shadowed`.
     """
 
     tensor: int = 1
@@ -82,11 +81,6 @@ class Mesh(Frozen):
     shadowed_experts: int = 0
     data: int = 1
     sharding: Sharding = Sharding.NONE
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the mesh."""
-        return self.tensor * self.pipeline * self.data
 
     @property
     def num_stages(self) -> int:
@@ -105,38 +99,8 @@ class Mesh(Frozen):
             return ExpertMode.SHADOWED
         return ExpertMode.OVERLAPPED if self.overlap_degree > 1 else ExpertMode.PLAIN
 
-    @property
-    def in_plain_mode(self) -> Mesh:
-        """The same mesh with expert mode `plain`."""
-        return self.model_copy(update={"overlap_degree": 1, "shadowed_experts": 0})
-
-    @property
-    def expert_sizes(self) -> dict[str, int]:
-        """What a component of the experts says of the mesh."""
-        return {
-            "expert_parallel_size": self.expert,
-            "overlap_degree": self.overlap_degree,
-            "shadowed_experts": self.shadowed_experts,
-        }
-
-    @property
-    def block_key(self) -> tuple[int, ...]:
-        """What decides the blocks of a device: pipeline and data parallelism do not."""
-        return self.tensor, self.expert, self.overlap_degree, self.shadowed_experts
-
-    @property
-    def family(self) -> tuple[object, ...]:
-        """The mesh without the numbers of its expert mode: meshes that a search first ranks as one."""
-        sizes = (self.tensor, self.pipeline, self.virtual_stages, self.expert, self.data)
-        return *sizes, self.schedule, self.sharding, self.expert_mode
-
-    @property
-    def expert_data(self) -> int:
-        """Devices that hold the same experts of a stage."""
-        return self.tensor * self.data // self.expert if self.expert > 1 else self.data
-
     def describe(self) -> str:
-        """Return the mesh in a line: `tensor=8 pipeline=4 (interleaved, 2 stages a rank) data=2 sharding=zero1`."""
+        """Return the sizes in a line: `tensor=8 pipeline=4 (interleaved, 2 stages a rank) data=2 sharding=zero1`."""
         parts = [f"tensor={self.tensor}", f"pipeline={self.pipeline}"]
         if self.schedule is not None:
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
@@ -150,18 +114,11 @@ class Mesh(Frozen):
             parts.append(f"expert={self.expert}{modes[self.expert_mode]}")
         return " ".join([*parts, f"data={self.data}", f"sharding={self.sharding}"])
 
+    def describe_candidate(self, candidate: Candidate) -> str:
+        """Return these sizes, which name the sharding, with the other settings of a candidate."""
+        return f"{self.describe()} {candidate.model_copy(update={'sharding': None}).describe()}"
 
-class MeshRun(Frozen):
-    """A whole model on a mesh of devices: how many layers each stage has, and how many micro-batches its step has."""
 
-    mesh: Mesh
-    layers_per_stage: tuple[int, ...]
-    num_micro_batches: Annotated[int, Field(ge=1)] = Field(description="Of one replica.")
-
-    @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """The groups of devices that exchange something: their size, and how far apart their members are."""
-        mesh, ends = self.mesh, self.mesh.tensor * self.mesh.data
-        groups = [(mesh.tensor, 1), (mesh.data, mesh.tensor), (mesh.pipeline, ends), (2, (mesh.pipeline - 1) * ends)]
-        groups += [(mesh.expert, 1), (mesh.expert_data, mesh.expert)] if mesh.expert > 1 else []
-        return tuple(dict.fromkeys(group for group in groups if group[0] > 1 and group[1] > 0))
+def expert_sharing(sizes: Parallelism | None) -> str:
+    """Return how devices share the experts, in words."""
+    return sizes.expert_mode.value if sizes is not None and sizes.expert > 1 else "no expert parallelism"

@@ -8,7 +8,7 @@ from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import Splits
-from bexp.workers.targets.reference.spread_experts import LocalPeers, build_busiest_rank
+from bexp.workers.meshes.spread_experts import LocalPeers, build_busiest_rank
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(

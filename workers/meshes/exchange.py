@@ -16,7 +16,7 @@ from bexp.explorer.cost.components import Component, ExchangeSpec, Operation
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.targets.reference.tensor_parallel import SequenceParallel
+from bexp.workers.meshes.tensor_parallel import SequenceParallel
 
 ITEM_BYTES = 2
 
@@ -109,7 +109,7 @@ class _MeshOperation:
         torch.autograd.backward(x, self._own.detach())
 
 
-def measure_mesh_operation(
+def measure_exchange(
     instruments: Instruments, component: Component, seed: int, clock: PhaseClock
 ) -> ComponentMeasurement:
     """Measure an operation of a mesh. All ranks must call this at the same time."""

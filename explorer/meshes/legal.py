@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.expert_modes import ExpertMode, Sizes, named_sizes
-from bexp.explorer.dimensions.mesh import MESH_SIZES, MOST_VIRTUAL_STAGES, Mesh, Schedule
+from bexp.explorer.dimensions.expert_modes import Sizes, named_sizes
 from bexp.explorer.dimensions.micro_batch_size import divisors, nearest_sizes
+from bexp.explorer.dimensions.parallelism import MODEL_PARALLEL_SIZES, Schedule
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.training import Sharding
 
 if TYPE_CHECKING:
     from bexp.explorer.model.model import ModelSpec
     from bexp.explorer.request.request import ExplorationRequest
+
+
+MOST_VIRTUAL_STAGES = 8
+"""The most stages of one rank that `explore` tries."""
 
 
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
@@ -32,7 +37,7 @@ def check_sizes(request: ExplorationRequest) -> None:
     Raises:
         RuleError: the model or the devices do not admit one; it names the nearest sizes that they do.
     """
-    for name in MESH_SIZES:
+    for name in MODEL_PARALLEL_SIZES:
         _candidates(name, getattr(request.parallelism, name), request)
 
 
@@ -48,7 +53,7 @@ def check_meshes(request: ExplorationRequest) -> None:
 def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
     """Yield the meshes, some of them several times; there is at least one, or a RuleError."""
     asked = request.parallelism
-    dimensions = {name: _candidates(name, getattr(asked, name), request) for name in MESH_SIZES}
+    dimensions = {name: _candidates(name, getattr(asked, name), request) for name in MODEL_PARALLEL_SIZES}
     problem: RuleError | None = None
     is_empty = True
     for tensor in dimensions["tensor"]:
@@ -193,11 +198,11 @@ def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> Ru
     data = devices // (tensor * pipeline)
     counts = _micro_batch_counts(request, data)
     if not counts:
-        sizes = ", ".join(map(str, request.space.mesh_micro_batch_sizes[:4]))
+        sizes = ", ".join(map(str, request.space.all_micro_batch_sizes[:4]))
         return RuleError(
             f"batch_size ({batch}) does not divide into micro-batches of {sizes} on {data} data-parallel replicas, "
             f"which tensor {tensor} and pipeline {pipeline} leave of num_devices ({devices}): use a multiple of "
-            f"{data * request.space.mesh_micro_batch_sizes[0]}",
+            f"{data * request.space.all_micro_batch_sizes[0]}",
             "batch_size",
             *fields,
         )
@@ -214,45 +219,4 @@ def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> Ru
 def _micro_batch_counts(request: ExplorationRequest, data: int) -> list[int]:
     """Return how many micro-batches a replica may have in a step."""
     share, rest = divmod(request.effective_batch_size, data)
-    return [share // m for m in request.space.mesh_micro_batch_sizes if rest == 0 and share % m == 0]
-
-
-def check_expert_modes(request: ExplorationRequest) -> None:
-    """Check that the modes that a request names, and their numbers, can be.
-
-    Raises:
-        RuleError: experts are on one device alone, more of them are shadowed than there are, or a number is given for a
-            mode that is not explored.
-    """
-    asked = request.parallelism
-    moe = None if request.model is None else request.model.moe
-    named = [mode for mode in asked.named_expert_modes if mode is not ExpertMode.PLAIN]
-    if named and moe is None:
-        raise RuleError(f"expert_mode '{named[0]}' needs a model with experts", "parallelism.expert_mode", "model.moe")
-    if named and not asked.spreads_experts:
-        raise RuleError(
-            f"expert_mode '{named[0]}' needs experts on several devices, and expert is 1: use expert 2 or more, or "
-            "expert_mode 'plain'",
-            "parallelism.expert_mode",
-            "parallelism.expert",
-        )
-    for name, mode, sizes in (
-        ("overlap_degree", ExpertMode.OVERLAPPED, asked.named_overlap_degrees),
-        ("shadowed_experts", ExpertMode.SHADOWED, asked.named_shadowed_experts),
-    ):
-        if sizes is not None and mode not in asked.expert_modes:
-            raise RuleError(
-                f"{name} belongs to expert_mode '{mode}', which is not explored",
-                f"parallelism.{name}",
-                "parallelism.expert_mode",
-            )
-    if moe is None:
-        return
-    too_many = [number for number in asked.named_shadowed_experts or () if number > moe.num_experts]
-    if too_many:
-        raise RuleError(
-            f"shadowed_experts ({too_many[0]}) exceeds num_experts ({moe.num_experts}); the nearest that can be is "
-            f"{moe.num_experts}",
-            "parallelism.shadowed_experts",
-            "model.moe.num_experts",
-        )
+    return [share // m for m in request.space.all_micro_batch_sizes if rest == 0 and share % m == 0]

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import Mesh
 from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.shards import shard_of, spread_expert_model
 from bexp.explorer.meshes.step import HeldParameters
 from bexp.explorer.meshes.transfers import Transfers
@@ -22,13 +22,13 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
+from bexp.workers.meshes.spread_experts import build_busiest_rank, build_spread_experts
+from bexp.workers.meshes.tensor_parallel import TensorParallel, spread_loss_alone, whole_parameters
+from bexp.workers.meshes.training_run import DecoderStage
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.head import Head
-from bexp.workers.targets.reference.mesh_run import DecoderStage
 from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
 from bexp.workers.targets.reference.target import BlockPasses
-from bexp.workers.targets.reference.tensor_parallel import TensorParallel, spread_loss_alone, whole_parameters
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(

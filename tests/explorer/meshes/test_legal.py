@@ -8,9 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.dimensions.expert_modes import ExpertMode
-from bexp.explorer.dimensions.mesh import Mesh, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.meshes.legal import legal_meshes
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.legal_meshes import legal_meshes
 from bexp.explorer.request.request import ExplorationRequest
 
 MODEL = {
@@ -122,7 +123,7 @@ def test_no_pipeline_shards_gradients_or_parameters() -> None:
 
 
 def test_a_request_for_one_device_explores_no_mesh() -> None:
-    assert not request_of(num_devices=1).devices.is_mesh
+    assert not request_of(num_devices=1).devices.share_model
 
 
 def test_modes_are_plain_unless_named_or_explored() -> None:

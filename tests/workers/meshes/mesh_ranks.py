@@ -1,6 +1,6 @@
 """Ranks that run whole models on meshes: four on the CPU, or two on GPUs.
 
-    python -m tests.workers.profiler.mesh_ranks FOLDER [cuda]
+    python -m tests.workers.meshes.mesh_ranks FOLDER [cuda]
 
 writes there how far each rank's loss and gradients are from those of one device with the same weights and data.
 """
@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import FileStore
 
 from bexp.explorer.cost.components import Component, ComponentKind, ExchangeSpec, Operation
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import Mesh, MeshRun, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.model import DType, ModelSpec, MoESpec
 from bexp.explorer.model.training import LossSpec, Sharding, TrainingSpec
@@ -31,12 +32,12 @@ from bexp.measure.passes import Passes
 from bexp.measure.timing import HostTimer
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
+from bexp.workers.meshes.exchange import measure_exchange
+from bexp.workers.meshes.training_run import MeshTrainingRun
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials.component import measure_component
-from bexp.workers.profiler.trials.mesh_operation import measure_mesh_operation
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
-from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
 from bexp.workers.targets.reference.target import ReferenceTarget
 from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
@@ -259,7 +260,7 @@ def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
     groups.prepare(plan)
     instruments.timer = InARow()
     instruments.join(groups.rank_group(plan))
-    return min(measure_mesh_operation(instruments, each, 0, PhaseClock()).device_seconds for each in components)
+    return min(measure_exchange(instruments, each, 0, PhaseClock()).device_seconds for each in components)
 
 
 def measure_shared_experts(groups: ProcessGroups, instruments: Instruments) -> float:
@@ -336,7 +337,7 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
             candidate=candidate,
             timeout_seconds=PATIENCE_SECONDS,
             num_processes=mesh.num_devices,
-            mesh_run=run,
+            shared_run=run,
         )
         groups.prepare(task)
         if not groups.takes_part(task):

@@ -9,8 +9,8 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.dimensions.expert_modes import ExpertMode
-from bexp.explorer.dimensions.mesh import Mesh
 from bexp.explorer.meshes.layers import ExpertOverlap, run_beside
+from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.shards import SPREAD_EXPERTS, busiest_device
 from bexp.explorer.meshes.transfers import Transfer
 from bexp.explorer.model.model import MoESpec

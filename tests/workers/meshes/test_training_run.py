@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.forked_ranks import run_ranks
-from tests.workers.profiler.mesh_ranks import CASES, NUM_RANKS
+from tests.workers.meshes.mesh_ranks import CASES, NUM_RANKS
 
 pytestmark = pytest.mark.slow(together="forked")
 
@@ -17,7 +17,7 @@ Said = dict[str, tuple[float, float]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Said]:
     folder = tmp_path_factory.mktemp("mesh")
-    run_ranks("tests.workers.profiler.mesh_ranks", folder)
+    run_ranks("tests.workers.meshes.mesh_ranks", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS["cpu"])]
 
 

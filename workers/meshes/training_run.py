@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.mesh import MeshRun, Schedule
+from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.dimensions.recompute import recomputed_layers
+from bexp.explorer.meshes.mesh import MeshRun
 from bexp.explorer.meshes.shards import spread_expert_model, tensor_shard
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.training import Sharding
@@ -25,6 +26,8 @@ from bexp.measure.timestamps import Mark, mark_of
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import torch_dtype
+from bexp.workers.meshes.spread_experts import build_spread_experts
+from bexp.workers.meshes.tensor_parallel import TensorParallel
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.decoder import (
     DecoderLayer,
@@ -39,8 +42,6 @@ from bexp.workers.targets.reference.factory import build_block, random_tokens
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
-from bexp.workers.targets.reference.spread_experts import build_spread_experts
-from bexp.workers.targets.reference.tensor_parallel import TensorParallel
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess, spread_parameters
 from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
