@@ -17,7 +17,7 @@ LEGEND = "F forward, B backward, . waits; small letters: every second micro-batc
 
 
 def mesh_rows(plan: MeshPlan) -> Iterable[Row]:
-    """Yield the mesh, what its devices' time goes to, and what the ranks of a pipeline do."""
+    """Yield the mesh, the shares of its devices' time, and the work of the ranks of a pipeline."""
     mesh = plan.mesh
     yield main("mesh", f"{mesh.describe()} on {mesh.num_devices:,} devices")
     if mesh.pipeline > 1:
@@ -57,7 +57,7 @@ def on_mesh(other: Alternative) -> str:
 
 
 def mode_text(mesh: Mesh | None) -> str:
-    """Return how the experts of a mesh are shared."""
+    """Return the way in which a mesh shares experts, in words."""
     return mesh.expert_mode.value if mesh is not None and mesh.expert > 1 else "no expert parallelism"
 
 
