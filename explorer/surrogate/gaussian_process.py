@@ -4,7 +4,7 @@ Seconds are modelled by a Gaussian process over the logarithm of measured over r
 component (`bexp.explorer.surrogate.covariance`). Its hyperparameters, noise included, are learnt with it
 (`bexp.explorer.surrogate.hyperparameters`). Each posterior sample has its own hyperparameters, drawn from their
 posterior. Matheron's rule (Wilson et al., 2020, arXiv:2002.09309) computes it from prior samples that are drawn once a
-job, so a refit costs one solve in the number of measurements.
+job. So a refit costs one solve in the number of measurements.
 """
 
 from __future__ import annotations

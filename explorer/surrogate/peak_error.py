@@ -51,7 +51,7 @@ class PeakErrors:
 
     Their draws are made once. `logs` are the errors of the whole models that were run. `exceeded` has bounds for each
     one that ran out of memory: its error exceeds one of them, each with equal probability. Some error of the prior must
-    exceed one of them, because a candidate that ran out of memory for another reason is no observation of this error.
+    exceed one of them: a candidate that ran out of memory for another reason is no observation of this error.
     """
 
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:

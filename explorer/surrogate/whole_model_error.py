@@ -1,10 +1,10 @@
 """The error of composed steps against whole models: its prior, and its posterior given the whole models that were run.
 
-The error is the logarithm of whole over composed tokens/s. It is the sum of four parts: one that all candidates of a
-model share, one that the candidates of a recomputation policy share, one that changes smoothly with the micro-batch
-size, and one of each candidate's own. The first part is wide and does not change the order of candidates. One whole
-model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part makes
-a candidate less certain the further its size is from one that was run whole.
+The error is the logarithm of whole over composed tokens/s. It is the sum of four parts. All candidates of a model share
+the first, and the candidates of a recomputation policy the second. The third changes smoothly with the micro-batch
+size, and the fourth is each candidate's own. The first part is wide and does not change the order of candidates. One
+whole model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part
+makes a candidate less certain the further its size is from one that was run whole.
 
 Candidates with CUDA graphs have the parts of those whose kernels they replay, and another that all of them share, the
 effect of a replay. So whole models are not run only to separate such a pair, and one pair shows the effect on all

@@ -33,8 +33,8 @@ By chance two runs of one whole model show as much about once in 100,000 times.
 class WholeModelRun:
     """The runs of a candidate's whole model.
 
-    `log_tokens` is the mean of the logarithms of their tokens/s, `standard_error` the relative one that a run states,
-    and `squares` the sum of the squares of the logarithms' distances from their mean.
+    `log_tokens` is the mean of the logarithms of their tokens/s, and `squares` the sum of their squared distances
+    from it. `standard_error` is the relative one that a run states.
     """
 
     log_tokens: float

@@ -250,12 +250,12 @@ def names(value: Any) -> Any:
     return value
 
 
-def one_of(known: Mapping[str, Any], words: str = "is not measured") -> Read:
+def one_of(known: Mapping[str, Any]) -> Read:
     """Return a reader of texts, each of which has a value in `known`."""
 
     def read(value: Any) -> Any:
         if str(value).lower() not in known:
-            raise ValueError(f"'{shortened(value)}' {words}; these are: {', '.join(known)}")
+            raise ValueError(f"'{shortened(value)}' is not measured; these are: {', '.join(known)}")
         return known[str(value).lower()]
 
     return read
