@@ -95,24 +95,24 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     Raises CommandError if there is no answer yet, and ProblemError if an id is not known.
     """
     sides = {"A": _Known(client, a), "B": _Known(client, b)}
-    found = compare(sides["A"].side, sides["B"].side)
+    pair = compare(sides["A"].side, sides["B"].side)
     differences = list(_differences(_depends_on(sides["A"].job), _depends_on(sides["B"].job)))
     differences += _loads(*(known.host_busy_share for known in sides.values()))
     missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
-    seconds = None if found.runs_needed is None or None in taken else found.runs_needed * sum(filter(None, taken))
-    advice = _advice(found.runs_needed, seconds)
+    seconds = None if pair.runs_needed is None or None in taken else pair.runs_needed * sum(filter(None, taken))
+    advice = _advice(pair.runs_needed, seconds)
     document = {
-        **found.model_dump(mode="json", exclude={"a", "b"}),
+        **pair.model_dump(mode="json", exclude={"a", "b"}),
         "a": sides["A"].document(),
         "b": sides["B"].document(),
         "differences": differences,
         "not_measured": missing,
-        "next_measurement": {"runs_of_each": found.runs_needed, "seconds": seconds, "advice": advice},
+        "next_measurement": {"runs_of_each": pair.runs_needed, "seconds": seconds, "advice": advice},
     }
-    least, most = found.speedup_90_percent
+    least, most = pair.speedup_90_percent
     lines = [
-        f"B is faster than A with a probability of {_percent(found.probability_b_faster)}: {found.speedup:.3f}x its "
+        f"B is faster than A with a probability of {_percent(pair.probability_b_faster)}: {pair.speedup:.3f}x its "
         f"speed, {least:.3f}x to {most:.3f}x with 90%",
         *(row(name, _describe(known)) for name, known in sides.items()),
         *(row("different", line) for line in differences),

@@ -30,6 +30,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError, try_write
 
 TRIM_SECONDS = 30.0
+PROBE_SECONDS = 1.0
 
 
 async def keep_trimmed(beat: Beat) -> None:
@@ -59,11 +60,10 @@ class Service:
 
 
 class WriteProbe:
-    """Tries a write, at most once in `keep_seconds`, whatever the number of callers."""
+    """Tries a write, at most once in PROBE_SECONDS, whatever the number of callers."""
 
-    def __init__(self, database: Database, *, keep_seconds: float = 1.0) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._keep_seconds = keep_seconds
         self._lock = threading.Lock()
         self._tried_at = -math.inf
         self._trouble: SQLAlchemyError | None = None
@@ -71,7 +71,7 @@ class WriteProbe:
     def check(self) -> None:
         """Raise sqlalchemy.exc.SQLAlchemyError if the database does not take a write."""
         with self._lock:
-            if time.monotonic() - self._tried_at > self._keep_seconds:
+            if time.monotonic() - self._tried_at > PROBE_SECONDS:
                 self._trouble = None
                 try:
                     try_write(self._database)

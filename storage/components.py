@@ -1,8 +1,8 @@
 """Components that explorations have measured, kept so that later ones on the same hardware and versions reuse them.
 
-A row is one run of one component. It names neither the exploration, nor who asked for it, nor the model: `subject` and
-`component` are hashes of what was measured (`bexp.explorer.search.component_subjects`), `environment` is one of the
-hardware and the software, and `source` tells the runs of different explorations apart.
+A row is one run of one component. It names neither the exploration, nor who asked for it, nor the model. `subject` and
+`component` are hashes of what was measured (`bexp.explorer.search.component_subjects`). `environment` is a hash of the
+hardware and the software. `source` separates the runs of different explorations.
 """
 
 from __future__ import annotations

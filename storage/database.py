@@ -208,11 +208,6 @@ class Database:
         insert = postgresql.insert(table) if self.is_postgresql else sqlite.insert(table)
         return insert.values({**key, **values}).on_conflict_do_update(index_elements=[*key], set_=values, where=where)
 
-    def ping(self) -> None:
-        """Raise sqlalchemy.exc.SQLAlchemyError if the database cannot be reached."""
-        with self.read() as connection:
-            connection.execute(sa.select(1))
-
     def dispose(self) -> None:
         """Close the connections; those in use are closed when they are given back."""
         pool = self.engine.pool

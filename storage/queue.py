@@ -71,7 +71,6 @@ class Queue:
         request: ExplorationRequest,
         *,
         idempotency_key: str | None = None,
-        body_hash: str | None = None,
         priority: int = 0,
         by: Caller = LOCAL,
         job_id: str | None = None,
@@ -83,7 +82,6 @@ class Queue:
             request: what to explore.
             idempotency_key: at most 255 characters; the same key of the same owner with the same request gives the
                 same job for KEY_LIFETIME, unless that job failed or was cancelled.
-            body_hash: two requests are the same if it is equal; default: a hash of the validated content.
             priority: among the jobs of the owner, the highest is first.
             by: who submits it; the job belongs to its owner.
             job_id: the id of a new job; default: `new_job_id`.
@@ -95,7 +93,7 @@ class Queue:
             QueuedQuotaError: the owner has as many jobs in the queue as its quota allows.
             StoredQuotaError: the owner stores as much as its quota allows.
         """
-        submission = Submission(request, by, idempotency_key, body_hash, priority, job_id, own_worker)
+        submission = Submission(request, by, idempotency_key, priority, job_id, own_worker)
         return insert_submission(self.database, submission, self._sums)
 
     def claim(

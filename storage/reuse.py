@@ -91,7 +91,7 @@ def find_answer(
 
     The answer must belong to the `owner` of the request, because nobody learns what others have measured.
 
-    An exploration answers if it measured and succeeded, and if its confidence reaches the target of the request, or its
+    An exploration answers if it measured and succeeded. Its confidence must reach the target of the request, unless its
     search for that target ended by its own rule. The offered memory must be about that of the measurement, and the
     recommendation must fit. After a later report of a real run by the owner, the answer is out of date and not reused.
     """

@@ -72,7 +72,6 @@ class Submission:
     request: ExplorationRequest
     by: Caller
     idempotency_key: str | None
-    body_hash: str | None
     priority: int
     job_id: str | None
     own_worker: str
@@ -91,7 +90,7 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
     """Store a job and its first events, as `Queue.enqueue` describes."""
     request, key, owner = given.request, given.idempotency_key, given.by.owner
     hashed = None if key is None else stored_key(owner, key)
-    body_hash = given.body_hash or hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+    body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
     job_id = given.job_id or new_job_id()
     drafts = [
         EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.explored.name} is queued"),

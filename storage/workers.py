@@ -106,15 +106,13 @@ def is_live(database: Database, live_within: timedelta) -> sa.ColumnElement[bool
     return workers.c.last_seen_at.between(database.clock(-live_within), database.clock(LIVE_WITHIN))
 
 
-def read_workers(
-    database: Database, *, live_within: timedelta = LIVE_WITHIN, owner: str | None = None
-) -> list[KnownWorker]:
+def read_workers(database: Database, *, owner: str | None = None) -> list[KnownWorker]:
     """Return the workers that live, and those that were lost and not removed yet, ordered by id.
 
     A worker that shuts down is removed; a worker that is killed stays for a day. With `owner`, the jobs of other owners
     are left out.
     """
-    alive = is_live(database, live_within).label("alive")
+    alive = is_live(database, LIVE_WITHIN).label("alive")
     owned = sa.and_(jobs.c.worker == workers.c.id, jobs.c.state == JobState.RUNNING.value)
     query = (
         sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owner)

@@ -83,8 +83,10 @@ def create_app(service_url: str, host: str, limits: Limits) -> ASGIApp:
 def serve(service_url: str, host: str, port: int) -> None:
     """Serve until a signal ends it.
 
-    Raises CommandError for an address that other machines reach if the service requires no token, and for one that
-    cannot be listened on, and ServiceError if the service does not answer.
+    Raises:
+        CommandError: other machines reach the address and the service requires no token, or the address cannot be
+            listened on.
+        ServiceError: the service does not answer.
     """
     if not is_loopback(host):
         with suppress(ProblemError):

@@ -22,8 +22,8 @@ def compare(a: Side, b: Side, as_json: AsJson = False) -> None:
     from bexp.api.comparison import compare_answers  # noqa: PLC0415 - SciPy takes long to import
 
     with connect() as client:
-        found = compare_answers(client, a, b)
+        compared = compare_answers(client, a, b)
     if as_json:
-        print_json(found.document)
+        print_json(compared.document)
     else:
-        typer.echo("\n".join(wrap(found.lines, terminal_width())))
+        typer.echo("\n".join(wrap(compared.lines, terminal_width())))

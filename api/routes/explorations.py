@@ -143,8 +143,8 @@ def submit_exploration(
 ) -> Response:
     """Queue an exploration, which a worker will run.
 
-    If the same request has been measured on the hardware and with the versions of a live worker, the exploration has
-    that answer and ends at once: 201. `fresh: true` in the request measures again.
+    The same request may have been measured on the hardware and with the versions of a live worker. Then the exploration
+    has that answer and ends at once: 201. `fresh: true` in the request measures again.
     """
     request = parse_request(load_document(text), overrides=_fields(assignments or ()))
     job, is_new = submit(service.queue, request, idempotency_key=idempotency_key, priority=priority, by=caller)

@@ -1,1 +1,1 @@
-"""The answer as text for a person."""
+"""The answer as text for people."""

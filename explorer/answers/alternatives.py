@@ -1,4 +1,4 @@
-"""The rows about what an answer is compared with: the best for the batch, smaller peaks, and other candidates."""
+"""The rows of an answer about other candidates: the best for the batch, smaller peaks, and alternatives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bexp.explorer.request.request import ExplorationRequest
 
 
 def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[Row]:
-    """Yield the micro-batch that divides the stated batch, or the batch sizes that one divides."""
+    """Yield the best micro-batch that divides the stated batch, or the nearest batch sizes that one divides."""
     asked, size, other = _asked(request), best.candidate.micro_batch_size, best.alternative(Role.DIVIDING)
     if other is None:
         if best.dividing_batch_sizes:
@@ -45,7 +45,7 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
 
 
 def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -> str:
-    """Return that nothing divides the requested batch, and the nearest batch sizes that something divides."""
+    """Return the sentence that no candidate divides the requested batch, with the nearest sizes that one divides."""
     if best.dividing_batch_sizes:
         nearest = joined(best.dividing_batch_sizes)
         return f"no micro-batch that fits divides {_asked(request)}; the nearest batch sizes with one are {nearest}"
@@ -53,9 +53,9 @@ def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -
 
 
 def describe_tiling(best: Recommendation) -> Iterable[Row]:
-    """Yield what tiling gains or costs, or that nothing tells.
+    """Yield the gain or the cost of tiling, or that it is not known.
 
-    No untiled candidate is run whole for a request that excludes them, so that both figures are composed of blocks.
+    For a request that excludes untiled candidates none of them is run whole, so both figures are composed of blocks.
     """
     yield from (main(Role.UNTILED.label, note.text) for note in best.notes if note.code is NoteCode.NOTHING_UNTILED)
     for other in best.alternatives_of(Role.UNTILED):
@@ -102,7 +102,7 @@ def memory_rows(best: Recommendation) -> Iterable[Row]:
 
 
 def alternative_rows(best: Recommendation) -> Iterable[Row]:
-    """Yield the other candidates, each with how it compares."""
+    """Yield the other candidates, each with its comparison."""
     plain = best.alternative(Role.LARGEST_WITHOUT_RECOMPUTE)
     for other in best.alternatives:
         if (describe := TEXTS.get(other.role)) is None:
@@ -132,7 +132,7 @@ def _runner_up(best: Recommendation, rival: Alternative) -> str:
 
 
 def _gain(best: Recommendation, rival: Alternative) -> str:
-    """Return how fast the recommended candidate is beside the runner-up; as fast, if only noise makes it slower."""
+    """Return the speed of the recommended candidate against the runner-up; equal if only noise makes it slower."""
     if best.whole_model is None:
         return ""
     if rival.ratio >= 1.0:
@@ -159,7 +159,7 @@ def _in_short(other: Alternative) -> str:
 
 
 def composed_off(check: WholeModelCheck) -> str:
-    """Return how far the composed step and peak are from those of the whole model."""
+    """Return the errors of the composed step and peak against those of the whole model, in words."""
     step, peak = _off(check.step_error, "shorter", "longer"), _off(check.peak_error, "lower", "higher")
     return f"a step that is {step}, and a peak that is {peak}"
 
@@ -180,4 +180,4 @@ TEXTS: dict[Role, Callable[[Recommendation, Alternative], str]] = {
     Role.EXPERT_MODE: _expert_mode,
     Role.OTHER_MESH: _other_parallelism,
 }
-"""What is said of an alternative in a row of its own."""
+"""The functions that describe an alternative in a row of its own."""

@@ -1,4 +1,4 @@
-"""The rows of an answer: what to run, what it gains, what was measured, and what it is compared with."""
+"""The rows of an answer: the settings to run, their gain, the measurements, and other candidates."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from bexp.explorer.trainers.registry import FILES
 
 TOTAL = "total"
 LEAST_GAIN = 1.01
-"""The least gain over the best candidate with stock kernels that is worth a word."""
+"""The least gain over the best candidate with stock kernels that is stated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """An exploration, as far as its answer names it; `request` and `report` are None if they are not known."""
+    """The parts of an exploration that its answer names; `request` and `report` are None if they are not known."""
 
     id: str
     request: ExplorationRequest | None
@@ -42,7 +42,7 @@ class Explored:
 
 
 def answer_text(job: Explored, best: Recommendation | None, answer: Answer | None) -> AnswerText | None:
-    """Return all that is said of an answer, or of the best so far; None while there is neither."""
+    """Return the text of an answer, or of the best so far; None while there is neither."""
     device = "" if job.report is None else f" on {job.report.hardware.device_name}"
     if answer is None and best is None:
         return None
@@ -145,7 +145,7 @@ def _all_settings(candidate: Candidate) -> str:
 
 
 def _settings(best: Recommendation, request: ExplorationRequest | None) -> str:
-    """Return what to set. What a trainer's own file says is not known here, so that all of it is listed."""
+    """Return the settings to make. A trainer's own file is not known here, so all of them are listed."""
     if request is None or request.trainer is None or not _is_of_file(request):
         return changed_settings(best.candidate, best.base) or "nothing else to change"
     writes = "" if FILES[request.trainer].is_nested else ", as --into writes"
@@ -157,7 +157,7 @@ def _dropped(candidate: Candidate, share: float) -> str:
 
 
 def _speed_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[Row]:
-    """Yield the tokens/s to expect: those of the whole model if it was run, whatever its blocks compose."""
+    """Yield the tokens/s to expect: those of the whole model if it was run, else those that its blocks compose."""
     about = "" if best.is_measured_whole else "about "
     shared = " of processor time (slower while others use these cores)" if best.says(NoteCode.SHARED_CORES) else ""
     rate = f"{about}{rate_text(best.expected_tokens_per_second)} per device{shared}"
@@ -211,7 +211,7 @@ def _step(best: Recommendation) -> str:
 
 
 def _confidence_rows(job: Explored, best: Recommendation, answer: Answer | None) -> Iterable[Row]:
-    """Yield the confidence, what makes a provisional answer surer, and how much runs differ."""
+    """Yield the confidence, a way to make a provisional answer surer, and the noise between runs."""
     request = job.request
     within = 1.0 if request is None else 100 * request.tolerance
     said = f"{best.confidence} out of 100 that nothing is more than {within:g}% faster"
@@ -243,7 +243,7 @@ def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:
 
 
 def _describe_texts(texts: TextFigures) -> str:
-    """Return what becomes of texts of unequal length, and whether an epoch of them fits; full rows are all alike."""
+    """Return the batching of texts of unequal length, and whether an epoch of them fits; full rows are all alike."""
     how = (
         texts.batching if texts.budget_tokens is None else f"whole, up to {texts.budget_tokens:,} tokens a micro-batch"
     )
@@ -256,7 +256,7 @@ def _describe_texts(texts: TextFigures) -> str:
 
 
 def _text_rows(best: Recommendation) -> Iterable[Row]:
-    """Yield what texts of unequal length mean: padding, and the peaks of an epoch."""
+    """Yield the effects of texts of unequal length: padding, and the peaks of an epoch."""
     texts = best.texts
     if texts is None:
         return
@@ -274,7 +274,7 @@ def _text_rows(best: Recommendation) -> Iterable[Row]:
 
 
 def _remedy_rows(remedies: Iterable[Relaxation]) -> Iterable[Row]:
-    """Yield what would make something fit."""
+    """Yield the changes after which a candidate would fit."""
     for number, change in enumerate(remedies):
         if not number:
             yield main("to make it fit", "any one of these changes is predicted to; the first one is preferred")

@@ -13,7 +13,7 @@ BRIEF = {Importance.MAIN, Importance.BRIEF}
 
 
 def render(text: AnswerText, width: int = WIDTH, *, brief: bool = False) -> str:
-    """Return an answer in lines of `width` columns, without a line break at its end: all of it, or what is needed.
+    """Return an answer in lines of `width` columns, without a line break at its end: all of it, or only the main rows.
 
     Lines break between words; only a longer word, or a picture, is wider than `width`.
     """

@@ -10,7 +10,7 @@ from bexp.explorer.model.base import Frozen
 
 
 class Importance(StrEnum):
-    """Which rows are shown where there is no room for all."""
+    """The importance of a row, by which rows are chosen where there is no room for all."""
 
     MAIN = "main"
     DETAIL = "detail"
@@ -60,8 +60,8 @@ class Table(Frozen):
 
 
 class AnswerText(Frozen):
-    """All that is said of an answer."""
+    """The text of an answer."""
 
     title: str
     rows: tuple[Row, ...]
-    variants: Table | None = Field(None, description="Separate models, side by side; null if there is one.")
+    variants: Table | None = Field(None, description="Separate models in a table; null if there is one model.")

@@ -1,4 +1,4 @@
-"""What a real run reached, compared with the answer that it used."""
+"""A real run, compared with the answer that it used."""
 
 from __future__ import annotations
 

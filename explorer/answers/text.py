@@ -20,7 +20,7 @@ def row(label: str, text: str) -> str:
 def wrap(lines: Iterable[str], width: int = WIDTH, indent: int = 6) -> list[str]:
     """Break lines between words, but not between a number and its unit. Only a longer word is wider than `width`.
 
-    The text of a row stays beside its label. What follows any other line is indented.
+    The text of a row continues next to its label. Other lines continue indented.
     """
     wrapped: list[str] = []
     for line in lines:

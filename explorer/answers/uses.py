@@ -1,4 +1,4 @@
-"""What can be done with an answer: the commands that use it, and what makes it surer."""
+"""The next steps after an answer: commands that use it, and ways to make it surer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FRESH = "fresh: true (option --fresh)"
 
 
 def is_provisional(confidence: int, request: ExplorationRequest) -> bool:
-    """Whether a search has ended below the confidence that its request asks for."""
+    """Return whether a search has ended below the confidence that its request asks for."""
     return confidence < request.budget.confidence_target
 
 
 def surer_text(best: Recommendation, request: ExplorationRequest, served: int, *, for_program: bool = False) -> str:
-    """Return what makes a provisional answer surer. Answers up to the confidence `served` are given again.
+    """Return a way to make a provisional answer surer. Answers up to the confidence `served` are given again.
 
-    A person reads options of commands, and a program fields of a request, with the options behind them.
+    A person gets options of commands. A program gets fields of a request, with the options behind them.
     """
     budget = request.budget
     if served >= budget.confidence_target:  # a larger budget would get this answer again
@@ -35,7 +35,7 @@ def surer_text(best: Recommendation, request: ExplorationRequest, served: int, *
 
 
 def next_rows(job_id: str, best: Recommendation, request: ExplorationRequest | None) -> Iterable[Row]:
-    """Yield the command that makes the trainer run so; and all commands that use the answer."""
+    """Yield the command that sets the trainer up, and all commands that use the answer."""
     command, rest = f"bexp best {job_id}", "for the whole answer"
     if best.notes:
         rest += f" with {len(best.notes)} note{'' if len(best.notes) == 1 else 's'}"

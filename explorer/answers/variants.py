@@ -10,9 +10,9 @@ from bexp.explorer.records.recommendation import VariantAnswer
 
 
 def variant_table(variants: Sequence[VariantAnswer]) -> Table:
-    """Return a table, with the candidate of each row, or why there is none, as its note.
+    """Return a table; the note of a row is its candidate, or the reason why there is none.
 
-    Variants with a capacity factor show their memory and what they drop, in place of their parameters.
+    Variants with a capacity factor show their memory and dropped tokens, in place of their parameters.
     """
     drops = any(variant.capacity_factor is not None for variant in variants)
     compared = "num_query_groups and capacity_factor" if drops else "num_query_groups"
@@ -32,9 +32,9 @@ def _cells(variant: VariantAnswer, *, drops: bool) -> tuple[str, ...]:
     if best is None:
         return (*head, *("-",) * (5 if drops else 3))
     speed = f"{best.expected_tokens_per_second:,.0f}"
-    found = (str(best.candidate.micro_batch_size), speed, str(best.confidence))
+    figures = (str(best.candidate.micro_batch_size), speed, str(best.confidence))
     memory = (bytes_text(best.expected_peak_bytes), f"{best.dropped_share or 0.0:.1%}") if drops else ()
-    return (*head, *found, *memory)
+    return (*head, *figures, *memory)
 
 
 def _below(variant: VariantAnswer) -> str:

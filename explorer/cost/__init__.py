@@ -1,1 +1,1 @@
-"""What a step costs: components, parameters, roofline, memory, collectives, and the candidate table."""
+"""The cost of a step: components, parameters, roofline, memory, collectives, and the candidate table."""

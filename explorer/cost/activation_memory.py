@@ -1,8 +1,8 @@
 """Predicted bytes of components, before anything is measured.
 
 The counts follow Korthikanti et al. (2022, arXiv:2205.05198), for the blocks that the profiler builds: gated FFNs,
-norms that keep one or two numbers a token, flash attention, no dropout. They decide what is worth measuring. Measured
-bytes replace them.
+norms that keep one or two numbers a token, flash attention, no dropout. They decide which components are worth
+measuring. Measured bytes replace them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bexp.explorer.request.request import ExplorationRequest
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
 FUSED = "fused"
-"""The back end that gathers and activates inside its products, and so keeps neither result."""
+"""The back end that gathers and activates within its products, and so keeps neither result."""
 OPTIMIZER_BUCKET_BYTES = 256 << 20
 """The optimizer converts at most this many bytes at a time."""
 
@@ -52,12 +52,12 @@ def predict_component_bytes(component: Component, model: ExploredModel, request:
 
 
 def local_length(component: Component, model: ModelSpec) -> int:
-    """Return how many tokens of each sequence a device has."""
+    """Return the number of tokens of each sequence on a device."""
     return model.seq_length // component.context_parallel_size
 
 
 def local_tokens(component: Component, model: ModelSpec) -> int:
-    """Return how many tokens of a micro-batch a device has."""
+    """Return the number of tokens of a micro-batch on a device."""
     return component.micro_batch_size * local_length(component, model)
 
 
@@ -113,7 +113,7 @@ class _Kept:
     """Bytes that a block keeps for the backward pass, by the recomputation policy that frees them.
 
     `between` are the tensors between matrix products, attention and routing. `products` are the results of the first
-    matrix product. `always` are kept under every policy by operation; the block's output is one of them.
+    matrix product. `always` are kept under every policy by operation, such as the block's output.
     """
 
     between: int
@@ -175,11 +175,11 @@ class _RingBytes:
 
 
 def _ring_bytes(query: int, key: int, item: int, scores: int) -> _RingBytes:
-    """Return what a ring adds: keys and values twice, because one pair is in transfer, and sums in float32.
+    """Return the bytes of a ring: keys and values twice, because one pair is in transfer, and sums in float32.
 
-    Forward sums outputs. Backward sums the gradients of queries, keys and values; those of keys and values are in
-    transfer, too. `query` and `key` are the bytes of a device's queries and keys, and `item` those of one number in
-    them. `scores` are the bytes of a block's scores, which plain attention also holds as probabilities.
+    Forward sums outputs. Backward sums the gradients of queries, keys and values; those of keys and values are also in
+    transfer. `query` and `key` are the bytes of a device's queries and keys, and `item` those of one number in them.
+    `scores` are the bytes of a block's scores, which plain attention also holds as probabilities.
     """
     wide = FLOAT32_BYTES / item
     passing = 4 * key
@@ -198,7 +198,7 @@ def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) ->
 
 
 def _mlp(wide: int, model: ModelSpec) -> _Kept:
-    """Return what an MLP keeps beside its input and output; `wide` are the bytes of its hidden activations."""
+    """Return what an MLP keeps in addition to input and output; `wide` are the bytes of its hidden activations."""
     if model.gated_mlp:
         return _Kept(between=wide, products=2 * wide, always=0)
     if model.activation == "relu":  # its backward pass needs its result alone
@@ -238,7 +238,7 @@ def _expert_rows(component: Component, model: ModelSpec, request: ExplorationReq
 
 
 def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationRequest) -> float:
-    """Return how many rows the experts' GEMMs process for each token-expert pair: fewer than one if pairs are dropped.
+    """Return the rows of the experts' GEMMs for each token-expert pair: fewer than one if pairs are dropped.
 
     `bmm` pads every expert to the largest one, which has no more rows than its capacity.
     """

@@ -1,4 +1,4 @@
-"""The back end of a component: what computes its attention and its experts, and how."""
+"""The back end of a component: the code that computes its attention and its experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bexp.explorer.dimensions.execution import COMPILED
 
 
 class BackEnd(NamedTuple):
-    """What a component depends on beside its shapes; as text, `sdpa+grouped_mm+liger+compiled`.
+    """The code of a component, of any shapes; as text, `sdpa+grouped_mm+liger+compiled`.
 
     `attention` and `experts` name kernels. `marks` are those of the choices that change the code of a layer. `setting`
     is the loss of a shell, or the choice that the target itself offers for a model that is measured whole.
@@ -26,7 +26,7 @@ class BackEnd(NamedTuple):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
-        """Write it as text; the component that has it reads that text, whose meaning depends on its kind."""
+        """Write it as text. Its component reads that text, because the meaning depends on the component's kind."""
         return core_schema.no_info_plain_validator_function(
             cls._check,
             serialization=core_schema.to_string_ser_schema(when_used="always"),
@@ -48,7 +48,7 @@ class BackEnd(NamedTuple):
 
     @classmethod
     def of_block(cls, text: str, *, has_experts: bool) -> BackEnd:
-        """Return the back end of a reference block. What it names beside the compiler are its experts or attention."""
+        """Return the back end of a reference block, which names its experts or its attention, and the compiler."""
         names = text.split("+")
         own = next((name for name in names if not _is_mark(name)), None)
         kernels = cls(experts=own) if has_experts else cls(attention=own)
@@ -61,7 +61,7 @@ class BackEnd(NamedTuple):
 
     @property
     def compiled(self) -> bool:
-        """Whether it is compiled where others are not."""
+        """Whether the compiler makes the code."""
         return COMPILED in self.marks
 
     @property
@@ -75,7 +75,7 @@ class BackEnd(NamedTuple):
 
 
 def marks_of(candidate: Candidate, part: CodePart) -> tuple[str, ...]:
-    """Return the marks of a part of a candidate, in the order in which the list of choices has them."""
+    """Return the marks of a part of a candidate, in the order of the list of choices."""
     return tuple(
         mark
         for choice in CHOICES
@@ -85,7 +85,7 @@ def marks_of(candidate: Candidate, part: CodePart) -> tuple[str, ...]:
 
 
 def marked_values(part: CodePart, marks: Iterable[str]) -> Iterator[tuple[Choice[Any], Any]]:
-    """Yield each choice that changes a part, with the value of a component of these marks; None: the plain code."""
+    """Yield each choice that changes a part, with its value in a component of these marks; None for the plain code."""
     known = tuple(marks)
     for choice in CHOICES:
         if choice.part is part:

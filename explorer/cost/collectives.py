@@ -1,11 +1,11 @@
-"""What devices that train together exchange in a step, and how much of it computation hides.
+"""The exchanges of devices that train together in a step, and the part of them that computation hides.
 
 Gradients are reduced and, if training state is sharded, parameters are gathered. They are exchanged in units: a layer,
 the embedding, or the head. Most of the traffic passes while the device computes. Nothing hides the reduction of the
 last unit's gradients, because nothing is left to compute, and nothing hides the gathering of the first unit.
 
-This is how torch does it: fully_shard (Zhao et al., 2023, arXiv:2304.11277) for the ZeRO levels (Rajbhandari et al.,
-2020, arXiv:1910.02054), and DistributedDataParallel (Li et al., 2020, arXiv:2006.15704) without sharding.
+So does torch: fully_shard (Zhao et al., 2023, arXiv:2304.11277) for the ZeRO levels (Rajbhandari et al., 2020,
+arXiv:1910.02054), and DistributedDataParallel (Li et al., 2020, arXiv:2006.15704) without sharding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 BUCKET_BYTES = 25 << 20
-"""Gradients that DistributedDataParallel reduces at a time."""
+"""The bytes of gradients that DistributedDataParallel reduces at a time."""
 ASSUMED_SLOWDOWN = 0.2
 """The slowdown before it is measured. A collective takes a sixth of a GPU's multiprocessors, and memory bandwidth."""
 FORWARD_SHARES = {Sharding.NONE: 0.0, Sharding.ZERO1: 0.5, Sharding.ZERO2: 0.5, Sharding.ZERO3: 1 / 3}
@@ -39,7 +39,7 @@ is none in forward.
 
 
 def is_communication_timed(request: ExplorationRequest, hardware: HardwareSpec) -> bool:
-    """Return whether gradients are exchanged, and this worker has all the devices that take part."""
+    """Return whether gradients are exchanged and this worker has all the devices that take part."""
     return request.mode == "train" and 1 < request.num_devices <= hardware.num_devices
 
 
@@ -59,8 +59,8 @@ class Unit:
 class CommunicationUnits:
     """The units of a model.
 
-    `first` comes first in forward and last in backward. A tied embedding contains the head, and so
-    does the unit of what a model's own code has outside its layers; `last` is then None.
+    `first` comes first in forward and last in backward. A tied embedding contains the head. So does the one unit of all
+    parameters outside the layers of a model's own code. `last` is then None.
     """
 
     first: Unit
@@ -69,7 +69,7 @@ class CommunicationUnits:
 
     @property
     def number(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return 1 + sum(layer.count for layer in self.layers) + (self.last is not None)
 
     @classmethod
@@ -104,7 +104,7 @@ class CommunicationUnits:
 
 
 def buffered_dtype(model: ExploredModel, request: ExplorationRequest) -> DType:
-    """Return the number format of the buffer that gradients are reduced from.
+    """Return the number format of the buffer from which gradients are reduced.
 
     A model's own code keeps gradients in the format of its parameters.
     """
@@ -120,37 +120,33 @@ def _unit_of(part: Part, model: ModelParts, count: int = 1) -> Unit:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How communication and computation overlap, and the host's work for communication.
-
-    `forward_share_K` is the share of each component's device seconds that its forward pass takes; for communication it
-    is the share that is gathered in forward. `slowdown_K` applies to communication: the seconds of computation that are
-    lost for each second that the communication takes by itself. With 0 it is hidden at no cost, with 1 not at all.
-
-    `host_overhead_2K` are the host's seconds for communication in each micro-step, and those that come on top once a
-    step. The host works ahead of the device, unless `computes` says that the host is the device.
-    """
+    """The overlap of communication and computation, and the host's work for communication."""
 
     forward_share_K: Floats  # noqa: N815 - axes are in names
+    """The share of forward in each component's device seconds; of communication, the share gathered in forward."""
     slowdown_K: Floats  # noqa: N815 - axes are in names
+    """The seconds by which each second of communication delays computation: 0 is hidden at no cost, 1 not at all."""
     host_overhead_2K: Floats  # noqa: N815 - axes are in names
+    """The host's seconds for communication in each micro-step, and its additional seconds once a step."""
     computes: bool = False
+    """Whether the host is the device. Otherwise it works ahead of the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingCommunication:
-    """What a level of sharding exchanges, and when.
+    """The exchanges of a level of sharding, and their times.
 
     With ZeRO-3, each forward pass gathers every unit. Each backward pass gathers all units but the last again, and
     reduces every unit's gradients. With ZeRO-1 and ZeRO-2, parameters are gathered once a step. ZeRO-2 reduces
-    gradients in each micro-step, and ZeRO-1 in the last one alone. Without sharding, the reduction in the last
-    micro-step is the only exchange.
-
-    `exposed_share` is the first unit's share of the bytes, `again_share` that of the units gathered in backward.
+    gradients in each micro-step, and ZeRO-1 only in the last. Without sharding, the reduction in the last micro-step is
+    the only exchange.
     """
 
     sharding: Sharding
     exposed_share: float
+    """The share of the first unit in the bytes."""
     again_share: float
+    """The share of the units that backward gathers again."""
 
     @classmethod
     def of(cls, model: ExploredModel, request: ExplorationRequest) -> ShardingCommunication:

@@ -33,22 +33,21 @@ class ComponentKind(StrEnum):
 
 
 class BlockRecompute(StrEnum):
-    """What one block recomputes in backward.
-
-    `none` recomputes nothing, `selective` the attention core, and `full` the whole block. `activations` recomputes
-    everything but matrix products, attention and routing. `projections` also recomputes the first matrix product: that
-    of queries, keys and values, or that into the FFN's hidden size. `to_the_end` recomputes the whole block and, unlike
-    `full`, also the results at its end that only later layers need: those of the same chunk run again from them.
-    `offload` recomputes nothing, and what the block keeps lies in the host's memory.
-    """
+    """The operations of one block that run again in backward."""
 
     NONE = "none"
     SELECTIVE = "selective"
+    """The attention core."""
     ACTIVATIONS = "activations"
+    """All but matrix products, attention and routing."""
     PROJECTIONS = "projections"
+    """The same and the first matrix product: that of queries, keys and values, or into the FFN's hidden size."""
     FULL = "full"
+    """The whole block."""
     TO_THE_END = "to_the_end"
+    """The whole block with its last results, from which later layers of the same chunk run again."""
     OFFLOAD = "offload"
+    """No operation: the tensors that the block keeps lie in the host's memory."""
 
     @property
     def by_operation(self) -> bool:
@@ -79,7 +78,7 @@ _BLOCKS: dict[Recompute, dict[ComponentKind, BlockRecompute]] = {
 
 
 def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | None) -> BlockRecompute:
-    """Return what a policy recomputes of one block, in a layer that is not recomputed as a whole.
+    """Return the recomputation of one block by a policy, in a layer that is not recomputed as a whole.
 
     A tile recomputes its attention already, so a policy by operation has nothing to do in a tiled block.
     """
@@ -88,7 +87,7 @@ def block_recompute(recompute: Recompute, kind: ComponentKind, bta_tile: int | N
 
 
 def whole_recompute(recompute: Recompute) -> BlockRecompute:
-    """Return how a policy recomputes the last block of a layer that it recomputes as a whole."""
+    """Return the recomputation of the last block of a layer that a policy recomputes as a whole."""
     return BlockRecompute.FULL if recompute.group_size is None else BlockRecompute.TO_THE_END
 
 
@@ -109,8 +108,8 @@ class Operation(StrEnum):
 class ExchangeSpec(Frozen):
     """An operation of groups of `size` devices, `stride` apart, which run it at the same time.
 
-    `num_bytes` are those that a device has after it has gathered, or before it scatters; those that it sends, to one or
-    to all; or, in `all_to_all`, those that the first device receives, with its own.
+    `num_bytes` are those of a device after a gather or before a scatter, those that it sends to one or to all others,
+    or, in `all_to_all`, those that the first device receives, with its own.
     """
 
     operation: Operation
@@ -199,17 +198,17 @@ class Component(Frozen):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it is compiled where others are not."""
+        """Whether the compiler makes its code."""
         return self.backend is not None and self.backend.compiled
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is not the plain code: the compiler's or liger's, for instance, fuses small operations."""
+        """Whether its code is not the plain one; such code, as the compiler's or liger's, fuses small operations."""
         return self.backend is not None and bool(self.backend.marks)
 
     @property
     def variant(self) -> tuple[int | None, float | None]:
-        """What it names of the model variant that it is for, because its work depends on it."""
+        """The settings of the model variant on which its work depends."""
         return self.num_query_groups, self.capacity_factor
 
     @property

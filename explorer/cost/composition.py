@@ -40,10 +40,14 @@ def decomposer_of(
 class Composition:
     """Candidates as rows, components as columns of a lookup.
 
-    Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
-    components of all candidates; every array over K is in its order. `columns_CP` lists the columns of each candidate's
-    components, where `used_CP` is set. With `communicates`, every step contains one of `communications`: what passes of
-    gradients and parameters with one level of sharding. `static_bytes_C` is the training state of each candidate.
+    Axes in names: C candidates, K components, P components of one candidate, N samples.
+
+    Attributes:
+        components: the distinct components of all candidates; every array over K is in this order.
+        columns_CP: the columns of each candidate's components, where `used_CP` is set.
+        static_bytes_C: the training state of each candidate.
+
+    With `communicates`, every step contains the exchange of gradients and parameters with its level of sharding.
     `decompositions` are those of the candidates, in order, if another table has made them.
     """
 
@@ -67,7 +71,7 @@ class Composition:
         self.decompositions: tuple[Decomposition, ...] = tuple(decompositions)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}
-        # A decomposer shares equal components. Most are found by identity, which is faster than a hash of their values.
+        # A decomposer shares equal components. Most are known by identity, which is faster than a hash of their values.
         place: dict[int, int] = {}
         steps: list[list[int]] = []
         for decomposition in self.decompositions:
@@ -94,7 +98,7 @@ class Composition:
         self._kept_CG = np.zeros(shape, dtype=np.int64)
         self._recomputed_CG = np.zeros(shape, dtype=bool)
         self._below_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
-        self._beside_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
+        self._together_CGG = np.zeros((*shape, num_groups), dtype=np.int64)
         for i, decomposition in enumerate(self.decompositions):
             for j, group in enumerate(decomposition.layers):
                 first, *second = (place[id(block)] for block in group.blocks)
@@ -105,7 +109,7 @@ class Composition:
                 self._kept_CG[i, j] = equal.kept
                 self._recomputed_CG[i, j] = equal.recomputed
                 self._below_CGG[i, j, : len(equal.below)] = equal.below
-                self._beside_CGG[i, j, : len(equal.beside)] = equal.beside
+                self._together_CGG[i, j, : len(equal.together)] = equal.together
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
         self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
         self._replayed_C: Mask = np.array([request.execution_of(c).replays for c in self.candidates])
@@ -117,7 +121,7 @@ class Composition:
         self._output_C = tokens_C * model.output_bytes_per_token
 
     def _list_components(self, steps: list[list[int]]) -> None:
-        """Find the distinct components of each candidate, and how often a micro-step runs each of them.
+        """Set the distinct components of each candidate, and the number of their runs in a micro-step.
 
         `steps` has the columns of each candidate's components in the order of a step.
         """
@@ -136,7 +140,7 @@ class Composition:
         self._runs_CP: Floats = np.where(self.used_CP, runs_CP, 0.0)
 
     def _list_shardings(self) -> None:
-        """Find the levels of sharding, what each of them exchanges, and what it holds in memory."""
+        """Set the levels of sharding, with the exchanges and the memory of each."""
         levels = dict.fromkeys(c.sharding for c in self.candidates)
         place = {level: i for i, level in enumerate(levels)}
         self._level_C = np.array([place[c.sharding] for c in self.candidates])
@@ -221,10 +225,10 @@ class Composition:
         """
         if not self.communications:
             return np.zeros_like(micro_step_NC)
-        assert overlap is not None, "traffic passes beside computation"
+        assert overlap is not None, "traffic passes during computation"
         blocks_NC = self._sum_blocks(device_NK, rows)
         forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
-        # A block that waits for the device has no host seconds of its own: the host is busy as long as the device.
+        # A block that waits for the device has no host seconds of its own: the host is busy for as long as the device.
         issued_NC = self._sum_blocks(np.where(host_K > 0, host_K, device_NK), rows)
         num_micro_steps_C = self.request.devices.batch_share * self.sharing_C[rows] / self.micro_batch_C[rows]
         column_C, level_C = self._communication_C[rows], self._level_C[rows]
@@ -280,11 +284,11 @@ class Composition:
     ) -> tuple[Floats, Floats]:
         """Return the saved and the transient bytes at the peak of a step, each of shape (C,).
 
-        Gradients exist before the step, as they do in every step but the first. A recomputed layer keeps its output
-        alone; in its backward pass everything inside it is alive again, beside everything inside the layers that run
-        again together with it. The incoming gradient of a block is added here,
-        because a block's own figures count from the level at which that gradient exists. Where texts have unequal
-        lengths, the bytes are those of a micro-batch with a `share_of_longest` of the tokens of the longest.
+        Gradients exist before the step, as they do in every step but the first. A recomputed layer keeps only its
+        output. In its backward pass all of its tensors are alive again, with those of the layers that run again
+        together with it. The incoming gradient of a block is added here, because a block's own figures count from the
+        level at which that gradient exists. With texts of unequal lengths, the bytes are those of a micro-batch with a
+        `share_of_longest` of the tokens of the longest.
         """
         output_C = share_of_longest * self._output_C
         saved_K, forward_peak_K, backward_peak_K = map(self._padded, (saved_K, forward_peak_K, backward_peak_K))
@@ -293,7 +297,7 @@ class Composition:
         if not self.training:
             highest = np.maximum(forward_peak_K[head], forward_peak_K[embedding])
             for g in range(self._count_CG.shape[1]):
-                # While the second block runs, the layer's input is still held beside the first one's output.
+                # While the second block runs, the layer's input is still held, and the first block's output.
                 in_second = forward_peak_K[second_CG[:, g]] + output_C
                 block = np.maximum(forward_peak_K[first_CG[:, g]], in_second)
                 highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
@@ -311,17 +315,17 @@ class Composition:
         for g in range(self._count_CG.shape[1]):
             first, second = first_CG[:, g], second_CG[:, g]
             forward = np.maximum(forward_peak_K[first], saved_K[first] + forward_peak_K[second])
-            forward += np.where(self._in_chunks_C, output_C, 0)  # runs again beside the chunk's gradient
+            forward += np.where(self._in_chunks_C, output_C, 0)  # runs again while the chunk's gradient is held
             backward = output_C + np.maximum(saved_K[first] + backward_peak_K[second], backward_peak_K[first])
             below = embedded + (self._below_CGG[:, g] * held_CG).sum(axis=1)
-            below += (self._beside_CGG[:, g] * inside_CG).sum(axis=1)
+            below += (self._together_CGG[:, g] * inside_CG).sum(axis=1)
             # Its last buffer begins when it has freed all but the gradient that goes on to the layer below.
             running = np.maximum(forward, backward) - self._after_layer_C
             at_layer = below + np.maximum(running, output_C) + self._gathered_layer_C
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
         over = peak - saved
         step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]
-        # The memory of graphs serves nothing else, so that the optimizer's buffers lie beside the activations.
+        # The memory of graphs serves nothing else, so the optimizer's buffers need memory in addition to activations.
         over += np.where(self._replayed_C, step, 0.0)
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)

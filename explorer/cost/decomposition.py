@@ -64,7 +64,7 @@ class Decomposition:
 def equal_layers(
     kinds: Sequence[Kind], recompute: Recompute, recomputed: Sequence[bool]
 ) -> tuple[EqualLayers[Kind], ...]:
-    """Return a model's layers in groups; `recomputed` says of each whether `recompute` recomputes it as a whole."""
+    """Return a model's layers in groups; `recomputed` is true for each layer that `recompute` recomputes as a whole."""
     if recompute.group_size is not None:
         return group_chunks(kinds, recompute.group_size)
     return group_layers(kinds, recomputed)
@@ -93,7 +93,7 @@ class Decomposer:
     """Splits the steps of one model's candidates into components, sharing equal components.
 
     Every block but attention works token by token. Half of each of two sequences is the same work as one whole
-    sequence, so both are one component. With `communicates`, the steps contain what passes of gradients and
+    sequence, so both are one component. With `communicates`, the steps contain the exchange of gradients and
     parameters between devices.
     """
 

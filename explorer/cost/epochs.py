@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 FEWEST_SIMULATED = 400
 GROUPED_TOGETHER = 50
-"""Steps that transformers' LengthGroupedSampler sorts by length together, if an epoch has four times as many."""
+"""The steps that transformers' LengthGroupedSampler sorts by length together, if an epoch has four times as many."""
 
 Places = NDArray[np.int64]
 Epoch = Callable[[int], Sequence[int] | Places]
-"""The places of samples in the order of an epoch that has this seed."""
+"""Returns the places of samples in the order of an epoch with this seed."""
 
 
 def cut_epochs(epoch: Epoch, size: int, fewest: int = FEWEST_SIMULATED) -> Places:
-    """Return epochs cut into micro-batches of `size`, until there are enough of them, shape (N, M)."""
+    """Return enough epochs, cut into micro-batches of `size`, shape (N, M)."""
     cut: list[Places] = []
     while sum(map(len, cut)) < fewest:
         order = np.asarray(epoch(len(cut)), np.int64)
@@ -30,7 +30,7 @@ def cut_epochs(epoch: Epoch, size: int, fewest: int = FEWEST_SIMULATED) -> Place
 def grouped_epoch(lengths: Places, size: int) -> Epoch:
     """Return the order of transformers' LengthGroupedSampler: shuffled, and then sorted within many steps of `size`.
 
-    The Trainer's are the sequences of an optimizer step on one device, accumulation included.
+    The `size` of the Trainer is that of an optimizer step on one device, accumulation included.
     """
     together = size * max(1, min(len(lengths) // (size * 4), GROUPED_TOGETHER))
 
@@ -43,7 +43,7 @@ def grouped_epoch(lengths: Places, size: int) -> Epoch:
 
 
 def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return rows of whole texts in the order given, each of as many as `budget` tokens hold; none is longer."""
+    """Return rows of whole texts in the given order, each with as many as fit in `budget` tokens; no text is longer."""
     rows: list[list[int]] = []
     left = 0
     for length in lengths:
@@ -56,12 +56,12 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return rows of at most `capacity` tokens, each text whole in the row that it fills best, the longest texts first.
+    """Return rows of at most `capacity` tokens: the longest texts first, each whole in the row that it fills best.
 
     This is best-fit decreasing, as TRL packs; no text is longer than a row.
     """
     rows: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # what a row has left, and its place, in ascending order
+    space: list[tuple[int, int]] = []  # the tokens left in a row, and its place, in ascending order
     for length in sorted(lengths, reverse=True):
         at = bisect_left(space, (length, 0))
         if at == len(space):

@@ -1,4 +1,4 @@
-"""What a micro-step takes in the mean over all data, from the seconds of a few whose work is known."""
+"""The mean seconds of a micro-step over all data, from the seconds of a few whose work is known."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Figures = NDArray[np.float64]
 def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], population: Figures) -> tuple[float, float]:
     """Return the mean seconds over the micro-batches of a `population`, and the standard error of this mean.
 
-    Each row of `work` is one timed micro-step, and has the amounts that seconds may be proportional to. Those of
-    `population` have the same columns. A micro-step that `is_drawn` stands for the population. Any other shows the
-    slope alone: the mean is that of the drawn ones, plus the slope times what their work lacks to the population's.
-    So it is right for drawn ones that resemble the population, even where seconds are no linear function of work.
-    No factor of the slope is negative, and of the amounts those are used that leave the least variance.
+    Each row of `work` is one timed micro-step, with amounts to which seconds may be proportional. `population` has the
+    same columns. A micro-step that `is_drawn` stands for the population. Any other only shows the slope. The mean is
+    that of the drawn ones, plus the slope times the difference of the population's mean work from theirs. So it is
+    right for drawn ones that resemble the population, even where seconds are no linear function of work. No factor of
+    the slope is negative. Of the amounts, those are used that leave the least variance.
     """
     scale = np.maximum(population.mean(axis=0), 1e-30)
     columns = np.column_stack([np.ones(len(work)), work / scale])

@@ -1,4 +1,4 @@
-"""The layers of a model as groups of equal ones, of which each has its worst place in a step's memory."""
+"""The layers of a model as groups of equal ones, each with its worst place in a step's memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ Kind = TypeVar("Kind", bound=str)
 
 @dataclass(frozen=True, slots=True)
 class EqualLayers(Generic[Kind]):
-    """Equal layers of a model, `count` of them, which are all recomputed as a whole or not.
+    """Equal layers of a model, which are all recomputed as a whole or not.
 
-    Before the last of them that has most in memory, earlier layers have left something. The two tuples have an entry
-    for every group, in order. `below` counts its layers of which the results between forward and backward are in
-    memory then: an output if they are recomputed, else all that their backward pass needs. `beside` counts its layers
-    that run again together with the last layer, so that all they compute is in memory. `kept` of the group's layers
-    leave results at the end of forward. That is all of them unless layers are recomputed together: then only the last
-    layer of each such chunk leaves its output, which is the next chunk's input.
+    The worst layer is the one whose backward pass has most in memory, such as the last in the model. The two tuples
+    have an entry for every group, in order.
     """
 
     kind: Kind
     recomputed: bool
     count: int
+    """The number of these layers."""
     below: tuple[int, ...]
+    """The layers of each group whose results of forward are in memory when the worst layer runs backward.
+
+    These results are an output if the layer is recomputed, else all that its backward pass needs.
+    """
     kept: int
-    beside: tuple[int, ...]
+    """The layers that leave results at the end of forward.
+
+    These are all, unless layers are recomputed together. Then only the last layer of each such chunk leaves its output,
+    which is the next chunk's input.
+    """
+    together: tuple[int, ...]
+    """The layers of each group that run again together with the worst layer, with all their tensors in memory."""
 
 
 def group_layers(kinds: Sequence[Kind], recomputed: Sequence[bool]) -> tuple[EqualLayers[Kind], ...]:
@@ -41,7 +48,7 @@ def group_layers(kinds: Sequence[Kind], recomputed: Sequence[bool]) -> tuple[Equ
             count,
             below=tuple(layers[: last[sort]].count(other) for other, _ in counts),
             kept=count,
-            beside=(0,) * len(counts),
+            together=(0,) * len(counts),
         )
         for sort, count in counts
     )
@@ -50,8 +57,8 @@ def group_layers(kinds: Sequence[Kind], recomputed: Sequence[bool]) -> tuple[Equ
 def group_chunks(kinds: Sequence[Kind], size: int) -> tuple[EqualLayers[Kind], ...]:
     """Return the groups of a model's layers if each chunk of `size` layers runs again as one.
 
-    Layers are equal here if their chunks have the same kinds of layers in the same order. The worst place of a group is
-    in the last such chunk, because most outputs are below it, and in there it is the last layer of the kind.
+    Layers are equal here if their chunks have the same kinds of layers in the same order. The worst layer of a group is
+    the last of its kind in the last such chunk, because most outputs are in memory below it.
     """
     chunks = [tuple(kinds[start : start + size]) for start in range(0, len(kinds), size)]
     last = {chunk: index for index, chunk in enumerate(chunks)}
@@ -68,7 +75,7 @@ def group_chunks(kinds: Sequence[Kind], size: int) -> tuple[EqualLayers[Kind], .
                 number * chunk.count(kind),
                 below=tuple(earlier.count(other) if other[-1] == of else 0 for of, other in sorts),
                 kept=number if chunk[-1] == kind else 0,
-                beside=tuple(before.count(of) if other == chunk else 0 for of, other in sorts),
+                together=tuple(before.count(of) if other == chunk else 0 for of, other in sorts),
             )
         )
     return tuple(groups)

@@ -46,7 +46,7 @@ def count_moe_ffn(model: ModelSpec) -> int:
 
 
 def repeated_beside_experts(model: ModelSpec) -> int:
-    """Return the parameters of an expert FFN block beside its experts: norm, router, and the gate of shared experts.
+    """Return the parameters of an expert FFN block without its experts: norm, router, and the gate of shared experts.
 
     Every tensor-parallel or expert-parallel device has them whole.
     """
@@ -83,7 +83,7 @@ def count_parameters(model: ExploredModel) -> int:
 
 
 def master_bytes(model: ModelParts) -> int:
-    """Return the bytes of the trained parameters in float32. All of them are in the model's dtype beside that copy."""
+    """Return the bytes of a float32 copy of the trained parameters, which also exist in the model's dtype."""
     return model.trainable_bytes // model.dtype.itemsize * DType.FLOAT32.itemsize
 
 

@@ -26,7 +26,7 @@ from bexp.explorer.model.parts import ModelParts, Part
 from bexp.explorer.request.request import ExplorationRequest
 
 COMPILED_SHARE = 0.7
-"""Share of its saved bytes that a compiled layer is expected to keep: results within a fused kernel are not stored."""
+"""The share of its saved bytes that a compiled layer is expected to keep: a fused kernel stores no inner results."""
 KEPT_SHARES = {
     BlockRecompute.NONE: 1.0,
     BlockRecompute.SELECTIVE: 0.9,
@@ -166,7 +166,7 @@ def again_work(
 ) -> Work | None:
     """Return the work that the backward pass runs again; None if it runs nothing again.
 
-    What lies in the host's memory is read and written at least once on its way there, and once on its way back.
+    Tensors in the host's memory are read and written at least once on their way there, and once on their way back.
     """
     if component.recompute is BlockRecompute.OFFLOAD:
         tokens = component.micro_batch_size * parts.seq_length

@@ -1,6 +1,6 @@
-"""The texts of a request: their micro-batches, and what a sequence has of them.
+"""The texts of a request: their micro-batches, and their tokens in a sequence.
 
-NumPy is imported where texts have unequal lengths, because those who only print an answer need none.
+NumPy is imported only for texts of unequal lengths, because a command that prints an answer does not need it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def text_batches(request: ExplorationRequest, size: int) -> TextBatches | None:
 
 
 def tokens_per_sequence(model: ExploredModel, request: ExplorationRequest) -> float:
-    """Return the tokens of texts, without padding, that a sequence has in the mean: a text, or a packed row."""
+    """Return the mean tokens of texts, without padding, in a sequence, which is a text or a packed row."""
     if request.lengths is None:
         return float(model.seq_length)
     if request.batching in PACKED:
@@ -35,7 +35,7 @@ def tokens_per_sequence(model: ExploredModel, request: ExplorationRequest) -> fl
 
 
 def widest(model: ExploredModel, request: ExplorationRequest) -> int:
-    """Return the tokens of the longest sequence, which memory is counted for."""
+    """Return the tokens of the longest sequence, for which memory is counted."""
     if request.lengths is None or request.batching in PACKED:
         return model.seq_length
     return min(model.seq_length, _cut(request.lengths, request.seq_length).lengths[-1])

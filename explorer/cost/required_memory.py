@@ -19,7 +19,7 @@ def predict_component_table(table: Composition) -> Floats:
 def predict_memory(table: Composition, hardware: HardwareSpec, *, activation_share: float = 1.0) -> Floats:
     """Return the bytes that every candidate requires, shape (C,): reserved, context and margin.
 
-    `activation_share` scales the activations. A share below 1 tells what would fit if the prediction were too high.
+    `activation_share` scales the activations. A share below 1 shows what would fit if the prediction were too high.
     """
     saved, transient = table.activation_bytes(*predict_component_table(table))
     return required_table(table, activation_share * (saved + transient), hardware)

@@ -1,8 +1,8 @@
 """Predicted seconds of components before anything is measured: the roofline of Williams et al. (2009) and launches.
 
-A component takes as long as its operations at the measured matmul peak or as its bytes at the measured bandwidth,
-whichever is longer. Every kernel that it launches takes a little longer than that, however small it is. The surrogate
-learns how far real kernels are from that. Only the shape over micro-batch, tile and policy matters here.
+A component takes the time of its operations at the measured matmul peak or of its bytes at the measured bandwidth,
+whichever is longer. Every kernel takes some time in addition, however small it is. The surrogate learns the distance of
+real kernels from this. Only the shape over micro-batch, tile and policy matters here.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ OPERATIONS = {  # eager operations of one forward pass, roughly; the backward pa
     ComponentKind.COMMUNICATION: 10,
 }
 LEAST_SECONDS = 2e-6
-"""Device seconds that a kernel takes beside its work: to start, to fill the device and to drain it.
+"""Device seconds of a kernel in addition to its work: to start, to fill the device and to drain it.
 
 Without them, a block at a small size would look inefficient, and so would other back ends at every size.
 """
 FUSED_DEVICE_SHARE, FUSED_HOST_SHARE = 0.75, 0.7
-"""First guesses of what code with fused operations takes of the device's and the host's seconds of eager code.
+"""First guesses of the device and host seconds of code with fused operations, as shares of those of eager code.
 
 Four models of the library on an H100 take 0.46 to 0.74 of the device's
 (benchmarks/results/h100-default-explorations.json).
@@ -162,7 +162,7 @@ def _part_seconds(
 def _stepped_bytes(parts: ModelParts, request: ExplorationRequest) -> float:
     """Return the bytes that an optimizer step reads and writes: weights, moments and gradients.
 
-    Gradients beside master weights are converted to float32 first, and the new weights are written in both formats.
+    With master weights, gradients are converted to float32 first, and the new weights are written in both formats.
     """
     stepped, states = parts.trainable_bytes, 2 * request.training.optimizer.num_states
     if parts.optimizer_state_bytes is not None:

@@ -1,4 +1,4 @@
-"""What a step takes beside its components: training state, sharding, the optimizer's share, the memory limit."""
+"""The cost of a step outside its components: training state, sharding, the optimizer's share, the memory limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bexp.explorer.request.request import ExplorationRequest
 
 GIB = 2**30
 FRAGMENTATION = {"default": 0.05, "expandable_segments": 0.02}
-"""Bytes that the allocator needs beyond those that are allocated at the peak, as a share of them.
+"""The additional bytes of the allocator at the peak, as a share of the allocated bytes.
 
 By default a freed block serves no larger request, so that a step needs more than its peak. When transformers' Trainer
 ran Llama-3.2-1B and OLMoE on an H100, it reserved 5 to 13% more than it had allocated near the limit; a part of that
@@ -29,7 +29,7 @@ MARGIN_BYTES = {"cuda": GIB // 2, "cpu": 64 * 2**20}
 
 
 class MemoryParts(Frozen):
-    """Bytes of one device at the peak of a step, by what they hold."""
+    """Bytes of one device at the peak of a step, by their content."""
 
     parameters: int
     gradients: int = 0
@@ -53,21 +53,20 @@ class MemoryParts(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of a step: `step` is (B c / (N m)) micro-steps, one optimizer step, and the communication.
-
-    The ratio is a real number. `communication` is what the exchange of gradients and parameters adds to the whole step,
-    beyond what computation hides; it is 0 if it is not timed.
+    """Seconds of a step.
 
     N devices form N / c groups that share sequences, each of which processes micro-batches of m sequences; c is 1
-    without context parallelism. `tokens_per_second` are those of one device over the whole step, B S / (N `step`), so
-    that candidates with different c compare.
+    without context parallelism.
     """
 
     micro_step: float
     optimizer: float
     step: float
+    """(B c / (N m)) micro-steps, a real number, one optimizer step, and the communication."""
     tokens_per_second: float
+    """Of one device over the whole step, B S / (N `step`), so that candidates with different c compare."""
     communication: float = 0.0
+    """The time that the exchange of gradients and parameters adds to the step; 0 if it is not timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,7 @@ def combine_seconds(
 ) -> StepSeconds:
     """Return the seconds of a whole step from those of its micro-step and of its optimizer step.
 
-    `context_parallel_size` devices share a micro-step. `communication` are the seconds that the exchange adds to the
-    whole step.
+    `context_parallel_size` devices share a micro-step. `communication` is the time that the exchange adds to the step.
     """
     training = request.mode == "train"
     share = request.devices.batch_share * context_parallel_size if training else float(micro_batch_size)
@@ -169,8 +167,8 @@ def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
 class GatheredBytes:
     """Bytes that sharded training holds whole for a moment: while the head runs, and while a layer runs.
 
-    `after_layer` are those of `at_layer` that exist only when the layer has freed what it saves: the buffer from which
-    its gradients are reduced.
+    `after_layer` is the part of `at_layer` that exists only after the layer has freed its saved tensors: the buffer
+    from which its gradients are reduced.
     """
 
     at_head: int
@@ -179,7 +177,7 @@ class GatheredBytes:
 
 
 def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> GatheredBytes:
-    """Return what torch's fully_shard holds whole (Zhao et al., 2023, arXiv:2304.11277).
+    """Return the bytes that torch's fully_shard holds whole (Zhao et al., 2023, arXiv:2304.11277).
 
     While a layer runs, ZeRO-1 holds the buffer from which the layer's gradients are reduced. ZeRO-2 also holds these
     gradients in the format of the parameters, and the buffer of the unit before, whose reduction has not ended. ZeRO-3
@@ -205,8 +203,8 @@ def gathered_of_units(
 ) -> GatheredBytes:
     """Return `gathered_bytes` of the unit with the head and of the largest layer.
 
-    `is_tied` says that the first has the embedding, too. Parameters have `item` bytes a number, and the buffers that
-    gradients are reduced from `buffered`.
+    With `is_tied`, the first unit has the embedding, too. Parameters have `item` bytes a number, and the buffers from
+    which gradients are reduced have `buffered`.
     """
     level = sharding.level
     if level < 1:

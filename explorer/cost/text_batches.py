@@ -1,7 +1,7 @@
-"""Micro-batches of texts of unequal length: which of them are measured, and what all of an epoch compose to.
+"""Micro-batches of texts of unequal length: those that are measured, and the mean over an epoch.
 
-Attention computes pairs of tokens and everything else tokens, so these two amounts of a micro-batch say how the seconds
-that a few of them took become those of all.
+Attention computes pairs of tokens, and everything else tokens. By these two amounts the seconds of a few micro-batches
+give those of all.
 """
 
 from __future__ import annotations
@@ -18,39 +18,41 @@ from bexp.explorer.cost.expectation import Figures, expect
 from bexp.explorer.model.lengths import Batching, CutLengths
 
 NUM_DRAWN = 3
-"""Micro-batches of usual length that are measured, beside the longest."""
+"""The number of measured micro-batches of usual length, in addition to the longest."""
 VARIES = 0.02
-"""Micro-batches that differ by less than this share of their mean, up to the longest, are measured as one."""
+"""If all micro-batches up to the longest differ from their mean by less than this share, one is measured."""
 SIMULATED_TEXTS = 20_000
-"""Texts that stand for an epoch where the order of its texts decides; an epoch of fewer is simulated whole."""
+"""The texts that stand for an epoch if the order of texts matters; an epoch of fewer is simulated whole."""
 SIMULATED_BATCHES = 2_000
 PACKED_TOGETHER = 1_000
-"""Texts that are packed at a time, as TRL and LLaMA-Factory do by default."""
+"""The texts that are packed at a time, the default of TRL and LLaMA-Factory."""
 HIGHEST = 0.999
-"""The share of micro-batches whose peak is at most the one that an answer states beside the expected peak."""
+"""The share of micro-batches whose peak is at most the high peak of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """One micro-batch: the lengths of the texts in each row, and the tokens of a row.
-
-    Without `is_packed` a row has one text, and the rest of it is padding, which is masked. A packed row has several,
-    each with positions of its own; if tokens are left, they are padding with positions of its own. `is_flattened` says
-    that the model gets all rows as one, which kernels for attention of variable length need.
-    """
+    """One micro-batch of texts."""
 
     rows: tuple[tuple[int, ...], ...]
+    """The lengths of the texts in each row."""
     width: int
+    """The tokens of a row."""
     is_packed: bool = False
+    """Whether a row may have several texts and padding, each with its own positions.
+
+    Otherwise a row has one text, and the rest of it is padding, which is masked.
+    """
     is_flattened: bool = False
+    """Whether the model gets all rows as one, which kernels for attention of variable length need."""
 
     def narrowed(self) -> TextBatch:
-        """These padded texts in rows that are narrower by a token."""
+        """Return these padded texts in rows that are narrower by a token."""
         return replace(self, rows=tuple((min(n, self.width - 1),) for (n,) in self.rows), width=self.width - 1)
 
     @classmethod
     def whole(cls, size: int, width: int) -> TextBatch:
-        """Rows that are full, without padding or mask."""
+        """Return full rows, without padding or mask."""
         return cls(((width,),) * size, width, is_packed=True)
 
     @property
@@ -79,14 +81,16 @@ class TextBatch:
 
 
 class TextBatches:
-    """The micro-batches of one size. `measured` are those to measure: usual ones, in the shares of an epoch, and last
-    the longest, whose memory is that of the size. `step_size` are the texts of an optimizer step, which are grouped.
+    """The micro-batches of one size; `step_size` are the texts of an optimizer step, which are grouped.
 
-    `new_width_share` is the share of an epoch's micro-batches that are the first of their width: for these a library
-    may have to plan its kernels anew. It is 0 unless texts are padded; other rows are full, or are one row.
+    With a token budget, expectations are those for as many tokens as the same number of packed rows has.
 
-    `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch. With a
-    token budget, expectations are shares of them: those of as many tokens as the same number of packed rows has.
+    Attributes:
+        measured: the micro-batches to measure: usual ones, in the shares of an epoch, and last the longest, whose
+            memory is that of the size.
+        new_width_share: the share of an epoch's micro-batches that are the first of their width, for which a library
+            may plan its kernels anew. It is 0 unless texts are padded: other rows are full, or are one row.
+        positions_N, pairs_N, share_N: of all micro-batches, their computed tokens and pairs, and shares of an epoch.
     """
 
     def __init__(self, texts: CutLengths, batching: Batching, seq_length: int, size: int, step_size: int) -> None:
@@ -125,7 +129,7 @@ class TextBatches:
         return self._share * float(self._mean_A[1])
 
     def expect(self, seconds: Sequence[float]) -> tuple[float, float]:
-        """Return the mean over an epoch of what each of `measured` took, and the standard error of that mean."""
+        """Return the mean seconds over an epoch, from those of each of `measured`, and their standard error."""
         mean, error = self._expect(seconds) if self.varies else (seconds[0], 0.0)
         return self._share * mean, self._share * error
 
@@ -139,9 +143,9 @@ class TextBatches:
         return mean * (1 - less / 2), math.hypot(error, mean * less / 2)
 
     def peaks(self, peaks: Sequence[int]) -> tuple[float, float]:
-        """Return the peak of a micro-batch in the mean, and the HIGHEST percentile, from those of each of `measured`.
+        """Return the mean peak of a micro-batch, and the HIGHEST percentile, from the peaks of each of `measured`.
 
-        Memory follows from tokens. Between those that were measured it is interpolated, and it is no lower below.
+        Memory follows from tokens. It is interpolated between measured micro-batches, and constant below the smallest.
         """
         known = sorted({batch.positions: peak for batch, peak in zip(self.measured, peaks, strict=True)}.items())
         at, bytes_ = np.array(known, float).T
@@ -152,13 +156,13 @@ class TextBatches:
 
 
 BatchAt = Callable[[int], TextBatch]
-"""Gives the micro-batch at a place among all of them."""
+"""Returns the micro-batch at a place among all of them."""
 Made = tuple[Figures, Figures, BatchAt, TextBatch]
-"""Positions and pairs of each micro-batch, shape (N, 2), its share, what makes it, and the longest."""
+"""Positions and pairs of each micro-batch, shape (N, 2), its share, the function that makes it, and the longest."""
 
 
 def _padded(texts: CutLengths, size: int) -> Made:
-    """Rows padded to the longest of `size` texts, drawn at random: widths have known probabilities."""
+    """Return rows padded to the longest of `size` texts, drawn at random: widths have known probabilities."""
     lengths, counts = np.array(texts.lengths), np.array(texts.counts)
     below = np.cumsum(counts) / counts.sum()
 
@@ -172,7 +176,7 @@ def _padded(texts: CutLengths, size: int) -> Made:
 
 
 def _grouped(texts: CutLengths, size: int, step_size: int) -> Made:
-    """Rows padded to the longest of `size` texts that lie near one another in an epoch sorted piece by piece."""
+    """Return rows padded to the longest of `size` texts that lie near one another in an epoch sorted piece by piece."""
     epoch = _epoch(texts, with_longest=False)
     lengths_NM = epoch[cut_epochs(grouped_epoch(epoch, step_size), size, SIMULATED_BATCHES)]
     widths = lengths_NM.max(axis=1)
@@ -187,7 +191,7 @@ def _grouped(texts: CutLengths, size: int, step_size: int) -> Made:
 
 
 def _packed(texts: CutLengths, seq_length: int, size: int) -> Made:
-    """Rows of whole texts, up to `seq_length` tokens each."""
+    """Return rows of whole texts, up to `seq_length` tokens each."""
     rows = _packed_rows(texts, seq_length)
     pairs = np.array([TextBatch((row,), seq_length, is_packed=True).pairs for row in rows], float)
     places_NM = cut_epochs(
@@ -204,7 +208,7 @@ def _packed(texts: CutLengths, seq_length: int, size: int) -> Made:
 
 
 def _budgeted(texts: CutLengths, seq_length: int, size: int) -> Made:
-    """One row of whole texts, as many as `size` full sequences have tokens for; the longest has so many tokens."""
+    """Return one row of as many whole texts as fit in the tokens of `size` full sequences."""
     rows: list[list[int]] = []
     while len(rows) < FEWEST_SIMULATED:
         rows += fill(np.random.default_rng(len(rows)).permutation(_epoch(texts)).tolist(), size * seq_length)
@@ -218,8 +222,8 @@ def _budgeted(texts: CutLengths, seq_length: int, size: int) -> Made:
 def _new_share(width_N: Figures, share_N: Figures, number: float, *, are_binned: bool) -> float:
     """Return the share of `number` micro-batches that are the first of their width.
 
-    A binned width stands for all down to the next narrower one that the lengths may have, by their greatest common
-    divisor, and each of them has an equal part of its share.
+    A binned width stands for all widths down to the next narrower bin, in steps of the lengths' greatest common
+    divisor. Each of them has an equal part of its share.
     """
     widths, places = np.unique(np.rint(width_N), return_inverse=True)
     share = np.bincount(places, share_N).clip(0.0, 1.0 - 1e-12)
@@ -247,9 +251,9 @@ def packed_share(texts: CutLengths, seq_length: int) -> float:
 
 
 def _epoch(texts: CutLengths, *, with_longest: bool = True) -> Places:
-    """Return the lengths of an epoch's texts in ascending order, of so many that stand for it.
+    """Return the lengths of texts that stand for an epoch, in ascending order.
 
-    Where its true share is smaller than one of these, the longest is there only `with_longest`.
+    If the true share of the longest is smaller than one of them, it is included only `with_longest`.
     """
     counts = np.array(texts.counts)
     number = max(1, min(round(counts.sum()), SIMULATED_TEXTS))

@@ -1,4 +1,4 @@
-"""How many token-expert pairs experts with a capacity drop, under the routing that a request states."""
+"""The token-expert pairs that experts with a capacity drop, under the routing that a request states."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bexp.explorer.model.routing import RoutingSpec
 def dropped_share(moe: MoESpec, routing: RoutingSpec, num_tokens: int, seed: int) -> float:
     """Return the share of the token-expert pairs of `num_tokens` tokens that are over their expert's capacity.
 
-    The routes are those that the reference layers are measured with. Which of an expert's pairs are dropped depends on
-    their weights. How many are dropped does not, so no model is needed here.
+    The routes are those of the measured reference layers. The choice of the dropped pairs depends on their weights, but
+    their number does not, so no model is needed here.
     """
     if moe.capacity_factor is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""What texts of unequal lengths change in the seconds of a step."""
+"""The effects of texts of unequal lengths on the seconds of a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bexp.explorer.cost.request_texts import text_batches
 class VariedTexts:
     """Axes: B usual micro-batches, C candidates, K components.
 
-    `drawn_BK` are the device seconds of usual micro-batches, as shares of their mean. `new_width_C` is what the first
-    micro-batches of a width add to one in the mean over an epoch.
+    `drawn_BK` are the device seconds of usual micro-batches, as shares of their mean. `new_width_C` are the seconds
+    that the first micro-batches of a width add to a micro-batch in the mean over an epoch.
     """
 
     drawn_BK: Floats  # noqa: N815 - axes are in names
@@ -23,9 +23,9 @@ class VariedTexts:
 
     @classmethod
     def of(cls, table: Composition, drawn_BK: Floats, new_width_K: Floats) -> VariedTexts:
-        """Make it from what a component takes longer when a process first runs rows of a width.
+        """Return the effects, given the additional seconds of a component when a process first runs rows of a width.
 
-        That happens once for all layers of a kind, however they are recomputed.
+        These occur once for all layers of a kind, however they are recomputed.
         """
         batches = {int(size): text_batches(table.request, int(size)) for size in np.unique(table.micro_batch_C)}
         share = {size: 0.0 if texts is None else texts.new_width_share for size, texts in batches.items()}

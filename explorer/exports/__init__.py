@@ -1,1 +1,1 @@
-"""Answers out: which candidate a trainer runs, and what is said above its file; trainers write the files."""
+"""Exports of answers: the candidate for a trainer, and the header of its file; trainers write the files."""

@@ -1,4 +1,4 @@
-"""The candidate to export: the answer's own, or the best that another trainer can be told."""
+"""The candidate to export: the answer's own, or the best that another trainer can express."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bexp.explorer.trainers.registry import TRAINERS
 from bexp.explorer.trainers.trainer import Trainer
 
 REPLACEABLE = frozenset({"recompute", "sharding", "attention", "loss"})
-"""What a trainer that cannot be told it replaces, where nothing else was explored, and what it then needs is known.
+"""Terms that a trainer may replace if it cannot express them and nothing else was explored: the memory stays known.
 
 More layers are recomputed, more is sharded, torch chooses its attention kernel, and full logits are counted.
 """
@@ -37,36 +37,35 @@ More layers are recomputed, more is sharded, torch chooses its attention kernel,
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A candidate to export.
-
-    `missing` names what the trainer cannot be told of it, and replaces. `is_own` says that it is the one that the
-    answer names for the batch; any other has the `confidence` of being the best that the trainer can be told. `loss` is
-    the share of the answer's tokens/s that it loses; negative if it is faster. `grad_accum_steps` is None if no batch
-    is stated. `plan` is how devices share the
-    model.
-    """
+    """A candidate to export."""
 
     candidate: Candidate
     grad_accum_steps: int | None
+    """None if no batch is stated."""
     tokens_per_second: float
     missing: dict[str, str]
+    """The terms, with words, that the trainer cannot express and replaces."""
     is_own: bool
+    """Whether the answer names this candidate for the batch."""
     confidence: int
+    """In the answer; of another candidate, in it as the best that the trainer can express."""
     loss: float = 0.0
+    """The share of tokens/s by which it is slower than the answer; negative if it is faster."""
     plan: Plan | None = None
+    """How devices share the model."""
 
 
 def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequest, known: Recommendation) -> Choice:
-    """Return the candidate that the answer names for the batch, or the best that `trainer` can be told.
+    """Return the candidate that the answer names for the batch, or the best that `trainer` can express.
 
-    Raises ExportError if no candidate divides a stated batch, or if the trainer can be told none that fits.
+    Raises ExportError if no candidate divides a stated batch, or if the trainer can express none that fits.
     """
     if (lacking := answer_refusal(trainer, known, request)) is not None:
         able = [
             name for name, other in TRAINERS.items() if other.formats and answer_refusal(other, known, request) is None
         ]
         hint = f"; these can: {', '.join(able)}" if able else ""
-        raise ExportError(f"{trainer.title} cannot be told {lacking}{hint}")
+        raise ExportError(f"{trainer.title} cannot express {lacking}{hint}")
     if known.plan is not None:
         return _choose_shared(trainer, request, exploration.report, known, known.plan)
     best, report = known.for_batch, exploration.report
@@ -88,10 +87,10 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
             return own
     elif (choice := _best_expressible(trainer, report, restored, own, known)) is not None:
         return choice
-    lost = f"cannot be told {' or '.join(missing.values())}" if missing else "needs more memory for what is recommended"
+    lost = f"cannot express {' or '.join(missing.values())}" if missing else "needs more memory for what is recommended"
     raise ExportError(
-        f"{trainer.title} {lost}, and nothing that it can be told was explored and fits. An exploration for this "
-        "trainer finds what does: see `--trainer`."
+        f"{trainer.title} {lost}, and no explored candidate that it can express fits. An exploration for this trainer "
+        "finds one: see `--trainer`."
     )
 
 
@@ -121,9 +120,9 @@ def _choose_shared(
 
 
 def _restore(request: ExplorationRequest, report: DeviceReport, exploration: ExportSource) -> Posterior | None:
-    """Return what the stored trials say of the main variant's candidates.
+    """Return the posterior of the main variant's candidates, given the stored trials.
 
-    None if nothing was measured, or if what another version of this program stored has no candidates for this one.
+    None if nothing was measured, or if another version of this program stored trials without candidates of this one.
     """
     models = explored_models(request, report)
     if not exploration.trials or not models:
@@ -141,10 +140,10 @@ def _restore(request: ExplorationRequest, report: DeviceReport, exploration: Exp
 def _best_expressible(
     trainer: Trainer, report: DeviceReport, posterior: Posterior, own: Choice, known: Recommendation
 ) -> Choice | None:
-    """Return the best by posterior mean of what divides the batch, fits, and can be told; None if nothing does.
+    """Return the best candidate by posterior mean that divides the batch, fits, and can be expressed; None without one.
 
-    What can be told of no candidate is no choice: the trainer replaces it, if that is possible. Where the answer's
-    `own` candidate is left, it stays the best.
+    A term that the trainer can express of no candidate is no choice: the trainer replaces it if possible. If the
+    answer's `own` candidate is among the rest, it stays the best.
     """
     request, table = posterior.request, posterior.table
     rows = posterior.open_rows()
@@ -187,7 +186,7 @@ def _unmeasured_bytes(
     missing: Collection[str],
     peak_bytes: int,
 ) -> int:
-    """Return what a candidate needs beyond what was measured: full logits, and this trainer's number formats."""
+    """Return the bytes of a candidate that were not measured: full logits, and this trainer's number formats."""
     logits = full_logits_bytes(request, report, candidate) if needs_logits(trainer, candidate, request) else 0
     allocated = logits + unmeasured_bytes(trainer, request, report, candidate, peak_bytes)
     return round((1 + FRAGMENTATION[request.allocator]) * allocated)

@@ -1,4 +1,4 @@
-"""What an export is made from: an exploration with what it has stored."""
+"""The source of an export: an exploration with its stored records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bexp.explorer.request.request import ExplorationRequest
 
 @dataclass(frozen=True, slots=True)
 class ExportSource:
-    """An exploration. `missing` says in a sentence why nothing is recommended; it is used if nothing is."""
+    """An exploration. `missing` is a sentence why nothing is recommended, for the case that nothing is."""
 
     id: str
     request: ExplorationRequest | None

@@ -1,4 +1,4 @@
-"""The file of an answer in a format, and what its trainer is told."""
+"""The file of an answer in a format, and the settings in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def export(name: str, exploration: ExportSource) -> ExportDocument:
 
 
 def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource) -> TrainerSettings:
-    """Return what the trainer, exported as `format_name`, is told of an exploration's answer.
+    """Return the settings for a trainer from an exploration's answer, for an export as `format_name`.
 
     Raises ExportError if there is no answer that a trainer could run.
     """

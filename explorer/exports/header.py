@@ -1,4 +1,4 @@
-"""The lines above an export: what was measured, what the trainer cannot be told, and what to expect of it."""
+"""The lines above an export: the measurement, the settings that the trainer cannot express, and the expected speed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def header_lines(
     known: Recommendation,
     choice: Choice,
 ) -> list[str]:
-    """Return the lines above an export: what was measured, what the trainer is not told, and what to expect."""
+    """Return the lines above an export: the measurement, the settings that are left out, and the expected speed."""
     report = exploration.report
     parts = report.parts if report is not None else None
     measured = describe_target(
@@ -91,7 +91,7 @@ def header_lines(
 def _weights_line(
     trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
 ) -> str:
-    """Return the number format to make the model in, and what differs from the one that was measured."""
+    """Return the number format of the model, and its difference from the measured one."""
     dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report, candidate)
     measured = measured_precision(request, report)
     made = DType.FLOAT32 if precision == "autocast" else dtype
@@ -99,21 +99,21 @@ def _weights_line(
         return _quantized_line(request.quantized, report, made)
     if request.training.lora is not None:
         return f"weights: measured in {made} with adapters in float32, so make the model with dtype={made}"
-    beside = {
-        "master": " beside float32 master weights",
-        "upcast": " beside norms, embeddings, output layer and routers in float32",
+    others = {
+        "master": " with float32 master weights",
+        "upcast": " with norms, embeddings, output layer and routers in float32",
     }.get(precision, "")
     line = f"weights: make the model with dtype={made}"
     if precision == measured:
-        return f"{line}, as measured{beside}"
+        return f"{line}, as measured{others}"
     return (
-        f"{line}; {trainer.title} keeps them{beside or ' so'}, and precision '{measured}' was measured: its memory is "
+        f"{line}; {trainer.title} keeps them{others or ' so'}, and precision '{measured}' was measured: its memory is "
         "counted by formulas"
     )
 
 
 def _quantized_line(quantized: Quantization, report: DeviceReport | None, made: DType) -> str:
-    """Return how quantised weights were loaded, and how many of them there are."""
+    """Return the form in which quantised weights were loaded, and their number of bytes."""
     bytes_by_kind = report.parts.weights if report is not None and report.parts is not None else ()
     counted = f"; {describe_weights(bytes_by_kind)}" if bytes_by_kind else ""
     return (
@@ -130,7 +130,7 @@ def _length_line(request: ExplorationRequest, known: Recommendation, candidate: 
         "padded": "padded to the longest of their micro-batch",
         "grouped": "grouped by length, then padded to the longest of their micro-batch",
         "packed": f"packed whole into rows of {request.seq_length} tokens, with positions and attention of their own",
-        "token_budget": "whole beside one another in one row, with positions and attention of their own",
+        "token_budget": "whole one after another in one row, with positions and attention of their own",
     }[batching]
     is_own = texts is not None and candidate.micro_batch_size == known.candidate.micro_batch_size
     share = f" ({texts.padding_share:.0%} padding)" if texts is not None and is_own else ""
@@ -140,13 +140,13 @@ def _length_line(request: ExplorationRequest, known: Recommendation, candidate: 
 def nearest_policy(
     trainer: Trainer, policy: Recompute, request: ExplorationRequest, report: DeviceReport | None
 ) -> Recompute:
-    """Return what a trainer recomputes in place of a policy that it cannot be told, so that what fitted still fits."""
+    """Return the policy of a trainer in place of one that it cannot express, so that a step still fits."""
     number = len(recomputed_indices(request, report, Recompute.FULL))
     return trainer.nearest_policy(policy, number, layers_differ=layers_differ(request, report))
 
 
 def seq_length_of(request: ExplorationRequest, report: DeviceReport | None) -> int:
-    """Return the tokens of a sequence: a target that a person has written states its own; 1 if it states none."""
+    """Return the tokens of a sequence: a person's own target states its own; 1 if it states none."""
     parts = report.parts if report is not None else None
     return parts.seq_length if parts is not None and request.is_own_code else request.seq_length
 
@@ -172,7 +172,7 @@ def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) ->
 def _lost(
     trainer: Trainer, request: ExplorationRequest, known: Recommendation, choice: Choice, report: DeviceReport | None
 ) -> list[str]:
-    """Return what the trainer cannot be told, what it costs, and what is used in its place."""
+    """Return the settings that the trainer cannot express, their worth, and their replacements."""
     lines, best = [], known.for_batch
     lost = choice.missing
     if not choice.is_own:
@@ -180,12 +180,12 @@ def _lost(
         lines.append(
             f"in place of the recommended {best.candidate.describe()}, which is explored for "
             f"{request.runner.title}: {slower_text(choice.loss)}, confidence {choice.confidence} out of 100 among what "
-            f"{trainer.title} can be told; `--trainer {trainer.name}` measures it"
+            f"{trainer.title} can express; `--trainer {trainer.name}` measures it"
         )
-    lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
+    lines += [f"lost: {trainer.title} cannot express {words}" for words in lost.values()]
     formats = lost_formats(trainer, request, report, choice.candidate)
     lines += [
-        f"lost: {trainer.title} cannot be told {words}; what it keeps is counted by formulas" for words in formats
+        f"lost: {trainer.title} cannot express {words}; its own formats are counted by formulas" for words in formats
     ]
     lines += [] if known.plan is None else known.plan.lost_lines(trainer.title)
     asked = choice.candidate.recompute
@@ -212,7 +212,7 @@ def _allocator_line(request: ExplorationRequest) -> str:
 def recomputed_indices(
     request: ExplorationRequest, report: DeviceReport | None, recompute: Recompute
 ) -> tuple[int, ...]:
-    """Return which layers were measured recomputed as a whole; none if the number of layers is not known."""
+    """Return the layers that were measured with recomputation as a whole; none if their number is not known."""
     known = request.explored.recomputed_layers(recompute)
     if known is None and report is not None and report.parts is not None:
         known = recomputed_layers(report.parts, recompute)

@@ -1,4 +1,4 @@
-"""What a candidate needs beyond what was measured, if a trainer keeps other number formats or computes full logits."""
+"""The memory of a candidate beyond the measurement, if a trainer keeps other number formats or computes full logits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def unmeasured_bytes(
     `peak_bytes` is the candidate's peak in the measured formats. With master weights the optimizer holds all gradients
     in float32 while it steps, when the activations are gone.
     """
-    told, measured = precision_of(trainer, request, report, candidate), measured_precision(request, report)
+    kept, measured = precision_of(trainer, request, report, candidate), measured_precision(request, report)
     model = request.model if report is None or report.parts is None else report.parts
-    is_told = told == measured and not lost_formats(trainer, request, report, candidate)
-    if is_told or model is None:
+    is_as_measured = kept == measured and not lost_formats(trainer, request, report, candidate)
+    if is_as_measured or model is None:
         return 0
     at_level = request.sharded(candidate.sharding)
-    state, transient = _state_bytes(model, _with_kept_formats(trainer, at_level), measured, told)
+    state, transient = _state_bytes(model, _with_kept_formats(trainer, at_level), measured, kept)
     activations = peak_bytes - _state_bytes(model, at_level, measured, measured)[0]
-    if told == measured:
+    if kept == measured:
         transient = 0  # the measured step had as much
     return max(0, state + max(activations, transient) - peak_bytes)
 
@@ -58,11 +58,11 @@ def full_logits_bytes(request: ExplorationRequest, report: DeviceReport | None, 
 def _state_bytes(
     model: ExploredModel, request: ExplorationRequest, measured: Precision, precision: Precision
 ) -> tuple[int, int]:
-    """Return the training state of one device with `precision`, and what its optimizer holds besides while it steps.
+    """Return the training state of one device with `precision`, and the additional bytes of its optimizer's step.
 
-    `model` has the formats of the `measured` precision. Of what is cast up, the norms of layers are left out: they are
-    small. Float32 weights of shapes count as half-precision ones with master weights: where they are sharded, they are
-    gathered in half precision.
+    `model` has the formats of the `measured` precision. Upcast norms of layers are left out, because they are small.
+    Float32 weights of shapes count as half-precision ones with master weights: sharded ones are gathered in half
+    precision.
     """
     training, float32 = request.training, DType.FLOAT32
     kept: ExploredModel = model

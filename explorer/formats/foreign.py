@@ -16,7 +16,7 @@ class ForeignFile:
     """A kind of file that is not read."""
 
     title: str
-    """What it is, for a person."""
+    """The kind, for a person."""
     is_one: Callable[[Document], bool]
     model: str | None = None
     """The dotted key of the base model, whose config.json can be explored; None: it names no model to look up."""
@@ -25,7 +25,7 @@ class ForeignFile:
     batch: str | None = None
     """The dotted key of the sequences of an optimizer step, of all devices."""
     command: str = "COMMAND"
-    """How its program is started."""
+    """The command that starts its program."""
     extra: str = ""
     """More of the options of `bexp explore`."""
 

@@ -49,8 +49,8 @@ def parse_request(
     `deepspeed` and `training_arguments` may stand next to a model. They hold the JSON of the training side. In their
     place a trainer's own file may stand, under the trainer's name.
 
-    A config.json may be the whole document, with fields of a request next to its own, or the `model` of a native
-    request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
+    A config.json may be the whole document, with fields of a request next to its own. It may also be the `model` of a
+    native request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
     `overrides` are merged last. Their keys are fields of the native request, nested or dotted:
     `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`. A model of shapes without a name gets `name`, or a name
     from its kind and shapes.

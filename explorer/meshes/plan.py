@@ -109,7 +109,7 @@ class MeshPlan(Plan):
         if self.plain is None:
             return []
         lines = [
-            f"lost: {trainer} cannot be told expert mode '{self.mesh.expert_mode}' of the recommended mesh "
+            f"lost: {trainer} cannot express expert mode '{self.mesh.expert_mode}' of the recommended mesh "
             f"({self.mesh.describe()}), which is planned to be {self.plain.ratio:.2f}x as fast"
         ]
         if not self.plain.fits:

@@ -27,8 +27,8 @@ Amount = Annotated[float, Field(ge=0)]
 class Part(Frozen):
     """One part of a training step.
 
-    `flops_per_token` are the forward pass's operations in matrix products with the weights that a token meets, and
-    `flops_per_sequence` those in attention's products of tokens with tokens. `saved_bytes_per_token` are kept by a
+    `flops_per_token` are the forward pass's operations in matrix products with the weights that a token meets.
+    `flops_per_sequence` are those in attention's products of tokens with tokens. `saved_bytes_per_token` are kept by a
     forward pass for the backward pass, the part's output included.
     """
 

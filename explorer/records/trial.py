@@ -83,7 +83,7 @@ def count_processes(
 
     If the profiler has all devices that train together, every trial takes them all: in training all compute at the same
     time, and a step waits for the slowest. Otherwise a trial of components takes the largest number of devices that
-    share a sequence in one of them, and a whole model takes one group that shares sequences.
+    share a sequence in one of them. A whole model takes one group that shares sequences.
     """
     if is_communication_timed(request, hardware):
         return request.num_devices

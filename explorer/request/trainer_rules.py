@@ -1,4 +1,4 @@
-"""The rule that an answer for a trainer asks for nothing that this trainer cannot be told, and a trainer's defaults."""
+"""The rule that an answer for a trainer asks for nothing that it cannot express, and a trainer's defaults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_trainer(request: ExplorationRequest) -> None:
     for field, words in _beyond(request, trainer):
         able = [name for name, other in TRAINERS.items() if field not in {f for f, _ in _beyond(request, other)}]
         hint = f"; these can: {', '.join(able)}" if able else ""
-        raise RuleError(f"{trainer.title} cannot be told {words}{hint}", field, "trainer")
+        raise RuleError(f"{trainer.title} cannot express {words}{hint}", field, "trainer")
 
 
 def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:

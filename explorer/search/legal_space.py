@@ -192,7 +192,7 @@ def expressible(
     kept = tuple(p for p in points if not find_missing(request.runner, candidate_of(p), request, report))
     if points and not kept:
         missing = find_missing(request.runner, candidate_of(points[0]), request, report)
-        raise EmptySpaceError(f"{request.runner.title} cannot be told {' or '.join(missing.values())}")
+        raise EmptySpaceError(f"{request.runner.title} cannot express {' or '.join(missing.values())}")
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Computes values of many candidates in blocks, so that what lies between the steps stays in the processor's cache."""
+"""Computes values of many candidates in blocks, so that intermediate results stay in the processor's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prior covariance of the components of one kind, in their distances from the roofline.
+"""The prior covariance of the distances of components of one kind from the roofline.
 
 A distance is the logarithm of real over roofline seconds. It is a sum of independent parts:
 
@@ -6,18 +6,18 @@ A distance is the logarithm of real over roofline seconds. It is a sum of indepe
   layer has one for its attention, one for its experts, and hardly any of the two together;
 - the share that a fixed cost (launches, tails, small tiles) has in a block of n sequences, log(1 + r / n), for a few r,
   most of which all back ends have in common, because only a part of a block's kernels is the back end's;
-- in a model that is measured whole, wide shares of larger fixed costs, because its host's seconds are in the step;
+- in a model that is measured whole, wide shares of larger fixed costs, because the step includes the host's seconds;
 - a smooth curve over the number of sequences that a kernel sees at once, of unknown amplitude;
-- if its small operations are fused, by the compiler or by liger's kernels, an offset that all such components have, one
-  of the way they are fused, one of the back end, and fixed costs of their own;
-- if devices share sequences, an offset of the layout and the number of devices, and a curve of its own with the same
+- if small operations are fused, by the compiler or by liger's kernels, an offset of all such components, one of the way
+  of fusing, one of the back end, and fixed costs of their own;
+- if devices share sequences, an offset of the layout and the number of devices, and another curve of the same
   amplitude, because such a block waits for traffic and merges partial results;
 - a part that is specific to each component (wave quantisation, an algorithm chosen for one size), of unknown size.
 
 Widths are log-space standard deviations, lengths are octaves. They rest on 167 component times of four models on an
 H200, embeddings left out (benchmarks/results/h200-explorations.json and h200-olmoe-fused.json). Among ninety
 combinations, these are within a few units of the highest marginal likelihood with the hyperparameters summed out.
-Those of whole layers and of fused code rest on 93 more of four models of the library on an H100
+The widths of whole layers and of fused code rest on 93 more times of four models of the library on an H100
 (benchmarks/results/h100-default-explorations.json).
 """
 
@@ -35,13 +35,14 @@ from bexp.explorer.cost.composition import Floats
 KIND_STD = 0.7
 BACKEND_STD = 0.35
 LAYER_ATTENTION_STD, LAYER_EXPERTS_STD = 0.1, 0.25
-TOGETHER_STD = 0.01  # what attention and experts of a layer add together, beside what each of them adds
+TOGETHER_STD = 0.01  # the joint part of attention and experts of a layer, in addition to the part of each
 MODE_STD = 0.04
 MODE_LENGTH = 4.0
 SHARING_STD = 0.3
 FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # a fixed cost in sequences of work: the width of its share
 WHOLE_FIXED = {3.0: 1.0, 30.0: 1.0}
-"""Beside these of a whole step. GPT-2 in a plain loop on an H100 was 5.8 times as fast at 16 sequences as at one."""
+"""The additional fixed costs of a whole step. GPT-2 in a plain loop on an H100 ran 5.8 times as fast at 16 sequences
+as at one."""
 BACKEND_FIXED = 0.5  # the width of a back end's own fixed costs, over that of those in common
 CURVE_LENGTH = 2.0
 FUSED_STD = 0.35  # what fused operations gain, which all components of a kind have in common
@@ -53,14 +54,14 @@ FUSED_ALIKE = 0.9  # the correlation between the curves of code that is fused in
 
 @dataclass(frozen=True, slots=True)
 class Covariance:
-    """Covariances of K components, `level + amplitude^2 curve + own^2 identity`, for any hyperparameters."""
+    """The covariance of K components, `level + amplitude^2 curve + own^2 identity`, for any hyperparameters."""
 
     level: Floats
     curve: Floats
 
     @classmethod
     def of(cls, components: Sequence[Component], *, is_whole: bool = False) -> Covariance:
-        """The covariance of components of one kind, or of whole steps."""
+        """Return the covariance of components of one kind, or of whole steps."""
         backends = [c.backend or BackEnd() for c in components]
         backend, alike_fused = _equal([b.unmarked for b in backends]), _equal([b.marks for b in backends])
         fused = np.array([c.is_fused for c in components], dtype=np.float64)
@@ -88,7 +89,7 @@ class Covariance:
         return cls(np.asarray(level), np.asarray(curve))
 
     def restrict(self, rows: Sequence[int]) -> Covariance:
-        """The covariance of some of the components."""
+        """Return the covariance of some of the components."""
         return Covariance(self.level[np.ix_(rows, rows)], self.curve[np.ix_(rows, rows)])
 
 

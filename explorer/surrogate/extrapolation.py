@@ -15,8 +15,8 @@ HOST_STD_RUN = 0.1
 HOST_STD_NEAR = 0.15
 HOST_STD_KIND = 0.3
 HOST_STD_PRIOR = 0.5
-"""Relative standard deviations of host seconds: between two runs of a component, and of a component that was not run,
-if the same back end and mode was, if the same kind was, and if nothing similar was.
+"""Relative standard deviations of host seconds: between two runs of a component, and of a component that was not run.
+The latter are for a run of the same back end and mode, for one of the same kind, and for none that is similar.
 
 In benchmarks/results/tables, components with several runs differ by 7 to 15% in the median, and similar components of
 different sizes by 16%.
@@ -32,12 +32,12 @@ def estimate_host_seconds(
     device_K: Floats,
     observed: Mapping[Component, ComponentObservations],
 ) -> tuple[Floats, Floats]:
-    """Host seconds and their relative standard deviation, each of shape (K,).
+    """Return host seconds and their relative standard deviation, each of shape (K,).
 
-    They depend on what is launched, hardly on sizes. So those of a component that was not run follow from similar ones,
-    also if the device would need less: then the host sets its pace. If nothing similar was run, they are at most the
-    device's, because a guess must not keep a component from being measured. They are zero for a block that waits for
-    the device or runs on the host itself, and for one that is similar: its only time is the device's.
+    They depend on the launches and hardly on sizes. So a component that was not run has those of similar ones, even if
+    the device would need less: then the host sets the pace. If nothing similar was run, they are at most the device's,
+    because a guess must not keep a component from being measured. They are zero for a block that waits for the device
+    or runs on the host itself, and for similar blocks: their only time is the device's.
     """
     column = {c: i for i, c in enumerate(components)}
     launching = {c: r for c, r in observed.items() if not r.waits}
@@ -67,10 +67,10 @@ def estimate_host_seconds(
 
 
 def estimate_new_widths(components: Sequence[Component], observed: Mapping[Component, ComponentObservations]) -> Floats:
-    """Seconds that components take longer when a process first runs rows of a width, shape (K,).
+    """Return the additional seconds of components when a process first runs rows of a width, shape (K,).
 
-    They depend on the kernels, hardly on sizes, so those of a component that shows none are the mean of similar ones.
-    If nothing similar shows any they are 0, because a guess must not keep a component from being measured.
+    They depend on the kernels and hardly on sizes, so a component without a measurement has the mean of similar ones.
+    Without any they are 0, because a guess must not keep a component from being measured.
     """
     known = {c: seconds for c, runs in observed.items() if (seconds := runs.new_width_seconds) is not None}
     near: dict[object, list[float]] = {}
@@ -82,7 +82,7 @@ def estimate_new_widths(components: Sequence[Component], observed: Mapping[Compo
 def estimate_bytes(
     components: Sequence[Component], predicted_3K: Floats, observed: Mapping[Component, ComponentObservations]
 ) -> tuple[Floats, Floats]:
-    """Saved, forward-peak and backward-peak bytes, shape (3, K), and their relative standard deviation, shape (K,)."""
+    """Return saved, forward-peak and backward-peak bytes, shape (3, K), and their relative deviations, shape (K,)."""
     column = {c: i for i, c in enumerate(components)}
     near, kind = _mean_ratios(
         {
@@ -107,9 +107,9 @@ def estimate_bytes(
 
 
 def estimate_forward_shares(table: Composition, observed: Mapping[Component, ComponentObservations]) -> Floats:
-    """Share of each component's device seconds that its forward pass takes, shape (K,).
+    """Return the share of forward in each component's device seconds, shape (K,).
 
-    It is the measured share of the component, else the mean of its kind with the same recomputation. Otherwise a
+    It is the measured share of the component, else the mean of its kind with the same recomputation. Without either, a
     backward pass is assumed to take two forward passes, and a third if the whole block is recomputed.
     """
     alike: dict[tuple[object, ...], list[float]] = {}
@@ -141,7 +141,7 @@ def _similar(component: Component) -> tuple[object, ...]:
 def _mean_ratios(
     ratios: Mapping[Component, Floats],
 ) -> tuple[dict[tuple[object, ...], Floats], dict[ComponentKind, Floats]]:
-    """Geometric means of `ratios` over similar components, and over kinds."""
+    """Return geometric means of `ratios` over similar components, and over kinds."""
     near: dict[tuple[object, ...], list[Floats]] = {}
     kind: dict[ComponentKind, list[Floats]] = {}
     for component, ratio in ratios.items():

@@ -2,9 +2,9 @@
 
 Seconds are modelled by a Gaussian process over the logarithm of measured over roofline seconds, one for each kind of
 component (`bexp.explorer.surrogate.covariance`). Its hyperparameters, noise included, are learnt with it
-(`bexp.explorer.surrogate.hyperparameters`). Each posterior sample has hyperparameters of its own, drawn from their
-posterior. It is computed by Matheron's rule (Wilson et al., 2020, arXiv:2002.09309) from prior samples that are drawn
-once a job, so a refit costs one solve in the number of measurements.
+(`bexp.explorer.surrogate.hyperparameters`). Each posterior sample has its own hyperparameters, drawn from their
+posterior. Matheron's rule (Wilson et al., 2020, arXiv:2002.09309) computes it from prior samples that are drawn once a
+job. So a refit costs one solve in the number of measurements.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class _KindPrior:
         self._runs: list[ComponentObservations] = []
 
     def observe(self, rows: list[int], runs: list[ComponentObservations], log_prior_L: Floats) -> None:
-        """Set what was measured. The evidence stays the same object while nothing is new."""
+        """Set the measurements. The evidence stays the same object while nothing is new."""
         if runs != self._runs:
             self.rows, self._runs = rows, runs
             self.evidence = Evidence.of(self.covariance.restrict(rows), runs, log_prior_L) if rows else None
 
     def sample(self, hyperparameters: Hyperparameters) -> tuple[Floats, Floats]:
-        """Mean, shape (K,), and samples, shape (N, K), of the distances from the roofline."""
+        """Return mean, shape (K,), and samples, shape (N, K), of the distances from the roofline."""
         own, curve = hyperparameters.own_N[:, None], hyperparameters.amplitude_N[:, None]
         prior_NK = self.level_NK + curve * self.curve_NK + own * self.own_NK
         mean_K = np.zeros(self.columns.size)
@@ -85,7 +85,7 @@ class _KindPrior:
 
 
 def _distinct(rows: Floats) -> tuple[Floats, Ints]:
-    """The distinct rows, and the index of each row among them. `np.unique(axis=0)` takes several times as long."""
+    """Return the distinct rows, and the index of each row in them. `np.unique(axis=0)` takes several times as long."""
     whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
     _, first, index = np.unique(whole, return_index=True, return_inverse=True)
     return rows[first], index
@@ -94,11 +94,12 @@ def _distinct(rows: Floats) -> tuple[Floats, Ints]:
 class Surrogate:
     """Posterior over the components of one model variant. Axes: K components, N samples.
 
-    `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
-    component's seconds. The host's seconds have a noise of their own in each component, `host_std_K`. `essential_K`
-    marks the components that must be measured, because no other predicts them: optimizer and communication.
-    `compiled_K` marks those that are compiled where others are not. `overlap`
-    says how communication and computation overlap; None if none is timed.
+    Attributes:
+        log_center_K, log_std_K: mean and standard deviation of the posterior samples of the logarithm of seconds.
+        host_std_K: the noise of each component's host seconds.
+        essential_K: the components that must be measured, because no other predicts them: optimizer and communication.
+        compiled_K: the components whose code the compiler makes.
+        overlap: of communication and computation; None if no communication is timed.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Surrogate:
         self._condition(self._observed)
 
     def expecting(self, pending: Iterable[Component]) -> Surrogate:
-        """A copy in which the components in flight were run once more, and took what is expected of them.
+        """Return a copy in which the components in flight were run once more, with their expected figures.
 
         This is the kriging believer of Ginsbourger et al. (2010). The hyperparameters stay those of the real runs.
         """
@@ -158,7 +159,7 @@ class Surrogate:
         return other
 
     def _expected(self, component: Component) -> ComponentMeasurement:
-        """What a run of a component is expected to measure."""
+        """Return the expected measurement of a component."""
         column = self._column[component]
         device = float(self.device_mean_K[column])
         overlap = self.overlap if component in self._table.communications else None
@@ -214,7 +215,7 @@ class Surrogate:
         self.texts = self._varied_texts(mine)
 
     def _varied_texts(self, mine: Mapping[Component, ComponentObservations]) -> VariedTexts | None:
-        """What is known of usual micro-batches of unequal texts, and of the first ones of a width."""
+        """Return the effects of texts of unequal lengths: usual micro-batches, and the first ones of a width."""
         if self._table.request.lengths is None:
             return None
         drawn_BK = np.ones((NUM_DRAWN, len(self.components)))
@@ -237,9 +238,9 @@ class Surrogate:
         return Overlap(estimate_forward_shares(self._table, mine), slowdown_K, host_overhead_2K, self._host_is_device)
 
     def run_std_K(self, quantile: float = 0.5) -> Floats:  # noqa: N802 - axes are in names
-        """Relative standard deviation between two runs of each component, shape (K,), at a quantile of what it may be.
+        """Return the relative standard deviation between two runs of each component, shape (K,), at a quantile.
 
-        The median by default, because the tail of a kind that was measured once says nothing about this device.
+        The default is the median, because the tail of a kind that was measured once shows nothing of this device.
         """
         std_K = np.zeros(len(self.components))
         for kind, prior in self._kinds.items():
@@ -247,7 +248,7 @@ class Surrogate:
         return std_K
 
     def step_run_std(self, table: Composition, rows: Ints, quantile: float = 0.5) -> Floats:
-        """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
+        """Return the relative standard deviation between two runs of a micro-step, from its components', shape (A,)."""
         shares, std_K = table.step_shares(self.device_mean_K, rows), self.run_std_K(quantile)
         return np.asarray(np.sqrt((shares**2 * std_K[table.columns_CP[rows]] ** 2).sum(axis=1)))
 

@@ -1,15 +1,15 @@
-"""How noisy a device is and how rough its curves are, learnt from the measurements of the job itself.
+"""The noise of a device and the roughness of its curves, learnt from the measurements of the job itself.
 
 Three log-space standard deviations are not known beforehand for a kind of component:
 
-- `run`: how much two runs of one component differ, beyond the standard error that each states. It is near a value that
-  all kinds on a device share.
-- `own`: how far a component deviates from a smooth curve over sizes.
+- `run`: the difference between two runs of one component, beyond the standard error that each states. It is near a
+  value that all kinds on a device share.
+- `own`: the deviation of a component from a smooth curve over sizes.
 - `amplitude`: the height of that curve.
 
 Their posterior is the prior times the marginal likelihood of the measurements (type-II likelihood; MacKay, 1992;
 Rasmussen and Williams, 2006, chapter 5). It is summed over a grid, because with few measurements the maximum is far too
-sure. Repeated runs tell `run` from `own`; without them only the sum of both shows.
+sure. Repeated runs separate `run` from `own`; without them only the sum of both shows.
 
 The priors are log-normal, wide, and rest on recorded data. On one H200, 44 components that were measured in two or
 three jobs (benchmarks/results/h200-*.json) differ by 0.6% in the median (scaled to a standard deviation), FFN blocks by
@@ -36,21 +36,21 @@ OWN_GRID: Floats = 0.002 * 2.0 ** np.arange(7, dtype=np.float64)
 AMPLITUDE_GRID: Floats = np.array([0.005, 0.02, 0.08, 0.32])  # each as likely as the others
 OUTLIER_STD = 0.05
 OUTLIER_SHARE = 0.02
-"""How far off an outlier is, and how many runs are one.
+"""The standard deviation of an outlier, and the share of runs that are outliers.
 
 Noise has heavy tails: in benchmarks/results/tables, runs of attention and FFN blocks differ by 0.3 and 1.2% in the
 median and by 1.4 and 3.3% in the root mean square.
 """
 LEAST_SUSPICION = 0.05
-"""A run that is less likely than this to be an outlier is taken as it is, so that most samples share a covariance."""
+"""A run with a lower probability to be an outlier counts as none, so that most samples share a covariance."""
 KIND_SHIFTS = np.array([-2, -1, 0, 1, 2])
 KIND_SHIFT_STD = 1.0
-"""Steps of RUN_GRID by which a kind's `run` may differ from the device's. On that H200 kinds differ by 2 to 4 times."""
+"""Steps of RUN_GRID by which a kind's `run` may differ from the device's. On the H200, kinds differ by 2 to 4 times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the runs of L components of one kind say: mean distances from the roofline, and how they scatter."""
+    """The evidence of the runs of L components of one kind: mean distances from the roofline, and their scatter."""
 
     covariance: Covariance
     distance_L: Floats  # noqa: N815 - axes are in names
@@ -60,7 +60,7 @@ class Evidence:
 
     @classmethod
     def of(cls, covariance: Covariance, runs: Sequence[ComponentObservations], log_prior_L: Floats) -> Evidence:
-        """From the runs of the components of `covariance`, in its order, and the logarithm of their roofline."""
+        """Return the evidence of runs of the components of `covariance`, in its order, with their log roofline."""
         return cls(
             covariance,
             np.array([r.log_seconds for r in runs]) - log_prior_L,
@@ -70,25 +70,25 @@ class Evidence:
         )
 
     def noise(self, run: Floats, outlier: Floats | Mask | float = 0.0) -> Floats:
-        """Variances of the mean distances for each value of `run`, shape (*run.shape, L).
+        """Return the variances of the mean distances for each value of `run`, shape (*run.shape, L).
 
-        `outlier`, of the same shape, is 1 where a run is taken for an outlier.
+        `outlier`, of the same shape, is 1 where a run counts as an outlier.
         """
         return np.asarray((run[..., None] ** 2 + self.within_L + OUTLIER_STD**2 * outlier) / self.number_L)
 
     def gram(self, run: Floats, own: Floats, amplitude: Floats, outlier: Floats | float = 0.0) -> Floats:
-        """Covariances of the mean distances, shape (..., L, L)."""
+        """Return the covariances of the mean distances, shape (..., L, L)."""
         diagonal = self.noise(run, outlier) + own[..., None] ** 2
         eye = np.eye(len(self.distance_L))
         smooth = self.covariance.level + amplitude[..., None, None] ** 2 * self.covariance.curve
         return np.asarray(smooth + diagonal[..., None] * eye)
 
     def outlier_probability(self, run: Floats, own: Floats, amplitude: Floats) -> Floats:
-        """Probability that a run of each component was an outlier, shape (L,), for one value of each hyperparameter.
+        """Return the probability that a run of each component was an outlier, shape (L,), for given hyperparameters.
 
-        Each component is judged by what all others predict of it (leave-one-out; Rasmussen and Williams, 2006,
-        equations 5.10 to 5.12): how much better an outlier explains its distance, times how rare outliers are. It is 0
-        below LEAST_SUSPICION.
+        All other components predict each one (leave-one-out; Rasmussen and Williams, 2006, equations 5.10 to 5.12).
+        The odds are the likelihood ratio of its distance with and without an outlier, times the prior odds. The
+        probability is 0 below LEAST_SUSPICION.
         """
         inverse = np.linalg.inv(self.gram(run, own, amplitude))
         variance = 1.0 / np.diagonal(inverse)
@@ -100,7 +100,7 @@ class Evidence:
         return np.asarray(np.where(probability < LEAST_SUSPICION, 0.0, probability))
 
     def log_likelihood(self) -> Floats:
-        """Log-likelihood of every combination of hyperparameters, shape (runs, owns, amplitudes)."""
+        """Return the log-likelihood of every combination of hyperparameters, shape (runs, owns, amplitudes)."""
         run, own, amplitude = np.meshgrid(RUN_GRID, OWN_GRID, AMPLITUDE_GRID, indexing="ij")
         gram = self.gram(run, own, amplitude)
         factor = np.linalg.cholesky(gram)
@@ -137,7 +137,7 @@ class HyperparameterPosterior:
         self._seen: dict[str, tuple[Evidence, Floats]] = {}
 
     def draw(self, evidence: Mapping[str, Evidence]) -> dict[str, Hyperparameters]:
-        """Hyperparameters of every kind for every sample; kinds without measurements follow their prior."""
+        """Return hyperparameters of every kind for every sample; kinds without measurements follow their prior."""
         joint = {kind: self._prior + self._likelihood(kind, evidence.get(kind)) for kind in self._points_N}
         flat = {kind: table.reshape(RUN_GRID.size, -1) for kind, table in joint.items()}
         device_log = self._device_prior + sum(_log_sum(table) for table in flat.values())
@@ -155,7 +155,7 @@ class HyperparameterPosterior:
         return drawn
 
     def _likelihood(self, kind: str, evidence: Evidence | None) -> Floats:
-        """Log-likelihood by the device's `run`, the kind's shift of it, `own` and `amplitude`."""
+        """Return the log-likelihood by the device's `run`, the kind's shift of it, `own` and `amplitude`."""
         if evidence is None:
             return np.zeros((RUN_GRID.size, *self._prior.shape))
         if kind not in self._seen or self._seen[kind][0] is not evidence:
@@ -169,12 +169,12 @@ def _log_normal(grid: Floats, median: float) -> Floats:
 
 
 def _log_sum(logs: Floats) -> Floats:
-    """Logarithm of the sum of exponentials over the last axis."""
+    """Return the logarithm of the sum of exponentials over the last axis."""
     highest = logs.max(axis=-1)
     return np.asarray(highest + np.log(np.exp(logs - highest[..., None]).sum(axis=-1)))
 
 
 def _invert(probabilities: Floats, points: Floats) -> Ints:
-    """Index of the outcome at each point of the cumulative distribution."""
+    """Return the index of the outcome at each point of the cumulative distribution."""
     cumulative = np.cumsum(probabilities)
     return np.asarray(np.minimum(np.searchsorted(cumulative, points * cumulative[-1]), len(probabilities) - 1))

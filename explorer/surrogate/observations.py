@@ -1,4 +1,4 @@
-"""The runs of each component, several if it was measured again. Those of earlier explorations say less with age."""
+"""The runs of each component, one or several. Runs of earlier explorations count less with age."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SECONDS_A_DAY = 86_400.0
 BETWEEN_JOBS_STD = {"cuda": 0.004, "cpu": 0.03}
 """Relative standard deviation between explorations, beyond that between two runs of one process.
 
-A process of its own, other clocks and other temperatures. On one H200, 44 components that two or three jobs measured
-differ by 0.6% in the median, all causes together (`bexp.explorer.surrogate.hyperparameters`).
+It has several causes: another process, other clocks and other temperatures. On one H200, 44 components that two or
+three jobs measured differ by 0.6% in the median (`bexp.explorer.surrogate.hyperparameters`).
 """
 DAILY_STD = {"cuda": 0.002, "cpu": 0.01}
 """The relative standard deviation that one day adds; it grows with the square root of the age. It is assumed."""
@@ -43,17 +43,17 @@ class ComponentObservations:
 
     @property
     def component(self) -> Component:
-        """What was run."""
+        """The component that was run."""
         return self.runs[0].component
 
     @property
     def first(self) -> ComponentMeasurement:
-        """The run that measured it first."""
+        """The first run."""
         return self.runs[0]
 
     @property
     def new_width_seconds(self) -> float | None:
-        """What it takes longer when a process first runs rows of a width; None if no run measured it."""
+        """The additional seconds when a process first runs rows of a width; None if no run measured them."""
         return min((run.new_width_seconds for run in self.runs if run.new_width_seconds is not None), default=None)
 
     @cached_property
@@ -79,18 +79,18 @@ class ComponentObservations:
 
     @cached_property
     def forward_share(self) -> float:
-        """Mean share of the device seconds that the forward pass takes."""
+        """Mean share of the forward pass in the device seconds."""
         return float(np.mean([r.forward_device_seconds / max(r.device_seconds, SHORTEST_SECONDS) for r in self.runs]))
 
     @cached_property
     def slowdown(self) -> float | None:
-        """Mean slowdown of the computation beside it; None for components that are no communication."""
+        """Mean slowdown of computation during communication; None for other components."""
         slowdowns = [r.slowdown for r in self.runs if r.slowdown is not None]
         return float(np.mean(slowdowns)) if slowdowns else None
 
     @cached_property
     def host_overhead(self) -> tuple[float, float]:
-        """Mean host seconds that communication takes in each micro-step, and once more a step; 0 for anything else."""
+        """Mean host seconds of communication in each micro-step, and in addition once a step; 0 for anything else."""
         overheads = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
         if not overheads:
             return 0.0, 0.0
@@ -117,7 +117,7 @@ class ComponentObservations:
 
 
 class ObservationLog:
-    """The runs of every component, by the trial that made them, so that a trial that is read twice counts once.
+    """The runs of every component, by trial, so that a trial that is read twice counts once.
 
     Contaminated runs are counted and not kept. The `earlier` runs of a component, which other explorations made, count
     until it is measured by a trial. `version` grows with every run that is new or dropped.
@@ -143,7 +143,7 @@ class ObservationLog:
         self.version += 1
 
     def add(self, trial: int, measurements: Sequence[ComponentMeasurement]) -> None:
-        """Keep what trial number `trial` measured."""
+        """Keep the measurements of trial number `trial`."""
         for measurement in measurements:
             if measurement.contamination is not None:
                 self._contaminated.setdefault(measurement.component, set()).add(trial)
@@ -161,20 +161,20 @@ class ObservationLog:
         return self._runs
 
     def count(self, component: Component) -> int:
-        """How often a component was measured, contaminated runs apart."""
+        """Return how often a component was measured, without contaminated runs."""
         observed = self._runs.get(component)
         return len(observed.runs) if observed else 0
 
     def count_own(self, component: Component) -> int:
-        """How often this exploration itself measured a component, contaminated runs apart."""
+        """Return how often this exploration itself measured a component, without contaminated runs."""
         return len(self._by_trial.get(component, ()))
 
     def count_contaminated(self, component: Component) -> int:
-        """How many runs of a component were contaminated."""
+        """Return how many runs of a component were contaminated."""
         return len(self._contaminated.get(component, ()))
 
     def count_attempts(self, component: Component) -> int:
-        """How often a component was run, contaminated or not."""
+        """Return how often a component was run, contaminated or not."""
         return self.count(component) + self.count_contaminated(component)
 
     @property

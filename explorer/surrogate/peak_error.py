@@ -1,12 +1,15 @@
 """The error of composed peaks against those of whole models: its prior, and its posterior given whole models.
 
 The error is the logarithm of a whole model's peak over the composed one. It is the sum of a part that all candidates of
-a model share and one of each candidate's own. Both have the same standard deviation, the scale. It differs by orders of
-magnitude between models, and is learnt from the whole models that were run: its posterior is a sum over a grid.
-A few candidates are far off although the others are not. So the own part of one that was not run whole has heavy tails:
-a second normal distribution, whose scale does not shrink with what others show.
-One that ran out of memory shows a bound that its error exceeds: what it says about others is the shared part and the
-scale.
+a model share and one of each candidate's own. Both have the same standard deviation, the scale. The scale differs by
+orders of magnitude between models. It is learnt from the whole models that were run: its posterior is a sum over a
+grid.
+
+A few candidates are far off although the others are not. So the own part of a candidate that was not run whole has
+heavy tails: a second normal distribution, whose scale does not shrink with the errors of others.
+
+A candidate that ran out of memory shows a bound that its error exceeds. For other candidates, this is evidence on the
+shared part and the scale.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ h200-explorations.json and h200x4-explorations.json, the root mean square of a m
 TAIL_SHARE = 0.05
 TAIL_RUNS = 10
 TAIL_STD = 0.02
-"""Share of the candidates whose own part has at least this standard deviation, and the number of whole models that this
-share counts for: it falls with those that were run.
+"""The tail: the prior share of candidates in it, the weight of this prior in whole models, and the least standard
+deviation of their own parts. The share falls with each whole model that was run.
 
 Peaks of sharded steps on two H100s (benchmarks/results/h100x2-mesh-fidelity.json) are 0.3% off in the median and 4.9%
 at most, and those of two compiled candidates on an H200 were 3.8 and 9.0% off.
@@ -40,14 +43,14 @@ at most, and those of two compiled candidates on an H200 were 3.8 and 9.0% off.
 SCALE_GRID: Floats = 0.0004 * 2.0 ** np.arange(8, dtype=np.float64)
 SHARED_STEP = 0.25
 SHARED_GRID: Floats = np.arange(-4.0, 4.0 + SHARED_STEP, SHARED_STEP)
-"""The shared part in deviations, for the sum over it that bounds need."""
+"""The grid of the shared part, in deviations, for the sum that bounds need."""
 
 
 class PeakErrors:
     """Samples of the error of every candidate's composed peak. Axes: N samples, C candidates, A some of them.
 
-    The draws behind them are made once. `logs` are the errors of the whole models that were run. `exceeded` has bounds
-    for each one that ran out of memory, all equally likely to be what its error exceeds. Some error of the prior must
+    Their draws are made once. `logs` are the errors of the whole models that were run. `exceeded` has bounds for each
+    one that ran out of memory: its error exceeds one of them, each with equal probability. Some error of the prior must
     exceed one of them: a candidate that ran out of memory for another reason is no observation of this error.
     """
 
@@ -87,7 +90,7 @@ def probability_below(error_C: Floats, logs: Sequence[float], exceeded: Sequence
 
 
 def _tail_share(number: int) -> float:
-    """Return the expected share of candidates in the tail after so many whole models, none of which counts as in it."""
+    """Return the expected share of candidates in the tail after so many whole models, none of which is in it."""
     return TAIL_SHARE * TAIL_RUNS / (TAIL_RUNS + number)
 
 
@@ -102,7 +105,7 @@ def _below(distance: Floats, number: int, scale: Floats, shared: Floats | float 
 
 
 def _shared_mean(logs: Sequence[float]) -> float:
-    """Return the expected shared part, whatever the scale: its own variance is that of each error around it."""
+    """Return the expected shared part, for any scale: it has the same variance as each candidate's own part."""
     return sum(logs) / (1 + len(logs))
 
 
@@ -119,8 +122,8 @@ def _shared_parts(logs: Sequence[float]) -> Floats:
 def _joint_weights(logs: Sequence[float], exceeded: Sequence[Floats]) -> Floats:
     """Return the posterior probability of each scale and shared part, shape (G, S).
 
-    Given both, the errors of the candidates that ran out of memory are independent. The weights are kept near 1, so
-    that the product over many of them does not underflow; powers of two change no digit.
+    Given both, the errors of the candidates that ran out of memory are independent. The weights are kept near 1 by
+    powers of two, which change no digit, so that the product over many does not underflow.
     """
     weights_GS = _scale_weights(logs)[:, None] * np.exp(-0.5 * SHARED_GRID**2)
     for bound_Q in exceeded:

@@ -1,24 +1,24 @@
 """The error of composed steps against whole models: its prior, and its posterior given the whole models that were run.
 
-The error is the logarithm of whole over composed tokens/s. It is the sum of four parts: one that all candidates of a
-model share, one that the candidates of a recomputation policy share, one that changes smoothly with the micro-batch
-size, and one of each candidate's own. The first part is wide and does not change the order of candidates. One whole
-model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part makes
-a candidate less certain the further its size is from one that was run whole.
+The error is the logarithm of whole over composed tokens/s. It is the sum of four parts. All candidates of a model share
+the first, and the candidates of a recomputation policy the second. The third changes smoothly with the micro-batch
+size, and the fourth is each candidate's own. The first part is wide and does not change the order of candidates. One
+whole model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part
+makes a candidate less certain the further its size is from one that was run whole.
 
-Candidates with CUDA graphs have the parts of those whose kernels they replay, and another that all of them share: what
-a replay changes. So whole models are not run only to tell such a pair apart, and one pair tells it of all others.
-Candidates whose layers are compiled share one, too: what compiled layers lose or gain between one another.
+Candidates with CUDA graphs have the parts of those whose kernels they replay, and another that all of them share, the
+effect of a replay. So whole models are not run only to separate such a pair, and one pair shows the effect on all
+others. Candidates whose layers are compiled also share a part: the effect of compiled layers on one another.
 
-Nothing is composed of a model that is measured whole, such as that of a training command: candidates have no parts of
+A model that is measured whole, such as that of a training command, is not composed: its candidates have no parts of
 their own or of their sizes.
 
 A candidate's own part has heavy tails: Student's t distribution (as in Shah et al., 2014, arXiv:1402.4306, but of each
-candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
+candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run shows
 more than the tails, and its own part counts as Gaussian.
 
-All parts are wider by the same factor if the whole models show so: by their distance from what was composed, or by
-repeated runs that differ far more than the noise of their blocks says.
+All parts are wider by the same factor if the whole models show it: by their distance from their compositions, or by
+repeated runs that differ far more than the noise of their blocks explains.
 
 Real training runs of earlier explorations show the error, too (`ReportedError`): of the same model on the same device,
 with other measurements of the components.
@@ -42,16 +42,16 @@ from bexp.explorer.surrogate.whole_model_runs import WholeModelNoise, WholeModel
 OWN_STD = {"cuda": 0.0032, "cpu": 0.008}
 """Standard deviation of the part that is a candidate's own.
 
-It is the scale of Student's t distribution, whose standard deviation is 1.7 times that. In
+It is the scale of Student's t distribution, whose standard deviation is 1.7 times as large. In
 benchmarks/results/h200-recorded-fidelity.json, the candidates within 7% of their table's best that are limited by the
 device scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, 0.4% (attention) to
 2.5% (FFN) a run, explains 0.5 to 1.0% of a step. If it explains 0.6%, this value and SIZE_STD are what remains.
 """
 OWN_DEGREES = 3.0
-"""Degrees of freedom of the own part: about one error in seventy is beyond three of its standard deviations."""
+"""Degrees of freedom of the own part: about one error in seventy exceeds three standard deviations."""
 SIZE_STD = 0.004
 SIZE_OCTAVES = 2.0
-"""Standard deviation of the part that changes with the micro-batch size, and the octaves over which it does.
+"""Standard deviation of the part that changes with the micro-batch size, and its correlation length in octaves.
 
 In the same file, two candidates of one policy differ by 0.8 to 1.1% if their sizes are equal or neighbours, and by 0.9
 to 1.4% two or three octaves apart.
@@ -66,15 +66,14 @@ recomputation at the same micro-batch size by 0.8% in the median of the absolute
 COMMON_STD = {"cuda": 0.03, "cpu": 0.10}
 """Standard deviation of the part that all candidates of a model share.
 
-It is wide beside the others, so that an error of all candidates is not taken for an error of one.
+It is wide compared with the others, so that an error of all candidates is not attributed to one.
 """
 REPLAY_STD = 0.002
 """Standard deviation of the part that all candidates with CUDA graphs share.
 
 A replay has the same kernels with the same blocks' seconds. It leaves out the gaps between kernels, of about a
 microsecond each where the device sets the pace. Three pairs of whole models with the same compiled code, with and
-without graphs, differ by -1.3, -0.1 and +0.6% (benchmarks/results/h100-default-explorations.json), which is what single
-runs differ by.
+without graphs, differ by -1.3, -0.1 and +0.6% (benchmarks/results/h100-default-explorations.json), as single runs do.
 """
 COMPILED_STD = 0.012
 """Standard deviation of the part that all candidates with compiled layers share.
@@ -83,13 +82,13 @@ In benchmarks/results/h100-real-trainers.json, the composed steps of compiled an
 and 0.6% to the other (five runs, three models).
 """
 REPORT_STD = 0.02
-"""Standard deviation of what a reported run differs by, beside the composition's error: its data, its logging, and the
-measurements of the components in the exploration that recommended it.
+"""Standard deviation of a reported run in addition to the composition's error: by its data, its logging, and the
+measured components of the exploration that recommended it.
 """
 JITTER = 1e-10
 NOTHING: Ints = np.array([], dtype=np.int64)
 PRIOR_RUNS = 4
-"""Number of whole models that the prior of the scale of all three parts counts for.
+"""The weight of the prior of the scale of all three parts, in whole models.
 
 The scale grows if whole models are further off than the parts explain: it is the mean of an inverse gamma distribution
 with this many prior degrees of freedom. It never falls below 1, the scale of the recorded errors.
@@ -98,7 +97,7 @@ with this many prior degrees of freedom. It never falls below 1, the scale of th
 
 @dataclass(frozen=True, slots=True)
 class ReportedError:
-    """The composition's error of the candidate in a row, as real runs have shown it: log of reached over composed."""
+    """The composition's error of the candidate in a row from real runs: the logarithm of reached over composed."""
 
     row: int
     log_error: float
@@ -185,8 +184,8 @@ class CompositionErrors:
         """Return the correction that follows from `runs` by row and from `reported` errors, at least one of them.
 
         `log_mean_J` and `log_composed_NJ` are mean and samples of the logarithm of their composed tokens/s, in the
-        order of the rows. `blocks_std_J` is the relative standard deviation between runs of the step that follows from
-        the noise of its blocks.
+        order of the rows. `blocks_std_J` is the relative standard deviation between runs of the step by the noise of
+        its blocks.
         """
         rows_J = np.array(sorted(runs), dtype=np.int64)
         in_order = [runs[row] for row in sorted(runs)]
@@ -245,7 +244,7 @@ def _same_kernels(candidates: Sequence[Candidate]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How the whole models of `rows_J` shift the logarithm of any candidate's throughput.
+    """The shift of the logarithm of any candidate's throughput by the whole models of `rows_J`.
 
     `scale` multiplies the standard deviations of all parts of the error. `weights_NJ` are the distances of the whole
     models from each sample, times the inverse of their covariance. `weights_J` are those from the mean.

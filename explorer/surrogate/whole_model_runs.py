@@ -1,4 +1,4 @@
-"""The whole models that were timed: how often, what they reached, and how much runs of one of them differ."""
+"""The whole models that were timed: the number of runs, their tokens/s, and their noise."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ A device drifts by about as much between trials. The two runs of each of two can
 1.0% (benchmarks/results/h100-explorations.json).
 """
 NOISE_RUNS = 1
-"""Number of repeated whole models that the prior of their noise counts for.
+"""The weight of the prior of their noise, in repeated whole models.
 
 The prior is the noise of the blocks as if all of them were slow or fast together. In a whole model a part of it
-averages out, and how large that part is only repeated runs tell.
+averages out, and only repeated runs show how much.
 """
 UNSTEADY = 10.0
-"""Variance of repeated whole models over the expected one, from which on it is the device that is unsteady.
+"""The ratio of the variance of repeated whole models to the expected one from which the device counts as unsteady.
 
 By chance two runs of one whole model show as much about once in 100,000 times.
 """
@@ -33,8 +33,8 @@ By chance two runs of one whole model show as much about once in 100,000 times.
 class WholeModelRun:
     """The runs of a candidate's whole model.
 
-    `log_tokens` is the mean of the logarithms of their tokens/s, `standard_error` the relative one that a run states,
-    and `squares` the sum of the squares of the logarithms' distances from their mean.
+    `log_tokens` is the mean of the logarithms of their tokens/s, and `squares` the sum of their squared distances
+    from it. `standard_error` is the relative one that a run states.
     """
 
     log_tokens: float
@@ -44,17 +44,14 @@ class WholeModelRun:
 
     @classmethod
     def of(cls, tokens_per_second: Sequence[float], standard_errors: Sequence[float]) -> WholeModelRun:
-        """Return what several runs of one candidate say together."""
+        """Return the summary of several runs of one candidate."""
         logs = np.log(tokens_per_second)
         stated = float(np.sqrt(np.mean(np.square(standard_errors))))
         return cls(float(logs.mean()), stated, len(logs), float(((logs - logs.mean()) ** 2).sum()))
 
 
 class WholeModelRuns:
-    """The timed whole models of a variant, by row of its table. Runs of a candidate by several trials count together.
-
-    `found` is what the runs of a candidate say together, `peaks` the bytes that its last run needed.
-    """
+    """The timed whole models of a variant, by row of its table. All runs of a candidate count together."""
 
     def __init__(self) -> None:
         self._by_trial: dict[int, dict[int, tuple[float, float]]] = {}
@@ -63,12 +60,12 @@ class WholeModelRuns:
 
     @property
     def found(self) -> Mapping[int, WholeModelRun]:
-        """What the runs of each candidate say together."""
+        """The summary of the runs of each candidate."""
         return self._runs
 
     @property
     def peaks(self) -> Mapping[int, int]:
-        """The peak bytes of each candidate whose runs state them."""
+        """The peak bytes of each candidate in its last run that states them."""
         return self._peaks
 
     def learn(self, row: int, trial: int, figures: tuple[float, float], peak_bytes: int | None) -> None:
@@ -81,24 +78,23 @@ class WholeModelRuns:
             self._peaks[row] = peak_bytes
 
     def was_run(self, row: int) -> bool:
-        """Whether a candidate's whole model has been timed."""
+        """Return whether a candidate's whole model has been timed."""
         return row in self._runs
 
     def count(self, row: int) -> int:
-        """How often a candidate's whole model has been timed."""
+        """Return how often a candidate's whole model has been timed."""
         return len(self._by_trial.get(row, ()))
 
     def tokens_per_second(self, row: int) -> float | None:
-        """What a candidate's whole model has reached, the geometric mean of its runs; None if it was not timed."""
+        """Return the tokens/s of a candidate's whole model, the geometric mean of its runs; None without a run."""
         run = self._runs.get(row)
         return None if run is None else math.exp(run.log_tokens)
 
 
 class WholeModelNoise:
-    """The noise of whole models on a kind of device, as the J candidates that were run whole show it.
+    """The noise of whole models on a kind of device, from the J candidates that were run whole.
 
-    `blocks_std_J` is the relative standard deviation between runs of their steps that follows from the noise of their
-    blocks.
+    `blocks_std_J` is the relative standard deviation between runs of their steps by the noise of their blocks.
     """
 
     def __init__(self, device_kind: str, runs: Sequence[WholeModelRun], blocks_std_J: Floats) -> None:
@@ -110,9 +106,9 @@ class WholeModelNoise:
 
     @property
     def unsteadiness(self) -> float:
-        """How many times as large the noise is as expected, where it surely is; else 1.
+        """The ratio of the noise to the expected noise, where it is surely larger; else 1.
 
-        Blocks are measured on the same device, a moment earlier or later, so that what they compose to varies as well.
+        Blocks are measured on the same device, a moment earlier or later, so their composition varies as well.
         """
         return math.sqrt(self._share) if self._share >= UNSTEADY else 1.0
 

@@ -1,1 +1,1 @@
-"""Who runs an answer, and what each trainer can express."""
+"""The trainers that run an answer, and what each can express."""

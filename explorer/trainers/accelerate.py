@@ -1,7 +1,7 @@
 """A configuration of `accelerate launch`, as YAML. Names as of accelerate 1.15.
 
 The file configures the processes. The micro-batch, the accumulation and the model belong to the script, so the header
-says what to write there.
+names the settings of the script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The list of trainers: beside a trainer's own file, the one place that names it."""
+"""The list of trainers: in addition to a trainer's own module, the one place that names it."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ ALL_TRAINERS: tuple[Trainer, ...] = (
     *(BEXP_APPLY, TRANSFORMERS_TRAINER, TRL, ACCELERATE, DEEPSPEED, TORCHTITAN, MEGATRON, LIGHTNING, AXOLOTL),
     *(LLAMAFACTORY, TORCHTUNE, CEREBRAS),
 )
-"""In the order in which they are named to a person. An answer is for the first where a request names none."""
+"""In the order of lists for people. An answer is for the first where a request names none."""

@@ -49,19 +49,19 @@ def _recomputes(value: Any) -> bool:
 
 
 def _formats(said: Formats) -> tuple[str, str | None]:
-    """It makes the weights in half precision, and may keep parts of them in float32, if it trains them all."""
+    """Return the formats: weights in half precision, parts of them in float32 if it trains all of them."""
     if not said.half:
         return "float32", "pure"
     return "bfloat16", "pure" if said.has_adapters else None
 
 
 def _varlen(settings: TrainerSettings) -> bool | None:
-    """A mask of blocks was measured, and it has kernels for variable lengths."""
+    """Return whether to turn on kernels for variable lengths, where a mask of blocks was measured."""
     return False if settings.packs and settings.attention in (None, TORCH_CHOICE) else None
 
 
 def _real_batches(settings: TrainerSettings) -> bool | None:
-    """Without them the packed rows of a micro-batch are one, which kernels for variable lengths need."""
+    """Return whether packed rows stay apart. Otherwise they are one row, which kernels for variable lengths need."""
     return not settings.has_flash_attention if settings.packs else None
 
 
@@ -95,7 +95,7 @@ KEYS = {
     "optim_args": Key(write=optimizer_arguments),
     "sequence_len": key(Setting.SEQ_LENGTH),
     "sample_packing": key(Setting.PACKING, flag),
-    # It drops texts that are longer than a sequence by itself.
+    # By itself Axolotl drops texts that are longer than a sequence.
     "excess_length_strategy": Key(write=lambda settings: settings.batching and "truncate"),
     "sdpa_varlen": Key(write=_varlen),
     "pad_to_sequence_len": Key(Setting.FULL_ROWS, flag, lambda settings: settings.batching and settings.packs),
@@ -104,7 +104,7 @@ KEYS = {
     "adapter": Key(Setting.ADAPTERS, one_of({"lora": True, "qlora": QLORA}), _adapter),
     "lora_r": LORA["lora_r"],
     "lora_alpha": LORA["lora_alpha"],
-    # Its own kernels of adapters, which it uses by itself, are not measured.
+    # Axolotl's kernels of adapters, which it uses by default, are not measured.
     **dict.fromkeys(
         ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
         Key(write=lambda settings: None if settings.lora is None else False),
@@ -178,7 +178,7 @@ FILE = TrainerFile(
                 "cut_cross_entropy chunked_cross_entropy use_eaft use_dft dft_* neftune_noise_alpha "
                 "noisy_embedding_alpha"
             ),
-            "what plugins change is not measured: remove them": "plugins",
+            "changes by plugins are not measured: remove them": "plugins",
             Why.OTHER_MODEL: "overrides_of_model_config overrides_of_model_kwargs rope_scaling scaling_softmax",
             "this recomputation is not measured; gradient_checkpointing is explored": "selective_checkpointing",
             "rows without padding are measured for sample_packing alone": "batch_flattening",
@@ -216,7 +216,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 
 def _precision_notes(settings: TrainerSettings) -> list[str]:
-    """Return what Axolotl does to the number formats of weights that was not measured."""
+    """Return notes on number formats of weights that Axolotl sets otherwise than was measured."""
     if settings.quantization is not None:  # it prepares them as peft does
         if not settings.has_flash_attention:
             return []

@@ -1,4 +1,4 @@
-"""The names of attention kernels, expert kernels and number formats that trainers and their libraries have."""
+"""The names of attention kernels, expert kernels and number formats in trainers and their libraries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LIBRARY_ATTENTION = frozenset(
 LIBRARY_EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
 """Experts implementations of the transformers library that need no other package."""
 OUR_EXPERTS = ("fused", "hopper_grouped")
-"""Our own expert kernels; the experts interface of the transformers library knows each with `bexp_` in front."""
+"""Our own expert kernels; in the experts interface of the transformers library, each has the prefix `bexp_`."""
 DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
-"""Expert back ends of which one is the default of a device."""
+"""Expert back ends, one of which is the default of a device."""
 _LIBRARY_NAMES = {"loop": "eager", "bmm": "batched_mm"}
 """The transformers library's names of our reference layers' expert back ends, where they differ."""
 ATTENTION_OF: Mapping[str, frozenset[str]] = {
@@ -31,11 +31,11 @@ EXPERTS_OF: Mapping[str, frozenset[str]] = {
     BEXP: DEFAULT_EXPERTS | _LIBRARY_NAMES.keys() | set(OUR_EXPERTS),
     TRANSFORMERS: LIBRARY_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
 }
-"""The back ends of a target. One that somebody has written calls what it calls, and names none."""
+"""The back ends of a target. A person's own target has no names for the kernels that it calls."""
 RECORDED_EXPERTS = frozenset({"triton_grouped"})
-"""Expert back ends that recorded tables have and this version has not: a worker that has no such table says so."""
+"""Expert back ends of recorded tables that this version does not have; a worker without such a table refuses them."""
 HALF_NAMES: dict[str, str] = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
-"""What trainers call the formats of half precision, such as the fields that switch autocast on."""
+"""Trainers' names of the formats of half precision, such as the fields that switch autocast on."""
 
 
 def library_experts(name: str) -> str:

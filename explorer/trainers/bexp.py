@@ -78,7 +78,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 
 def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
-    """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
+    """Return the document that `bexp.apply` reads: the candidate, and fields of the request that a model must meet."""
     training, asked = settings.training, settings.request
     request = {key: value for key, value in asked.items() if key in _COMPARED}
     request["training"] = {key: value for key, value in asked["training"].items() if key in _TRAINED}
@@ -93,11 +93,11 @@ def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
         # The reader leaves a model that was measured whole as it is.
         if kept is None and not settings.candidate.is_whole:
             candidate.pop(key, None)
-    told: dict[str, Any] = {"candidate": candidate, "dtype": settings.dtype.value}
+    recommendation: dict[str, Any] = {"candidate": candidate, "dtype": settings.dtype.value}
     if settings.tokens_per_sequence is not None:
-        told["texts"] = {"tokens_per_sequence": settings.tokens_per_sequence}
+        recommendation["texts"] = {"tokens_per_sequence": settings.tokens_per_sequence}
     return {
-        "recommendation": told,
+        "recommendation": recommendation,
         "hardware": settings.hardware.model_dump(mode="json", include={"device_name", "versions"})
         if settings.hardware is not None
         else None,

@@ -16,7 +16,7 @@ BTA_FLAGS = {
     "csx.debug.ini.ws_opt_enable_bta": "enable",
     "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
 }
-"""What they set of a request's `bta`."""
+"""The fields of a request's `bta` that they set."""
 MICRO_BATCH_FLAG = "csx.performance.micro_batch_size"
 
 

@@ -3,8 +3,8 @@
 `train_batch_size` is left out: DeepSpeed derives it from the number of processes, and refuses a figure that differs.
 DeepSpeed ignores keys that it does not know, so the header stands under `_bexp`.
 
-By default stages 1 and 2 of ZeRO reduce gradients when backward has ended, and stage 3 while it goes on (the validator
-of `overlap_comm` in deepspeed/runtime/zero/config.py). The figures assume the latter, so `overlap_comm` is on. Stages 1
+By default stages 1 and 2 of ZeRO reduce gradients after backward, and stage 3 during backward (the validator of
+`overlap_comm` in deepspeed/runtime/zero/config.py). The figures assume the latter, so `overlap_comm` is on. Stages 1
 and 2 then have two buckets, which take turns, and stage 3 has one.
 """
 
@@ -55,7 +55,7 @@ def _precision(settings: TrainerSettings) -> dict[str, Any]:
 
 
 def _exchange_notes(settings: TrainerSettings) -> list[str]:
-    """Return what DeepSpeed exchanges at other times than was measured, and what its buckets need."""
+    """Return notes on exchanges of DeepSpeed at other times than was measured, and on the memory of its buckets."""
     if settings.num_devices == 1:
         return []
     if settings.sharding is Sharding.NONE:
@@ -66,8 +66,8 @@ def _exchange_notes(settings: TrainerSettings) -> list[str]:
     number = 1 if settings.sharding is Sharding.ZERO3 else 2
     size = number * BUCKET_GRADIENTS * settings.dtype.itemsize / GIB
     lines = [
-        f"memory: DeepSpeed's buckets of gradients ({number} x {BUCKET_GRADIENTS:,}) take {size:.1f} GiB besides what "
-        "was measured; a smaller reduce_bucket_size takes less"
+        f"memory: DeepSpeed's buckets of gradients ({number} x {BUCKET_GRADIENTS:,}) take {size:.1f} GiB more than was "
+        "measured; a smaller reduce_bucket_size takes less"
     ]
     if settings.sharding is not Sharding.ZERO3:
         lines.append(
@@ -114,11 +114,11 @@ _REFUSED = {
 }
 
 
-def read_config(config: Section, devices: int, beside: Batch | None) -> Batch | None:
-    """Read DeepSpeed's JSON; the batch that stands `beside` it goes before what is `auto`."""
+def read_config(config: Section, devices: int, other: Batch | None) -> Batch | None:
+    """Read DeepSpeed's JSON; where it says `auto`, the batch of the `other` file counts."""
     translation = config.translation
     config.refuse_where_set(_REFUSED)
-    _read_batch(config, devices, beside)
+    _read_batch(config, devices, other)
     zero = config.section("zero_optimization")
     stage = zero.integer("stage", 0, largest=3) or 0
     for key in ("offload_optimizer", "offload_param"):
@@ -140,19 +140,19 @@ def read_config(config: Section, devices: int, beside: Batch | None) -> Batch | 
         translation.put(("training", "optimizer", "name"), name, optimizer.at("type"))
     config.ignore(_HARMLESS)
     config.refuse_unread(UNKNOWN_FIELD)
-    return beside
+    return other
 
 
-def _read_batch(config: Section, devices: int, beside: Batch | None) -> None:
-    """Set the batch: of two of its factors and itself, DeepSpeed derives the third; `auto` leaves it to the Trainer."""
+def _read_batch(config: Section, devices: int, other: Batch | None) -> None:
+    """Set the batch. DeepSpeed derives it, or one of its factors, from the others; `auto` leaves it to the Trainer."""
     translation = config.translation
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, steps, whole = (None if config.get(key) == "auto" else config.integer(key, largest=1 << 20) for key in keys)
-    if beside is not None:
-        for key, value, other in zip(keys, (micro, steps), beside, strict=False):
-            if value not in (None, other):
-                config.refuse(key, f"contradicts training_arguments, where it is {other}")
-        micro, steps = beside
+    if other is not None:
+        for key, value, stated in zip(keys, (micro, steps), other, strict=False):
+            if value not in (None, stated):
+                config.refuse(key, f"contradicts training_arguments, where it is {stated}")
+        micro, steps = other
     if whole is None and micro is not None:
         whole = micro * (steps or 1) * devices
     if whole is None:
@@ -168,7 +168,7 @@ def _read_batch(config: Section, devices: int, beside: Batch | None) -> None:
 
 
 def _read_formats(config: Section) -> None:
-    """Set the dtype of parameters, with float32 master weights; with `auto`, the Trainer's `bf16` says whether.
+    """Set the dtype of parameters, with float32 master weights; with `auto`, the Trainer's `bf16` decides.
 
     The reference layers have master weights anyway. Adapters are measured in float32, which takes the same bytes.
     """

@@ -1,4 +1,4 @@
-"""The text of an export, and how the formats say what is not a setting."""
+"""The text of an export, and the forms of its header and comments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OF_THE_CODE = frozenset(
         *("activation_checkpointing", "gradient_checkpointing", "disable_gradient_checkpointing"),
     }
 )
-"""Fields of precision, compilation and recomputation. A target that a person has written decides them by itself."""
+"""Fields of precision, compilation and recomputation. A person's own target decides them by itself."""
 
 WHAT_ELSE = "and what decides the learning"
-"""How the line ends that lists what a part of a configuration lacks; a whole one has it."""
+"""The end of the line that lists the missing parts of a configuration."""
 
 
 class ExportError(ValueError):
-    """There is nothing to export yet, or nothing that a trainer could run; the message says what is missing."""
+    """There is nothing to export yet, or nothing that a trainer could run; the message names what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ Render = Callable[[TrainerSettings], ExportDocument]
 
 
 def json_export(settings: TrainerSettings, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:
-    """Return a JSON file. Its parser takes no comments and no unknown keys, so the header goes beside it."""
+    """Return a JSON file. Its parser takes no comments and no unknown keys, so the header is not in the file."""
     text = json.dumps(decided_fields(settings, values), indent=2, allow_nan=False) + "\n"
     return ExportDocument(text, "application/json", (*settings.header, *notes), has_header=False)
 
@@ -78,10 +78,10 @@ def shell_export(
 
 
 def comments(lines: Iterable[str]) -> str:
-    """Return lines as comments; what would end a comment's line is taken out."""
+    """Return lines as comments, without characters that would end a comment's line."""
     return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 
 
 def decided_fields(settings: TrainerSettings, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that were decided; a framework keeps its own setting of a field that is left out."""
+    """Return the fields that have a value; a framework keeps its own setting of a field that is left out."""
     return {key: value for key, value in values.items() if not (settings.is_own_code and key in OF_THE_CODE)}

@@ -1,4 +1,4 @@
-"""A trainer's own file: what its keys set, how a person's file is read, and how an export is written."""
+"""A trainer's own file: the settings of its keys, which read a person's file and write an export."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from bexp.explorer.model.translation import Section
 from bexp.explorer.trainers.settings import TrainerSettings
 
 Read = Callable[[Any], Any]
-"""Returns what a value sets, or None if it sets nothing. Raises ValueError with the reason if it is not measured."""
+"""Returns the meaning of a value, or None without one. Raises ValueError with the reason if it is not measured."""
 Write = Callable[[TrainerSettings], Any]
 """Returns the value of a key in an export, or None if it is left out there."""
 Batch = tuple[int, int]
 """Sequences of a device's micro-step, and its accumulation steps."""
-ReadBeside = Callable[[Section, int, Batch | None], Batch | None]
-"""Reads a file of the training side that stands beside a model, into the section's translation.
+ReadSideFile = Callable[[Section, int, Batch | None], Batch | None]
+"""Reads a file of the training side that is given with a model, into the section's translation.
 
-It has the number of devices, and the batch of another such file if there is one; it returns the batch of both.
+It gets the number of devices, and the batch of another such file if there is one. It returns the batch of both.
 """
 UNKNOWN_FIELD = "is not a known field; remove it if it changes neither time nor memory"
 
 
 class Setting(StrEnum):
-    """What a key sets. Several keys may set one thing."""
+    """The meaning of a key. Several keys may have one meaning."""
 
     MODEL = "model"
     MICRO_BATCH_SIZE = "micro_batch_size"
@@ -86,14 +86,14 @@ class Why(StrEnum):
 
 
 EXPLORED = (Setting.RECOMPUTATION, Setting.ATTENTION, Setting.EXPERTS)
-"""What an exploration chooses beside the micro-batch, whatever a file says."""
+"""The choices of an exploration in addition to the micro-batch, whatever a file says."""
 LORA_FIELDS = (
     *(Setting.R, Setting.ALPHA, Setting.DROPOUT, Setting.MODULES, Setting.PARAMETERS, Setting.SAVED),
     *(Setting.DORA, Setting.RSLORA),
 )
 """Settings that are fields of a request's `training.lora`, by their values."""
 QLORA = "qlora"
-"""Adapters beside weights in 4 bits, and no others."""
+"""Adapters over weights in 4 bits, and no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,40 +101,40 @@ class Key:
     """A key of a trainer's own file."""
 
     setting: Setting | None = None
-    """What it sets; None where a request has no place for it."""
+    """The meaning; None where a request has no field for it."""
     read: Read | None = None
-    """None: a value is taken as it is, where the key sets something."""
+    """None: a value is taken as it is, if the key has a setting."""
     write: Write | None = None
-    """None: it is read alone, such as an older name."""
+    """None: the key is only read, such as an older name."""
 
     @property
     def is_read(self) -> bool:
-        """Whether it is read: one that is written alone is refused, harmless or unknown in a person's file."""
+        """Whether the key is read. One that is only written is refused, harmless or unknown in a person's file."""
         return self.setting is not None or self.read is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What a file says of number formats."""
+    """The number formats that a file states."""
 
     half: bool
     pure: bool
     weights: str | None
-    """None if it says nothing."""
+    """None if the file states none."""
     checkpoint: str
-    """That of config.json."""
+    """The format in config.json."""
     has_adapters: bool
     is_quantized: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFile:
-    """How the file that people train with is read, beside the config.json of its base model."""
+    """The table of a trainer's own file, which is read with the config.json of its base model."""
 
     model: str
-    """The key that names the base model, by which the file is known."""
+    """The key that names the base model, by which the file is recognised."""
     keys: Mapping[str, Key]
-    """Those that are read or written, in the order of an export; dotted where they are nested."""
+    """The keys that are read or written, in the order of an export; dotted where they are nested."""
     formats: Callable[[Formats], tuple[str, str | None]]
     """Returns the dtype of the products and the precision, which is None for the trainer's default."""
     refused: Mapping[str, str]
@@ -142,18 +142,18 @@ class TrainerFile:
     harmless: frozenset[str]
     """Other keys, which change neither; or patterns such as `wandb_*`."""
     defaults: Mapping[Setting, Any] = field(default_factory=dict)
-    """What the trainer takes where no key says otherwise."""
+    """The trainer's defaults."""
     alpha_by_rank: int = 1
-    """How often an adapter's alpha has its rank where the file says no alpha."""
+    """The default of an adapter's alpha, as a multiple of its rank."""
     other_losses: Mapping[str, str] = field(default_factory=dict)
-    """Losses that are measured as the library's, each with what is to be known."""
+    """Losses that are measured as the library's, each with a note on the difference."""
     is_nested: bool = False
     shards: bool = False
     """Whether several devices share parameters and states."""
     note: str | None = None
-    """What everyone is told who has such a file."""
+    """A note on every such file."""
     program: str | None = None
-    """A pattern of what starts the trainer with its file, in a command; None if `bexp tune` changes no such file."""
+    """A pattern of the program that starts the trainer with its file; None if `bexp tune` changes no such file."""
 
     def name_of(self, setting: Setting) -> str:
         """Return the key that an export writes for a setting."""
@@ -161,7 +161,7 @@ class TrainerFile:
 
 
 def _of_adapters(setting: Setting) -> Write:
-    """Return what reads a field of `training.lora`; None where it asks for nothing."""
+    """Return the writer of a field of `training.lora`; it returns None where the field asks for nothing."""
 
     def value(settings: TrainerSettings) -> Any:
         lora = settings.lora
@@ -185,11 +185,11 @@ _VALUES: Mapping[Setting, Write] = {
     Setting.ATTENTION: lambda settings: settings.attention,
     Setting.EXPERTS: lambda settings: settings.experts,
 }
-"""What an export says of a setting; None where it says nothing."""
+"""The writers of an export by setting; they return None where an export leaves the key out."""
 
 
 def key(setting: Setting, read: Read | None = None, write: Callable[[Any], Any] = lambda value: value) -> Key:
-    """Return a key of both directions; `write` has what `read` returns, and undoes it."""
+    """Return a key of both directions; `write` gets a result of `read`, and undoes it."""
 
     def written(settings: TrainerSettings) -> Any:
         value = _VALUES[setting](settings)
@@ -199,7 +199,7 @@ def key(setting: Setting, read: Read | None = None, write: Callable[[Any], Any] 
 
 
 def without_exports(keys: Mapping[str, Key]) -> dict[str, Key]:
-    """Return keys that are read as these are, and not written."""
+    """Return the same keys, which are read but not written."""
     return {name: replace(known, write=None) for name, known in keys.items() if known.is_read}
 
 
@@ -226,7 +226,7 @@ def number(value: Any) -> int:
 
 
 def negated(value: Any) -> bool:
-    """Read or write what switches something off."""
+    """Read or write a key that switches something off."""
     return not flag(value)
 
 
@@ -243,19 +243,19 @@ def turns_on(result: Any) -> Callable[[Any], bool | None]:
 def names(value: Any) -> Any:
     """Read a list of names, or a text of names between commas; `all` stands for `all-linear`."""
     if isinstance(value, str):
-        found = [name.strip() for name in value.split(",") if name.strip()]
-        return "all-linear" if found in (["all"], ["all-linear"]) else found
+        listed = [name.strip() for name in value.split(",") if name.strip()]
+        return "all-linear" if listed in (["all"], ["all-linear"]) else listed
     if not isinstance(value, list):
         raise ValueError("must be a list of names")  # noqa: TRY004 - a value of the file, not of the code
     return value
 
 
-def one_of(known: Mapping[str, Any], words: str = "is not measured") -> Read:
-    """Return a reader of texts, each of which stands for something in `known`."""
+def one_of(known: Mapping[str, Any]) -> Read:
+    """Return a reader of texts, each of which has a value in `known`."""
 
     def read(value: Any) -> Any:
         if str(value).lower() not in known:
-            raise ValueError(f"'{shortened(value)}' {words}; these are: {', '.join(known)}")
+            raise ValueError(f"'{shortened(value)}' is not measured; these are: {', '.join(known)}")
         return known[str(value).lower()]
 
     return read
@@ -272,12 +272,12 @@ def words(text: str) -> frozenset[str]:
 
 
 def because(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return the reason of each key, from the keys of each reason, between spaces."""
+    """Return the reason of each key, from the keys of each reason, which stand between spaces."""
     return {key: reason for reason, keys in reasons.items() for key in keys.split()}
 
 
 def must_be(*allowed: Any, reason: str, write: Write | None = None) -> Key:
-    """Return a key that sets nothing, and has one of the `allowed` values."""
+    """Return a key that sets nothing and must have one of the `allowed` values."""
 
     def read(value: Any) -> None:
         if value not in allowed:

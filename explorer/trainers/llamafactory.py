@@ -1,6 +1,6 @@
 """LLaMA-Factory's YAML, in and out. Names and defaults as of LLaMA-Factory 0.9.5.
 
-It recomputes every layer unless it is told not to.
+By default it recomputes every layer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_given(value: Any) -> bool | None:
 
 
 def _formats(said: Formats) -> tuple[str, str | None]:
-    """It trains weights in float32 under autocast, unless it is told `pure_bf16`; frozen ones are in half precision."""
+    """Return the formats: trained weights in float32 under autocast, unless `pure_bf16`; frozen ones in 16 bits."""
     if said.pure and said.has_adapters:
         raise ValueError("pure_bf16 keeps adapters in bfloat16, and they are measured in float32: say bf16: true")
     if said.has_adapters and not said.half:
@@ -70,7 +70,7 @@ def _formats(said: Formats) -> tuple[str, str | None]:
 
 
 def _is_pure(settings: TrainerSettings) -> bool | None:
-    """Else it trains weights in float32."""
+    """Return true to train in bfloat16; by default LLaMA-Factory trains weights in float32."""
     return (settings.dtype is DType.BFLOAT16 and not settings.has_autocast) or None
 
 
@@ -86,7 +86,7 @@ def _target(settings: TrainerSettings) -> str | None:
 
 
 def _loaded_bits(settings: TrainerSettings) -> int | None:
-    """Return the bits of weights that are quantised when they are loaded; a quantised checkpoint says so itself."""
+    """Return the bits of weights that are quantised when they are loaded; a quantised checkpoint states its own."""
     known = settings.quantization
     return None if known is None or known.is_own else known.bits
 

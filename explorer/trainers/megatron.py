@@ -22,7 +22,7 @@ from bexp.explorer.trainers.terms import (
 from bexp.explorer.trainers.trainer import Trainer
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
-"""Megatron's name of the kernel that stands nearest; its flash attention is the flash-attn package's."""
+"""Megatron's name of the nearest kernel; its flash attention is that of the flash-attn package."""
 _STATE = {Sharding.ZERO2: "optim_grads", Sharding.ZERO3: "optim_grads_params"}
 VARIABLE = "MEGATRON_FLAGS"
 
@@ -104,7 +104,7 @@ def _sharding_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
 
 
 def _memory_notes(settings: TrainerSettings) -> list[str]:
-    """Return that gradients need more than was measured: in bfloat16, Megatron accumulates them in float32."""
+    """Return a note that gradients need more than was measured: in bfloat16, Megatron accumulates them in float32."""
     optimizer = settings.training.optimizer
     measured = DType.FLOAT32 if settings.precision == "autocast" else optimizer.gradient_dtype(settings.dtype)
     if settings.dtype is not DType.BFLOAT16 or measured is DType.FLOAT32:

@@ -8,16 +8,16 @@ from enum import StrEnum
 
 from bexp.explorer.trainers import all_trainers
 from bexp.explorer.trainers.document import Render
-from bexp.explorer.trainers.keys import ReadBeside, TrainerFile
+from bexp.explorer.trainers.keys import ReadSideFile, TrainerFile
 from bexp.explorer.trainers.trainer import Trainer
 
 
 class UnknownFormatError(ValueError):
-    """No export has this name; the message lists those that exist."""
+    """No export has this name; the message lists the existing ones."""
 
 
 class TrainerName(StrEnum):
-    """Who runs an answer. `bexp` is transformers' Trainer, or any loop, with `bexp.apply`."""
+    """The trainer that runs an answer. `bexp` is transformers' Trainer, or any loop, with `bexp.apply`."""
 
     _ignore_ = ["members", "trainer"]  # noqa: RUF012 - as the enum module defines it
     members = vars()
@@ -35,22 +35,22 @@ class Format:
 
 TRAINERS: Mapping[str, Trainer] = {trainer.name: trainer for trainer in all_trainers.ALL_TRAINERS}
 DEFAULT_TRAINER = all_trainers.ALL_TRAINERS[0]
-"""Who runs an answer for which no request names a trainer."""
+"""The trainer of an answer if its request names none."""
 FORMATS: Mapping[str, Format] = {
     name: Format(trainer, render) for trainer in TRAINERS.values() for name, render in trainer.formats.items()
 }
 FILES: Mapping[str, TrainerFile] = {
     name: trainer.file for name, trainer in TRAINERS.items() if trainer.file is not None
 }
-"""How the files that people train with are read, by the names of their trainers."""
-SIDE_FILES: Mapping[str, ReadBeside] = dict(
+"""The tables of the files that people train with, by the names of their trainers."""
+SIDE_FILES: Mapping[str, ReadSideFile] = dict(
     trainer.side_file for trainer in TRAINERS.values() if trainer.side_file is not None
 )
-"""What reads the files of the training side that stand beside a model, by their fields of a document."""
+"""The readers of the files of the training side that are given with a model, by their fields of a document."""
 
 
 def find_format(name: str) -> Format:
-    """Return the format called `name`. Raises UnknownFormatError with the names that there are."""
+    """Return the format called `name`. Raises UnknownFormatError with the known names."""
     if name not in FORMATS:
         raise UnknownFormatError(f"there is no format of this name; the formats are {', '.join(FORMATS)}")
     return FORMATS[name]

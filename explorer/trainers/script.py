@@ -1,4 +1,4 @@
-"""What a person's script sets by itself, and what a trainer does otherwise than was measured, as lines of a header."""
+"""Lines of a header: settings of a person's script, and differences of a trainer from the measurement."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ OPTIMIZERS = {
     "sgd": "torch.optim.SGD(..., momentum=0.9, fused=True)",
     **{name: known.maker for name, known in LIBRARY.items()},
 }
-"""The optimizers that are measured, as a script makes them."""
+"""The code in a script that makes each measured optimizer."""
 PREPARE = "model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
-"""What casts the weights beside quantised ones to float32; recomputation is set by itself."""
+"""The code that casts weights which are not quantised to float32; recomputation is set apart from it."""
 
 
 def script_notes(settings: TrainerSettings, holder: str | None = None) -> list[str]:
-    """Return what a script has to set itself; `holder` is the class that takes the accumulation steps, if it is one."""
+    """Return the settings of a script; `holder` is the class that takes the accumulation steps, if it is one."""
     lines = []
     if holder is not None:
         lines.append(f"in the script: DataLoader(batch_size={settings.micro_batch_size})")
@@ -34,13 +34,13 @@ def script_notes(settings: TrainerSettings, holder: str | None = None) -> list[s
 
 
 def model_notes(settings: TrainerSettings) -> list[str]:
-    """Return how the script makes the model: its kernels, and its adapters."""
+    """Return the code of the script that makes the model, with its kernels and its adapters."""
     chosen = {"attn_implementation": settings.attention, "experts_implementation": settings.experts}
-    told = [f'{name}="{value}"' for name, value in chosen.items() if value is not None]
+    given = [f'{name}="{value}"' for name, value in chosen.items() if value is not None]
     quantized = settings.quantization
     if quantized is not None and not quantized.is_own:
-        told.append(f"quantization_config={quantization_config(quantized)}")
-    arguments = ", ".join(told)
+        given.append(f"quantization_config={quantization_config(quantized)}")
+    arguments = ", ".join(given)
     lines = [f"in the script: AutoModelForCausalLM.from_pretrained(..., {arguments})"] if arguments else []
     if quantized is not None:
         if quantized.is_own:
@@ -64,12 +64,12 @@ def other_optimizer_notes(settings: TrainerSettings) -> list[str]:
 
 
 def length_notes(settings: TrainerSettings) -> list[str]:
-    """Return the tokens of a sequence, which the memory depends on."""
+    """Return the tokens of a sequence, on which the memory depends."""
     return [f"in the script: sequences of {settings.seq_length} tokens, as measured"] if settings.states_length else []
 
 
 def expert_notes(settings: TrainerSettings) -> list[str]:
-    """Return what a trainer that lists linear layers by itself leaves out of `all-linear`."""
+    """Return a note that a trainer which lists linear layers by itself leaves some of `all-linear` out."""
     if settings.lora is None or settings.lora.target_modules != "all-linear" or not settings.has_experts:
         return []
     return [
@@ -79,7 +79,7 @@ def expert_notes(settings: TrainerSettings) -> list[str]:
 
 
 def plain_expert_notes(settings: TrainerSettings) -> list[str]:
-    """Return that a trainer keeps experts which are not quantised in other formats than were measured."""
+    """Return a note on a trainer that keeps experts which are not quantised in another format than was measured."""
     if settings.quantization is None or not settings.halves_experts:
         return []
     return [
@@ -89,7 +89,7 @@ def plain_expert_notes(settings: TrainerSettings) -> list[str]:
 
 
 def gathering_notes(settings: TrainerSettings) -> list[str]:
-    """Return what FSDP adds to a step with ZeRO-2: it shards the parameters again after each backward.
+    """Return a note on FSDP with ZeRO-2, which shards the parameters again after each backward.
 
     Measured with ZeRO-2, parameters are gathered once a step: see `bexp.explorer.cost.collectives`.
     """

@@ -1,7 +1,7 @@
-"""What is exported: the execution of a training run, in terms that every trainer has a name for.
+"""The exported execution of a training run, in terms that every trainer has a name for.
 
-Nothing that changes what is learnt is part of it: no learning rate, no schedule, no seed. The global batch is the one
-that the request states; if it states none, accumulation is left to the trainer.
+It has no setting that changes what a model learns: no learning rate, no schedule, no seed. The global batch is that of
+the request; if the request states none, accumulation is left to the trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bexp.explorer.model.training import LoRASpec, Precision, Sharding, Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """The execution of a training run. What the trainer cannot express of the candidate is replaced already."""
+    """The execution of a training run, with replacements for settings that the trainer cannot express."""
 
     candidate: Candidate
     """As it was measured."""
@@ -31,14 +31,14 @@ class TrainerSettings:
     title: str
     """The trainer, for people."""
     header: tuple[str, ...]
-    """Line by line: where it comes from, what was lost, and what else must be set."""
+    """Line by line: the source, the replacements, and the other settings to make."""
 
     target_name: str
     """The code that was measured."""
     is_own_code: bool
     """Whether a person's own target was measured, whose code decides precision, recomputation and kernels."""
     model: Mapping[str, Any]
-    """The fields of a request that say what the model is."""
+    """The fields of a request that describe the model."""
     request: Mapping[str, Any]
     """All fields of the request, as JSON has them."""
     hardware: HardwareSpec | None
@@ -51,7 +51,7 @@ class TrainerSettings:
     """The measured one if the trainer has it, else the nearest that it has."""
     quantization: Quantization | None
     halves_experts: bool
-    """Whether experts stay plain beside quantised weights, and the trainer keeps those in half precision."""
+    """Whether experts stay plain in a quantised model, and the trainer keeps them in half precision."""
 
     batch_size: int | None
     """Sequences of a step over all devices; None if the request states none."""
@@ -60,7 +60,7 @@ class TrainerSettings:
     grad_accum_steps: int | None
     """None if the request states no batch."""
     batching: Batching | None
-    """What becomes of texts of unequal length; None if every sequence was measured full."""
+    """The batching of texts of unequal length; None if every sequence was measured full."""
     tokens_per_sequence: float | None
     """The mean of texts of unequal length; None if they were measured full."""
 
@@ -121,12 +121,12 @@ class TrainerSettings:
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether attention is that of the package flash-attn, which takes rows of several texts without a mask."""
+        """Whether attention is that of the flash-attn package, which takes rows of several texts without a mask."""
         return (self.attention or "").startswith("flash_attention")
 
     @property
     def states_length(self) -> bool:
-        """Whether the tokens of a sequence are known; a target that a person has written may state none."""
+        """Whether the tokens of a sequence are known; a person's own target may state none."""
         return self.seq_length > 1
 
     @property
@@ -145,7 +145,7 @@ class TrainerSettings:
     def reduces_each_batch(self) -> bool:
         """Whether gradients are reduced in each accumulation step, as measured with ZeRO-2 and ZeRO-3.
 
-        accelerate and transformers' Trainer reduce them in the last one alone unless they are told so
-        (`sync_each_batch`), and then hold whole gradients until there.
+        By default accelerate and transformers' Trainer reduce them only in the last step (see `sync_each_batch`), and
+        hold whole gradients until then.
         """
         return self.sharding in (Sharding.ZERO2, Sharding.ZERO3) and self.grad_accum_steps != 1

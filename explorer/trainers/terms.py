@@ -1,7 +1,7 @@
-"""What a run asks of its trainer, one term for each thing, and in which words: it stands here alone.
+"""The terms that a run asks of its trainer, with their words; they stand here alone.
 
-A trainer lists for each term what it can express (`Trainer.expresses`), and `Trainer.lacks` compares. Most terms are
-dimensions of a candidate, under their names; the others are the same for all candidates of a request.
+A trainer lists for each term the values that it can express (`Trainer.expresses`), and `Trainer.lacks` compares. Most
+terms are dimensions of a candidate, under their names; the others are the same for all candidates of a request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bexp.explorer.trainers.back_ends import TORCH_CHOICE, library_experts
 
 SHARES = frozenset({Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75})
 FIRST_LAYERS, LAYER_GROUPS = "layers_N", "groups_N"
-"""The policies with a number, whatever it is."""
+"""The policies with a number, for any number."""
 DIFFERENT_LAYERS = "a share of layers that differ"
 """The first layers are measured. A trainer that recomputes every Nth does the same where all layers are of one kind."""
 TILES = "attention tiles"
@@ -50,11 +50,11 @@ class Term:
     """One thing that a run may ask of its trainer."""
 
     words: Callable[[Any, Hashable], str]
-    """How a value is named to a person; the second argument is what of it the trainer cannot express."""
+    """Returns the words for a value; the second argument is the part that the trainer cannot express."""
     asks: Callable[[Any], Iterable[Hashable]] = lambda value: (value,)
-    """What a trainer has to express for a value."""
+    """Returns the parts that a trainer has to express for a value."""
     usual: frozenset[Hashable] = frozenset()
-    """What a trainer can express that says nothing of it."""
+    """The parts that a trainer can express if it lists nothing for this term."""
 
 
 def _policy_asks(asked: Policy) -> Iterable[Hashable]:
@@ -85,7 +85,7 @@ def _sharing_words(sharing: Sharing, lacking: Hashable) -> str:
 
 
 def _present(word: str) -> Callable[[Any], Iterable[Hashable]]:
-    """Return what asks for `word` where a value is there."""
+    """Return a function that asks for `word` unless a value is None."""
     return lambda value: () if value is None else (word,)
 
 
@@ -95,7 +95,7 @@ def _named(value: Any) -> Iterable[Hashable]:
 
 
 def _of(choice: Choice[Any]) -> Term:
-    """Return the term of a dimension whose values have names: a trainer that says nothing of it has the plain one."""
+    """Return the term of a dimension whose values have names: a trainer that lists none has the plain one."""
     return Term(lambda value, lacking: choice.words(value), _named, frozenset({choice.plain}))
 
 
@@ -149,7 +149,7 @@ if unknown := {dimension.name for dimension in DIMENSIONS} - TERMS.keys() - ALWA
 
 
 def expresses(**others: Iterable[Hashable]) -> Mapping[str, frozenset[Hashable]]:
-    """Return what a trainer can express of each term: the usual, but for the `others` that are named.
+    """Return the values of each term that a trainer can express: those of `others`, else the usual ones.
 
     Raises TypeError for a name that is no term.
     """

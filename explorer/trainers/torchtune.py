@@ -25,7 +25,7 @@ from bexp.explorer.trainers.terms import FRACTIONAL_ALPHA, LORA, OTHER_LIBRARIES
 from bexp.explorer.trainers.trainer import Trainer
 
 _MODULES = {"output_proj": "o_proj"}
-"""Names of torchtune's modules that transformers calls otherwise."""
+"""Torchtune's modules whose names in transformers differ, by those names."""
 _OPTIMIZERS = {
     "torch.optim.adamw": "adamw_torch_fused",
     "torch.optim.sgd": "sgd",
@@ -46,12 +46,12 @@ def _has_adapters(value: Any) -> bool:
 
 
 def _modules(value: Any) -> Any:
-    found = names(value)
-    return [_MODULES.get(str(name), str(name)) for name in found] if isinstance(found, list) else found
+    listed = names(value)
+    return [_MODULES.get(str(name), str(name)) for name in listed] if isinstance(listed, list) else listed
 
 
 def _formats(said: Formats) -> tuple[str, str | None]:
-    """All weights have the format that `dtype` names."""
+    """Return the formats: all weights have that of `dtype`."""
     return said.weights or "bfloat16", "pure"
 
 

@@ -1,4 +1,4 @@
-"""Who runs an answer: what a trainer can express, what it decides where a request does not, and its files."""
+"""The type of a trainer, which runs an answer: the values that it can express, its defaults, and its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.trainers.document import Render
-from bexp.explorer.trainers.keys import ReadBeside, TrainerFile
+from bexp.explorer.trainers.keys import ReadSideFile, TrainerFile
 from bexp.explorer.trainers.terms import TERMS, Policy, expresses
 
 LIBRARY_RUNS_IT = frozenset({TRANSFORMERS})
@@ -21,21 +21,21 @@ LIBRARY_RUNS_IT = frozenset({TRANSFORMERS})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """Who runs an answer."""
+    """A trainer, which runs an answer."""
 
     name: str
-    """In a request's `trainer` and in `--trainer`."""
+    """The name in a request's `trainer` and in `--trainer`."""
     title: str
-    """For people."""
+    """The name for people."""
     formats: Mapping[str, Render] = field(default_factory=dict)
-    """What writes the files that it reads, by the names of `--format`, the usual one first."""
+    """The functions that write files for it, by the names of `--format`, the usual one first."""
     file: TrainerFile | None = None
-    """How the file that people train with is read; None if it has none that is read."""
-    side_file: tuple[str, ReadBeside] | None = None
-    """The field of a document that holds a file of its own beside a model, and what reads it; None if it has none."""
+    """The table of the file that people train with; None if no such file is read."""
+    side_file: tuple[str, ReadSideFile] | None = None
+    """The field of a document that holds a file of the training side, and the function that reads it."""
 
     expresses: Mapping[str, frozenset[Hashable]] = field(default_factory=expresses)
-    """What it can express of each term. Kernels have the transformers library's names."""
+    """The values of each term that it can express. Kernels have the transformers library's names."""
     flattens: bool = False
     """Whether it makes one row of a packed micro-batch for any attention."""
     largest_packed: Mapping[str, int] = field(default_factory=dict)
@@ -44,25 +44,25 @@ class Trainer:
     """The targets whose measured code it runs; for others an export promises no tokens/s."""
 
     precisions: tuple[Precision, ...] = ("pure", "autocast")
-    """What it can keep; the first where a request states nothing."""
+    """The precisions that it can keep; the first is its default."""
     upcast_attention: frozenset[str] = frozenset()
     """Attention with which it casts norms, embeddings, output layer and routers to float32: precision `upcast`.
 
     It casts nothing where it trains adapters or shards.
     """
     halves_adapters: bool = False
-    """Whether it casts what it trains of a quantised model to bfloat16."""
+    """Whether it casts the trained weights of a quantised model to bfloat16."""
     halves_experts: bool = False
-    """Whether it keeps experts in half precision that stay plain beside quantised weights."""
+    """Whether it keeps experts that stay plain in a quantised model in half precision."""
     halves_shell: bool = False
     """Whether it keeps norms, embeddings and output layer of a quantised model in half precision."""
     float32_gradients: bool = False
     """Whether gradients of weights in bfloat16 are summed in float32."""
     allocator: Literal["default", "expandable_segments"] = "default"
-    """What it sets where a request states nothing."""
+    """Its default."""
 
     def lacks(self, term: str, value: Any) -> str | None:
-        """Return a value of a term in words if it cannot express it; None if it can."""
+        """Return the words for a value of a term that the trainer cannot express; None if it can."""
         known, mine = TERMS[term], self.expresses[term]
         missing = next((asked for asked in known.asks(value) if asked not in mine), None)
         return None if missing is None else known.words(value, missing)
@@ -72,7 +72,7 @@ class Trainer:
         return self.lacks("recompute", Policy(policy, layers_differ)) is None
 
     def nearest_policy(self, policy: Recompute, num_layers: int, *, layers_differ: bool = False) -> Recompute:
-        """Return the policy that recomputes the fewest layers, and at least as many, so that what fitted still fits.
+        """Return the policy that recomputes the fewest layers but no fewer than `policy`, so that it still fits.
 
         A policy by operation or by groups becomes `full`. It is `none` for a trainer that recomputes nothing.
         """
@@ -85,19 +85,19 @@ class Trainer:
         return by_share[0] if by_share else Recompute.NONE
 
     def nearest_loss(self, loss: Loss) -> Loss:
-        """Return the loss that it computes in place of one: another that holds no logits if it has one."""
+        """Return the loss that it computes in place of `loss`: another that holds no logits if it has one."""
         mine = self.expresses["loss"]
         alike = (one for one in LOSSES if one in mine and not LOSSES[one].holds_logits)
         return loss if loss in mine else "library" if LOSSES[loss].holds_logits else next(alike, "library")
 
     def nearest_sharding(self, level: Sharding) -> Sharding:
-        """Return the lowest level that shards at least as much, so that what fitted still fits; else `none`."""
+        """Return the lowest level that shards no less than `level`, so that memory still suffices; else `none`."""
         mine = self.expresses["sharding"]
         return next((one for one in Sharding if one.level >= level.level and one in mine), Sharding.NONE)
 
     @property
     def keeps_float32(self) -> bool:
-        """Return whether it can keep all weights in float32, as weights or as master weights."""
+        """Whether it can keep all weights in float32, as weights or as master weights."""
         return not {"autocast", "master"}.isdisjoint(self.precisions)
 
     def kept_formats(self, dtype: DType, precision: Precision) -> tuple[DType, DType]:

@@ -1,7 +1,7 @@
 """transformers' Trainer: fields of its `TrainingArguments`, which TRL and LLaMA-Factory read as well.
 
-An export is JSON for `TrainingArguments(**fields)` or `HfArgumentParser`. What belongs to the model, to its data or to
-peft stands in the header. Names as of transformers 5.23.
+An export is JSON for `TrainingArguments(**fields)` or `HfArgumentParser`. Settings of the model, of its data and of
+peft stand in the header. Names as of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL
 
 
 def autocast_in(dtype: DType, otherwise: bool | None = None) -> Write:
-    """Return a writer of the switch of autocast in a format; `otherwise` is its value where nothing is cast.
+    """Return a writer of the switch of autocast in a format; `otherwise` is its value without autocast.
 
-    Nothing is cast where the weights are in the format of the products.
+    There is no autocast where the weights are in the format of the products.
     """
     return lambda settings: (settings.dtype is dtype or None) if settings.has_autocast else otherwise
 
@@ -74,7 +74,7 @@ def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
 
 
 def accelerator_config(settings: TrainerSettings) -> dict[str, Any] | None:
-    """Return what asks accelerate to reduce gradients in each accumulation step, where that was measured."""
+    """Return the setting by which accelerate reduces gradients in each accumulation step, if that was measured."""
     return {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if settings.reduces_each_batch else None
 
 
@@ -117,7 +117,7 @@ ORDER: Mapping[str, Key] = {
 ARGUMENTS: Mapping[str, Key] = {
     **BATCH,
     "auto_find_batch_size": Key(write=lambda settings: False),
-    # It compiles the whole model, and no export asks for that.
+    # The key compiles the whole model, and no export asks for that.
     "torch_compile": Key(Setting.COMPILE, flag, lambda settings: False),
     **OPTIMIZER,
     **AUTOCAST,
@@ -178,7 +178,7 @@ _OPTIMIZERS = {**ALIASES, "sgd": "sgd", **{name: name for name in LIBRARY}}
 _FSDP_SHARDINGS = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "none"}
 
 
-def read_arguments(arguments: Section, devices: int, beside: Batch | None) -> Batch:
+def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Batch:
     """Read TrainingArguments and return a device's batch and the accumulation steps, with transformers' defaults."""
     translation = arguments.translation
     arguments.refuse_where_set(_REFUSED_ARGUMENTS)
@@ -222,7 +222,7 @@ def _read_fsdp(arguments: Section) -> None:
 
 
 def arguments_export(keys: Mapping[str, Key], notes: Callable[[TrainerSettings], list[str]]) -> Render:
-    """Return what writes TrainingArguments, with the fields and the notes of a trainer that is built on this one."""
+    """Return the writer of TrainingArguments with the fields and the notes of a trainer that is built on this one."""
 
     def render(settings: TrainerSettings) -> ExportDocument:
         values = fields_of(keys, settings)

@@ -43,10 +43,10 @@ _DTYPES = {name: name for name in ("auto", "float32", "bfloat16")}
 
 
 def _formats(said: Formats) -> tuple[str, str | None]:
-    """It loads weights in float32 unless `dtype` says otherwise, and computes under autocast unless `bf16` is false."""
+    """Return the formats: weights in `dtype`, by default float32, and autocast unless `bf16` is false."""
     weights = said.checkpoint if said.weights == "auto" else said.weights
     if said.is_quantized and weights != "bfloat16":
-        raise ValueError("beside load_in_4bit or load_in_8bit, weights are measured in bfloat16: say dtype: bfloat16")
+        raise ValueError("with load_in_4bit or load_in_8bit, weights are measured in bfloat16: say dtype: bfloat16")
     if said.half and weights == "float32":
         return "bfloat16", "autocast"
     if said.has_adapters and not said.half and weights != "float32":
@@ -56,19 +56,19 @@ def _formats(said: Formats) -> tuple[str, str | None]:
 
 def _packing_strategy(value: Any) -> None:
     if value not in ("bfd", "bfd_split"):
-        raise ValueError("rows that cut texts are not what TRL is told: say packing_strategy: bfd")
+        raise ValueError("rows that cut texts are not measured: say packing_strategy: bfd")
 
 
 KEYS = {
     **ARGUMENTS,
-    # It computes under autocast unless it is told not to.
+    # By default TRL computes under autocast.
     "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16, otherwise=False)),
     "fp16": Key(write=autocast_in(DType.FLOAT16, otherwise=False)),
     "packing": Key(Setting.PACKING, flag, lambda settings: settings.packs),
     # Best-fit packing keeps documents apart by flattening a micro-batch into one row.
     "padding_free": Key(Setting.PADDING_FREE, flag, lambda settings: settings.packs),
     "packing_strategy": Key(None, _packing_strategy, lambda settings: "bfd" if settings.packs else None),
-    # Of full logits; its default computes them in chunks.
+    # The loss of full logits; TRL's default computes them in chunks.
     "loss_type": Key(
         Setting.LOSS,
         one_of({"nll": "library", CHUNKED: CHUNKED}),
@@ -132,7 +132,7 @@ FILE = TrainerFile(
 
 
 def _precision_notes(settings: TrainerSettings) -> list[str]:
-    """Return what TRL does to the number formats beside quantised weights that was not measured."""
+    """Return notes on number formats in quantised models that TRL sets otherwise than was measured."""
     if settings.quantization is None:
         return []
     return [

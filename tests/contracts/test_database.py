@@ -22,10 +22,6 @@ def test_the_clock_is_utc_and_near_ours(database: Database) -> None:
     assert timedelta(minutes=59) < later - now < timedelta(minutes=61)
 
 
-def test_ping_answers(database: Database) -> None:
-    database.ping()
-
-
 def test_an_error_does_not_repeat_what_was_to_be_stored(database: Database) -> None:
     """Errors go to logs; what is stored may be the digest of a token, or what somebody explores."""
     with pytest.raises(sa.exc.DBAPIError) as caught, database.begin() as connection:

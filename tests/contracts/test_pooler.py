@@ -123,7 +123,7 @@ def test_one_at_a_time_changes_tables(behind: Database) -> None:
             with guard:
                 inside += 1
                 most = max(most, inside)
-            behind.ping()
+            is_current(behind)
             with guard:
                 inside -= 1
 
@@ -137,7 +137,7 @@ def test_one_at_a_time_changes_tables(behind: Database) -> None:
 def test_limits_hold_for_who_set_them(behind: Database) -> None:
     limited = open_database(behind.url, DatabaseLimits(statement=timedelta(seconds=0.5), max_connections=1))
     for _ in range(3):
-        limited.ping()
+        is_current(limited)
         with limited.begin() as connection, pytest.raises(DATABASE_TROUBLE, match="statement timeout"):
             connection.execute(sa.text("SELECT pg_sleep(600)"))
         with behind.begin() as connection:

@@ -153,7 +153,7 @@ def check(name: str, package: Package, folder: Path) -> bool:
         path.unlink()
     for export_format in package.formats:
         for answer, answered in ANSWERS.items():
-            with suppress(ExportError):  # a trainer that cannot be told an answer gets no file
+            with suppress(ExportError):  # a trainer that cannot express an answer gets no file
                 (written / f"{export_format}.{answer}").write_text(export(export_format, answered).text)
     write_own_files(name, folder / "own")
     sources = [str(path) for path in folder.glob(f"{name}-*") if path.is_dir()]

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, DatabaseLimits, describe_trouble, open_database
+from bexp.storage.schema import is_current
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg", "postgres"])
@@ -80,7 +81,7 @@ def test_a_password_is_not_in_an_error() -> None:
 
 def test_the_folder_of_a_file_is_created(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path}/a/b/bexp.db")
-    database.ping()
+    is_current(database)
     assert (tmp_path / "a" / "b" / "bexp.db").exists()
     assert database.sqlite_path == tmp_path / "a" / "b" / "bexp.db"
     database.dispose()

@@ -12,7 +12,7 @@ import pytest
 
 from bexp.storage.database import open_database
 from bexp.storage.location import default_database_url
-from bexp.storage.schema import upgrade
+from bexp.storage.schema import is_current, upgrade
 
 
 def mode(path: Path) -> int:
@@ -76,7 +76,7 @@ def test_a_folder_and_a_file_that_are_there_stay_as_they_are_and_one_line_says_s
     path.touch(mode=0o644)
     for _ in range(2):
         database = open_database(f"sqlite:///{path}")
-        database.ping()
+        is_current(database)
         database.dispose()
     assert (mode(reachable), mode(path)) == (0o755, 0o644)
     assert [record.getMessage() for record in caplog.records] == [

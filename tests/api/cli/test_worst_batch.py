@@ -118,8 +118,8 @@ GIB = 1 << 30
         ),
         (
             {"peak_bytes": 9 * GIB, "kept_bytes": GIB, "kept_rows": 5, "fitting_size": 4, "fitting_peak_bytes": GIB},
-            "does not fit: one batch of 8 has a peak of 9.0 GiB of 4.0 GiB, 1.0 GiB of it the outputs of 5 rows kept for "
-            "compute_metrics; per_device_eval_batch_size 4 has 1.0 GiB with preprocess_logits_for_metrics",
+            "does not fit: one batch of 8 has a peak of 9.0 GiB of 4.0 GiB, 1.0 GiB of it the outputs of 5 rows kept "
+            "for compute_metrics; per_device_eval_batch_size 4 has 1.0 GiB with preprocess_logits_for_metrics",
         ),
         (
             {"peak_bytes": 9 * GIB, "fitting_size": 4, "fitting_peak_bytes": 4 * GIB},

@@ -14,5 +14,5 @@ def test_layers_are_counted_by_sort_with_those_that_lie_below() -> None:
 
 def test_a_chunk_keeps_one_output_and_runs_again_with_all_that_is_inside() -> None:
     whole, rest = sorted(group_chunks("aaaaaaaa", 3), key=lambda one: -one.count)
-    assert (whole.count, whole.kept, sum(whole.below), sum(whole.beside)) == (6, 2, 1, 2)
-    assert (rest.count, rest.kept, sum(rest.below), sum(rest.beside)) == (2, 1, 2, 1)
+    assert (whole.count, whole.kept, sum(whole.below), sum(whole.together)) == (6, 2, 1, 2)
+    assert (rest.count, rest.kept, sum(rest.below), sum(rest.together)) == (2, 1, 2, 1)

@@ -107,7 +107,7 @@ def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
     sure = chosen(found, "transformers")
     assert (sure.candidate.micro_batch_size, sure.confidence) == (4, 99)
     header = "\n".join(plan(found.source).header)
-    assert f"confidence {sure.confidence} out of 100 among what transformers' Trainer can be told" in header
+    assert f"confidence {sure.confidence} out of 100 among what transformers' Trainer can express" in header
     assert f"tokens/s of each device; confidence {sure.confidence} out of 100" in header
 
 
@@ -139,7 +139,7 @@ def test_a_candidate_whose_trial_ran_out_of_memory_is_not_exported() -> None:
 @pytest.mark.parametrize("name", ["transformers", "deepspeed", "megatron", "axolotl", "llamafactory"])
 def test_nothing_is_exported_if_nothing_that_was_explored_can_be_told(name: str) -> None:
     found = simulated(22, execution="compile")
-    with pytest.raises(ExportError, match=r"execution 'compile', and nothing that it can be told .* see `--trainer`"):
+    with pytest.raises(ExportError, match=r"execution 'compile', and no explored candidate .* see `--trainer`"):
         plan(found.source, name)
     assert plan(found.source, "python").compiled_layers
     assert plan(found.source, "accelerate").compiled_layers
@@ -168,7 +168,7 @@ def test_what_another_version_stored_of_a_device_takes_no_candidate_from_it(chan
 )
 def test_what_nothing_replaces_is_refused_without_trials(best: Candidate, asked: dict[str, Any], words: str) -> None:
     answer = exploration(best, **asked)
-    with pytest.raises(ExportError, match=f"transformers' Trainer cannot be told {words}"):
+    with pytest.raises(ExportError, match=f"transformers' Trainer cannot express {words}"):
         plan(answer)
     assert plan(answer, "python").candidate == best
 
@@ -176,7 +176,7 @@ def test_what_nothing_replaces_is_refused_without_trials(best: Candidate, asked:
 @pytest.mark.parametrize("name", ["megatron", "torchtitan", "torchtitan-main", "cerebras"])
 def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
     answer = exploration(training={"lora": {"r": 8, "target_modules": ["q_proj"]}})
-    with pytest.raises(ExportError, match="cannot be told LoRA; these can: bexp, transformers"):
+    with pytest.raises(ExportError, match="cannot express LoRA; these can: bexp, transformers"):
         plan(answer, name)
     assert plan(answer, "deepspeed").lora is not None
     assert answer.recommendation is not None
@@ -187,7 +187,7 @@ def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
 @pytest.mark.parametrize("name", ["llamafactory", "axolotl"])
 def test_an_alpha_that_a_trainer_would_round_is_refused(name: str) -> None:
     answer = exploration(training={"lora": LORA | {"alpha": 12.5}})
-    with pytest.raises(ExportError, match=r"cannot be told a LoRA alpha that is no whole number \(12.5\)"):
+    with pytest.raises(ExportError, match=r"cannot express a LoRA alpha that is no whole number \(12.5\)"):
         plan(answer, name)
     assert any("lora_alpha=12.5" in line for line in export("transformers", answer).header)
     assert answer.recommendation is not None
@@ -201,7 +201,7 @@ def test_full_logits_have_to_fit_without_trials_too() -> None:
     fits: dict[str, Any] = {"required_bytes": 139 * GIB - round(1.1 * size)}
     assert plan(exploration(best, batch_size=48, known=fits)).micro_batch_size == 24
     tight: dict[str, Any] = {"required_bytes": 139 * GIB - round(0.97 * size)}
-    with pytest.raises(ExportError, match="cannot be told the chunked loss"):
+    with pytest.raises(ExportError, match="cannot express the chunked loss"):
         plan(exploration(best, batch_size=48, known=tight))
 
 
@@ -226,7 +226,7 @@ def test_every_second_layer_is_not_the_first_half_where_layers_differ(name: str)
     assert plan(answer, name).recompute is Recompute.PARTIAL_50
     assert plan(differing, name).recompute is Recompute.FULL
     header = "\n".join(plan(differing, name).header)
-    assert "cannot be told the recomputation policy 'partial_50' of layers that differ" in header
+    assert "cannot express the recomputation policy 'partial_50' of layers that differ" in header
     assert "'full' is used in place of 'partial_50'" in header
     for other in ("python", "lightning"):
         assert plan(differing, other).recompute is Recompute.PARTIAL_50
@@ -301,7 +301,7 @@ def test_only_a_trainer_that_knows_the_capacity_of_experts_is_told_such_a_model(
     text = export("megatron", answer).text
     for flag in ("capacity-factor 1.2345678", "token-drop-policy probs", "token-dispatcher-type alltoall"):
         assert flag in text
-    with pytest.raises(ExportError, match="DeepSpeed cannot be told a capacity factor of experts; these can: megatron"):
+    with pytest.raises(ExportError, match="DeepSpeed cannot express a capacity factor of experts; these can: megatron"):
         export("deepspeed", answer)
 
 

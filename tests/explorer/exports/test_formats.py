@@ -63,8 +63,8 @@ def test_what_a_trainer_cannot_be_told_is_replaced_and_named(name: str) -> None:
     assert "in place of the recommended micro_batch_size=" in header
     assert f"`--trainer {name.removesuffix('-main')}` measures it" in header
     can_pin, can_chunk = name in {"megatron", "lightning"}, name in {"torchtitan", "torchtitan-main", "cerebras"}
-    assert ("cannot be told the attention kernel 'cudnn'" in header) is not can_pin
-    assert ("cannot be told the chunked loss" in header) is not can_chunk
+    assert ("cannot express the attention kernel 'cudnn'" in header) is not can_pin
+    assert ("cannot express the chunked loss" in header) is not can_chunk
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -114,7 +114,7 @@ def test_number_formats_of_lightning_and_megatron() -> None:
         made = export("megatron", exploration(training={"precision": precision}))
         assert "--bf16" in flags(made, "MEGATRON_FLAGS")
         line = next(line for line in made.header if line.startswith("weights:"))
-        assert "beside float32 master weights" in line
+        assert "with float32 master weights" in line
         assert ("its memory is counted by formulas" in line) is (precision != "master")
 
 

@@ -95,7 +95,7 @@ def test_the_formats_that_are_offered_are_those_that_can_be_made(changes: dict[s
 
 
 def test_other_frameworks_take_only_data_parallelism() -> None:
-    with pytest.raises(ExportError, match="cannot be told a mesh of devices; these can: torchtitan, megatron"):
+    with pytest.raises(ExportError, match="cannot express a mesh of devices; these can: torchtitan, megatron"):
         export("deepspeed", planned())
     plain = {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1, "data": 32}
     assert '"train_micro_batch_size_per_gpu": 4' in export("deepspeed", planned(**plain)).text
@@ -112,7 +112,7 @@ def test_a_mode_that_only_our_kernels_have_is_replaced_by_the_best_in_plain_mode
     else:
         assert given["--parallelism.expert_parallel_degree"] == "8"
     text = " ".join(made.text.replace("#", "").split())
-    assert "cannot be told expert mode 'shadowed' of the recommended mesh (tensor=2" in text
+    assert "cannot express expert mode 'shadowed' of the recommended mesh (tensor=2" in text
     assert "expert=4 (2 shadowed)" in text
     assert "which is planned to be 1.50x as fast" in text
     assert "8 accumulation steps x 32 data-parallel" in text

@@ -89,7 +89,7 @@ def test_every_choice_of_adapters_is_exported() -> None:
         "modules_to_save=['embed_tokens', 'lm_head'], use_rslora=True)"
     )
     assert all(config in "\n".join(export(name, source).header) for name in SCRIPTS)
-    with pytest.raises(ExportError, match="LLaMA-Factory cannot be told LoRA of single parameters"):
+    with pytest.raises(ExportError, match="LLaMA-Factory cannot express LoRA of single parameters"):
         export("llamafactory", source)
     assert source.recommendation is not None
     assert "llamafactory" not in formats_for(source.recommendation, source.request)

@@ -68,7 +68,7 @@ def test_a_header_says_what_was_measured() -> None:
 def test_a_trainer_that_cannot_pack_is_refused() -> None:
     answer = exploration(FLASH, lengths=LENGTHS, batching="packed")
     for name in ("transformers", "megatron", "torchtitan", "cerebras"):
-        with pytest.raises(ExportError, match="cannot be told packed texts"):
+        with pytest.raises(ExportError, match="cannot express packed texts"):
             export(name, answer)
     assert answer.recommendation is not None
     listed = formats_for(answer.recommendation, answer.request)
@@ -82,11 +82,11 @@ def test_a_trainer_that_cannot_pack_is_refused() -> None:
 def test_one_row_and_several_are_not_the_same_to_attention_with_a_mask() -> None:
     """TRL makes one row of a packed micro-batch, whose mask is as large as its square."""
     rows = exploration(lengths=LENGTHS, batching="packed")
-    with pytest.raises(ExportError, match="TRL cannot be told packed rows as attention 'sdpa' was measured with them"):
+    with pytest.raises(ExportError, match="TRL cannot express packed rows as attention 'sdpa' was measured with them"):
         export("trl", rows)
     axolotl = yaml.safe_load(export("axolotl", rows).text)
     assert (axolotl["multipack_real_batches"], axolotl["sdpa_varlen"]) == (True, False)
     one_row = exploration(lengths=LENGTHS, batching="packed", trainer="trl")
     assert yaml.safe_load(export("trl", one_row).text)["packing"] is True
-    with pytest.raises(ExportError, match="Axolotl cannot be told packed rows"):
+    with pytest.raises(ExportError, match="Axolotl cannot express packed rows"):
         export("axolotl", one_row)

@@ -96,7 +96,7 @@ def test_formats_of_moments_and_gradients_that_a_trainer_cannot_be_told_are_coun
         lines = [line for line in export(name, answer).header if "states in" in line or "gradients in" in line]
         told = [line for line in lines if line.startswith("lost:")]
         assert len(told) == (name in losing), name
-        assert all(f"cannot be told {lost}" in line for line in told)
+        assert all(f"cannot express {lost}" in line for line in told)
 
 
 def test_shapes_with_master_weights_need_no_more_as_float32_weights() -> None:

@@ -209,7 +209,7 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("axolotl", {"adapter": "llama-adapter"}, "adapter", "is not measured; these are: lora, qlora"),
         ("axolotl", {"optimizer": "muon"}, "optimizer", "any other optimizer is measured in your own command"),
         ("axolotl", {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "host's memory"),
-        ("axolotl, QLoRA", {"torch_compile": True}, "torch_compile", "Axolotl cannot be told execution 'compile'"),
+        ("axolotl, QLoRA", {"torch_compile": True}, "torch_compile", "Axolotl cannot express execution 'compile'"),
         ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "a whole number from 1 on"),
         ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "a part of the weights"),
         ("axolotl", {"load_in_8bit": True}, "load_in_8bit", "add training.lora"),

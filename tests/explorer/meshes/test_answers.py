@@ -53,7 +53,7 @@ def steps() -> list[Progress]:
 
 def test_meshes_of_which_a_trainer_can_be_told_nothing_say_so() -> None:
     kernel = request(trainer="torchtitan", attention_backends=["flash"], parallelism={"tensor": 2})
-    with pytest.raises(EmptySpaceError, match="torchtitan cannot be told the attention kernel 'flash'"):
+    with pytest.raises(EmptySpaceError, match="torchtitan cannot express the attention kernel 'flash'"):
         mesh_candidates(kernel, there())
 
 

@@ -65,9 +65,9 @@ def test_a_sentence_says_what_is_no_length(given: Any, sentence: str) -> None:
         ({"lengths": {8: 1}, "batching": "packed", "bta": {"enable": True}}, "attention tiles divide padded rows"),
         (
             {"lengths": {8: 1}, "batching": "packed", "trainer": "transformers"},
-            "cannot be told packed texts; these can",
+            "cannot express packed texts; these can",
         ),
-        ({"lengths": {8: 1}, "trainer": "megatron"}, "cannot be told padded texts"),
+        ({"lengths": {8: 1}, "trainer": "megatron"}, "cannot express padded texts"),
         ({"lengths": {8: 1}, "batching": "by_tokens"}, "'padded', 'grouped', 'packed' or 'token_budget'"),
     ],
 )

@@ -56,7 +56,7 @@ def test_any_other_optimizer_is_refused_with_ways_to_measure_it(name: Any) -> No
     [
         ({"num_devices": 2}, "steps in the host's memory, beside one GPU"),
         ({"device_kind": "cpu"}, "steps in the host's memory, beside one GPU"),
-        ({"trainer": "trl"}, "TRL cannot be told the optimizer 'adamw_cpu_offload'; these can: bexp"),
+        ({"trainer": "trl"}, "TRL cannot express the optimizer 'adamw_cpu_offload'; these can: bexp"),
     ],
 )
 def test_an_optimizer_on_the_host_is_for_one_gpu_and_a_trainer_that_can_be_given_it(
@@ -72,10 +72,10 @@ def test_an_optimizer_on_the_host_is_for_one_gpu_and_a_trainer_that_can_be_given
     [
         ({"model": MODEL}, "needs target 'transformers'"),
         ({"training": {"optimizer": {"name": "adafactor"}, "precision": "master"}}, "without float32 master weights"),
-        ({"trainer": "deepspeed"}, "DeepSpeed cannot be told the optimizer 'adafactor'; these can: .*axolotl"),
+        ({"trainer": "deepspeed"}, "DeepSpeed cannot express the optimizer 'adafactor'; these can: .*axolotl"),
         ({"training": {"optimizer": {"name": "adafactor"}, "sharding": "zero2"}, "num_devices": 2}, "without sharding"),
         ({"training": {"optimizer": {"name": "adafactor", "state_dtype": "float32"}}}, "leave state_dtype out"),
-        ({"trainer": "torchtitan"}, "torchtitan cannot be told the optimizer 'adafactor'; these can: .*axolotl"),
+        ({"trainer": "torchtitan"}, "torchtitan cannot express the optimizer 'adafactor'; these can: .*axolotl"),
     ],
 )
 def test_what_cannot_be_had_with_a_librarys_optimizer_is_refused(fields: dict[str, Any], why: str) -> None:

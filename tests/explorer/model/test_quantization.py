@@ -102,7 +102,7 @@ def test_adapters_that_peft_does_not_have_are_refused(lora: dict[str, Any], why:
 def test_a_trainer_that_adapts_modules_alone_refuses_parameters() -> None:
     lora = {"r": 4, "target_parameters": ["experts.down_proj"]}
     assert request(trainer="axolotl", training={"lora": lora}).training.lora is not None
-    with pytest.raises(ValidationError, match="LLaMA-Factory cannot be told LoRA of single parameters"):
+    with pytest.raises(ValidationError, match="LLaMA-Factory cannot express LoRA of single parameters"):
         request(trainer="llamafactory", training={"lora": lora})
 
 

@@ -19,7 +19,7 @@ def test_axolotl_says_what_it_casts_by_itself() -> None:
     cast = "Axolotl keeps norms and embeddings in float32"
     flash = candidate(attention_backend="flash_attention_2")
     measured = "\n".join(export("axolotl", exploration(trainer="axolotl")).header)
-    assert "as measured beside norms, embeddings, output layer and routers in float32" in measured
+    assert "as measured with norms, embeddings, output layer and routers in float32" in measured
     assert cast not in measured
     assert cast in "\n".join(export("axolotl", exploration()).header)
     for answer in (exploration(flash), exploration(**SHARDED), exploration(training={"lora": LORA})):

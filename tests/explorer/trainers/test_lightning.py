@@ -76,11 +76,11 @@ def test_adapters_of_a_sharded_model_are_refused() -> None:
     """FSDP joins the parameters of a layer into one tensor, and adapters have another number format."""
     lora = {"lora": {"r": 8, "target_modules": ["q_proj"]}}
     answer = exploration(num_devices=8, training={"sharding": "zero3", **lora})
-    with pytest.raises(ExportError, match="Lightning cannot be told LoRA with the sharding level 'zero3'"):
+    with pytest.raises(ExportError, match="Lightning cannot express LoRA with the sharding level 'zero3'"):
         export("lightning", answer)
     assert "peft.LoraConfig" in export("transformers", answer).text + "\n".join(export("transformers", answer).header)
     assert "peft.LoraConfig" in export("lightning", exploration(num_devices=8, training=lora)).text
-    with pytest.raises(ValidationError, match="Lightning cannot be told LoRA with the sharding level 'zero3'; these"):
+    with pytest.raises(ValidationError, match="Lightning cannot express LoRA with the sharding level 'zero3'; these"):
         exploration(num_devices=8, training={"sharding": "zero3", **lora}, trainer="lightning")
 
 

@@ -24,13 +24,13 @@ def test_llamafactory_packs_for_flash_attention_in_single_rows_alone() -> None:
             if best.micro_batch_size in packed:
                 assert yaml.safe_load(export("llamafactory", answer).text)["neat_packing"] is True
                 continue
-            with pytest.raises(ExportError, match=f"LLaMA-Factory cannot be told packed rows as .*{attention}"):
+            with pytest.raises(ExportError, match=f"LLaMA-Factory cannot express packed rows as .*{attention}"):
                 export("llamafactory", answer)
         asked = exploration(both[0], lengths=LENGTHS, batching="packed", trainer="llamafactory")
         assert asked.request is not None
         assert asked.report is not None
         if not packed:
-            with pytest.raises(EmptySpaceError, match="cannot be told packed rows"):
+            with pytest.raises(EmptySpaceError, match="cannot express packed rows"):
                 expressible(both, lambda one: one, asked.request, asked.report)
             continue
         kept = expressible(both, lambda one: one, asked.request, asked.report)

@@ -96,7 +96,7 @@ def test_its_name_is_in_the_schema_and_in_the_help() -> None:
 
 
 def test_what_it_cannot_express_is_refused_and_it_is_named_where_it_can() -> None:
-    assert "Toy cannot be told the chunked loss; these can: bexp" in found()["refused"]
+    assert "Toy cannot express the chunked loss; these can: bexp" in found()["refused"]
     assert ", toy" not in found()["hint"]
     assert ", toy" in found()["able"]
 

@@ -47,7 +47,7 @@ def test_transformers_fields() -> None:
 def test_a_number_of_layers_becomes_a_policy_that_recomputes_as_many(recompute: str, every: int | None) -> None:
     found = export("transformers", exploration(candidate(recompute=Recompute(recompute))))
     header = "\n".join(found.header)
-    assert f"cannot be told the recomputation policy '{recompute}'" in header
+    assert f"cannot express the recomputation policy '{recompute}'" in header
     assert f"is used in place of '{recompute}'" in header
     document = json.loads(found.text)
     assert document["activation_checkpointing"]
