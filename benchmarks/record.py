@@ -27,13 +27,13 @@ from benchmarks.recording_file import RecordingFile
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.roofline import predict_component_seconds
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.replay.profiler import mismatch

@@ -34,6 +34,8 @@ from benchmarks.unseen.truth import draw_truth
 from bexp.explorer.cost.composition import Floats
 from bexp.explorer.cost.required_memory import required_table
 from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.experts import DEFAULT_EXPERTS
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.exports.choice import choose
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import export
@@ -42,9 +44,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.trainer_terms import find_missing
-from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS
 from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.registry import FORMATS, TRAINERS
 from bexp.trainer.recommended_setup import RecommendedSetup

@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
+from bexp.explorer.dimensions.bta_tile import BTA_TILE
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 
@@ -158,7 +159,7 @@ def _plain(truth: GroundTruth, size: int) -> Candidate:
     default_experts = report.default_experts if request.shapes.moe is not None else None
     return Candidate(
         micro_batch_size=size,
-        bta_tile=request.space.tiles_for(size)[0] if request.space.tiles_for(size) else None,
+        bta_tile=next(iter(BTA_TILE.considered_for(size, request.space.place)), None),
         recompute=Recompute.NONE if Recompute.NONE in policies else policies[0],
         attention_backend=report.default_attention
         if attention is None or report.default_attention in attention

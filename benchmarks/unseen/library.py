@@ -17,6 +17,7 @@ from bexp.explorer.cost.parameters import count_layer, count_parameters
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.loss import LOSSES
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import LayerKind, ModelSpec
@@ -24,7 +25,6 @@ from bexp.explorer.model.parts import LayerPart, ModelParts, Part
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import prune_space
 
 ATTENTION = {"sdpa": "cudnn", "sdpa:flash": "flash", "sdpa:efficient": "efficient"}

@@ -20,10 +20,10 @@ from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 
 MEMORY_MODEL_STD, MEMORY_OWN_STD = 0.012, 0.016

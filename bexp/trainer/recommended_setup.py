@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from bexp.explorer.dimensions.attention import TORCH_KERNELS
 from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.experts import OUR_EXPERTS, library_experts
 from bexp.explorer.dimensions.loss import LOSS
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.model.quantization import quantization_of
-from bexp.explorer.trainers.back_ends import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
 from bexp.transformers.settings import Float8, Settings
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.trainers.back_ends import OUR_EXPERTS
+from bexp.explorer.dimensions.experts import OUR_EXPERTS
 from bexp.kernels.activations import Activation
 from bexp.transformers.layers import configurations
 from bexp.transformers.settings import SettingsError

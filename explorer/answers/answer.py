@@ -109,7 +109,8 @@ def _subject_rows(request: ExplorationRequest | None, report: DeviceReport | Non
 def _context(request: ExplorationRequest) -> str:
     seq_length = request.explored.seq_length
     length = f", {seq_length} tokens per sequence" if seq_length is not None else ""
-    named = request.space.executions if request.space.names_executions else ()
+    is_named = request.execution is not None or request.executions is not None
+    named = request.space.executions if is_named else ()
     execution = f", {' or '.join(named)}" if named else ""
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     texts = "" if request.batching_of_texts is None else f", {request.batching_of_texts} texts"

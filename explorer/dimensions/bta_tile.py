@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from bexp.explorer.dimensions.dimension import Dimension
-from bexp.explorer.dimensions.micro_batch_size import MicroBatch, divisors
+from bexp.explorer.dimensions.dimension import Change, Column, Dimension, Point, Term, column_of, present
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE, MicroBatch, divisors
+from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace
 from bexp.explorer.model.base import Frozen, RuleError
+from bexp.explorer.model.lengths import PACKED
 
 
 class BTASpec(Frozen):
@@ -36,18 +38,6 @@ class BTASpec(Frozen):
         return self
 
 
-def tiles_of(
-    micro_batch_size: int, *, max_tile: int | None, allowed: Sequence[int] | None, training: bool
-) -> tuple[int, ...]:
-    """Return the tile sizes of one micro-batch: its divisors up to `max_tile`.
-
-    A tile as large as the micro-batch is one recomputed attention block in training. Without a backward pass it is the
-    same as the untiled block, so it is left out.
-    """
-    tiles = [t for t in divisors(micro_batch_size) if training or t < micro_batch_size]
-    return tuple(t for t in tiles if (max_tile is None or t <= max_tile) and (allowed is None or t in allowed))
-
-
 class TileOf(Frozen):
     """The attention tile of a candidate."""
 
@@ -62,10 +52,85 @@ class TileAsked(Frozen):
     bta: BTASpec = BTASpec()
 
 
-BTA_TILE = Dimension(
+TILES = "attention tiles"
+
+
+class BTATile(Dimension):
+    """Tiles of the sizes that divide a micro-batch, and none."""
+
+    def considered_for(self, micro_batch_size: int, place: Place) -> tuple[int | None, ...]:
+        """Return the tiles to consider for one micro-batch size: None, and its divisors up to `max_tile`.
+
+        A tile as large as the micro-batch is one recomputed attention block in training. Without a backward pass it is
+        the same as the untiled block, so it is left out.
+        """
+        bta = place.asked.bta
+        largest = min(bta.max_tile or micro_batch_size, micro_batch_size if place.is_training else micro_batch_size - 1)
+        tiles = () if bta.enable is False else divisors(micro_batch_size)
+        untiled: tuple[int | None, ...] = () if bta.enable else (None,)
+        return (*untiled, *(t for t in tiles if t <= largest and (bta.tiles is None or t in bta.tiles)))
+
+    def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
+        """Yield that there are tiles, whatever their sizes."""
+        if place.asked.bta.is_named:
+            yield "bta", True
+
+    def check(self, place: Place) -> None:
+        """The cap divides a stated batch, a tile is left, and each listed tile divides a micro-batch size."""
+        bta = place.asked.bta
+        if place.batching in PACKED and bta.is_named:
+            raise RuleError("attention tiles divide padded rows, not packed ones", "bta", "batching")
+        if bta.max_tile is not None and place.states_batch and place.batch_size % bta.max_tile:
+            message = f"bta.max_tile ({bta.max_tile}) must divide batch_size ({place.batch_size})"
+            raise RuleError(message, "bta.max_tile", "batch_size")
+        sizes = MICRO_BATCH_SIZE.considered(place)
+        tiles = {tile for m in sizes for tile in self.considered_for(m, place)}
+        if sizes and not tiles:
+            raise RuleError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space", "bta")
+        unused = [tile for tile in bta.tiles or () if tile not in tiles]
+        if sizes and unused:
+            message = f"bta.tiles: {unused[0]} is no factor of any micro-batch size of the space"
+            raise RuleError(message, "bta.tiles", "micro_batch_size")
+
+    def unspent(self, place: Place) -> Point:
+        """Return no tiling."""
+        return {} if place.asked.bta.is_named else {"bta_tile": None}
+
+    def compared(self, place: Place) -> Mapping[str, Any]:
+        """Return no tiling, for a request that excludes it."""
+        return {"bta": BTASpec(enable=False)} if place.asked.bta.enable else {}
+
+    def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
+        """Yield tiling, for a request that excludes it."""
+        if place.asked.bta.enable is False:
+            yield Change("batch tiling on attention", {"bta": BTASpec()})
+
+    def freed(self, place: Place) -> Change | None:
+        """Return other tiles than those that are named."""
+        bta = place.asked.bta
+        return None if bta.tiles is None else Change("other tiles", {"bta": bta.model_copy(update={"tiles": None})})
+
+    def column(self, place: ReportedPlace) -> Column:
+        """Return the tiles of a micro-batch, of those that the model's code can run."""
+        is_offered = place.model.offers_tiles(named=place.asked.bta.is_named)
+        cells = {
+            m: [{"bta_tile": tile} for tile in self.considered_for(m, place) if tile is None or is_offered]
+            for m in MICRO_BATCH_SIZE.considered(place)
+        }
+        if cells and not any(cells.values()):
+            raise EmptySpaceError("no attention tile divides a micro-batch of the space")
+        return lambda known: cells[known["micro_batch_size"]]
+
+    def bases(self, place: ReportedPlace) -> Column:
+        """Return no tiling."""
+        return column_of("bta_tile", (None,))
+
+
+BTA_TILE = BTATile(
     name="bta_tile",
     fields=("bta_tile",),
     asked="bta",
+    term=Term(lambda tile, lacking: TILES if tile is True else f"{TILES} of {tile} sequences", present(TILES)),
     label=lambda candidate: None if candidate.is_whole else f"bta_tile={candidate.bta_tile or 'off'}",
     row=lambda candidate: None if candidate.is_whole else ("bta_tile", str(candidate.bta_tile or "off")),
 )

@@ -26,6 +26,18 @@ DIMENSIONS: tuple[Dimension, ...] = (
 """What a candidate of one model variant chooses, in the order in which a line for a person names it."""
 CHOICES: tuple[Choice[Any], ...] = tuple(dimension for dimension in DIMENSIONS if isinstance(dimension, Choice))
 """Those with few values that have names: all that the search does with such a value is derived from this list."""
+
+
+def _in_order_of_needs() -> tuple[Dimension, ...]:
+    by_name = {dimension.name: dimension for dimension in DIMENSIONS}
+    ordered: dict[str, Dimension] = {}
+    for dimension in DIMENSIONS:
+        ordered.update({name: by_name[name] for name in (*dimension.needs, dimension.name) if name not in ordered})
+    return tuple(ordered.values())
+
+
+NESTED = _in_order_of_needs()
+"""The same, each after the dimensions that it needs: the order in which candidates are enumerated."""
 FIELDS = tuple(name for dimension in DIMENSIONS for name in dimension.fields)
 
 

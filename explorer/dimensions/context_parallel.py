@@ -7,12 +7,16 @@ and `zigzag` one piece from either end (Grattafiori et al., 2024, arXiv:2407.217
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bexp.explorer.dimensions.dimension import Dimension, Row
+from bexp.explorer.dimensions.attention import serving, usable_attention
+from bexp.explorer.dimensions.dimension import Change, Column, Dimension, Point, Row, Term, unless_null
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE, divisors
+from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace
 from bexp.explorer.model.base import Frozen, RuleError
 
 if TYPE_CHECKING:
@@ -50,6 +54,12 @@ class ContextParallelSpec(Frozen):
     ) = (1,)
     layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = LAYOUTS
 
+    def sizes_at(self, place: Place) -> tuple[int, ...]:
+        """Return how many devices may share a sequence, ascending."""
+        if self.sizes == "explore":
+            return tuple(size for size in divisors(place.num_devices) if find_sharing_problem(size, place) is None)
+        return tuple(sorted(set(self.sizes)))
+
     def layouts_over(self, size: int, seq_length: int) -> tuple[str, ...]:
         """Return the layouts that spread sequences of `seq_length` tokens over `size` devices."""
         allowed = [name for name in LAYOUTS if name in self.layouts]
@@ -61,6 +71,27 @@ def refuse_layout(layout: str, size: int, seq_length: int) -> str | None:
     multiple = CHUNKS_PER_DEVICE[layout] * size
     if seq_length % multiple:
         return f"the {layout} layout over {size} devices takes multiples of {multiple} tokens, not {seq_length}"
+    return None
+
+
+def find_sharing_problem(size: int, place: Place) -> RuleError | None:
+    """Return why sequences cannot be spread over `size` devices; None if they can."""
+    field, asked = "context_parallel.sizes", place.asked.context_parallel
+    if place.num_devices % size:
+        return RuleError(f"{size} does not divide num_devices ({place.num_devices})", field, "num_devices")
+    groups = place.groups_of(size)
+    named = f"num_devices ({groups})" if size == 1 else f"the number of groups of {size} devices ({groups})"
+    if MICRO_BATCH_SIZE.divides_batch(place) and place.batch_size % groups:
+        below = place.batch_size // groups * groups
+        return RuleError(
+            f"batch_size ({place.batch_size}) must be a multiple of {named}, so that each gets as much; the nearest "
+            f"are {' and '.join(str(near) for near in (below, below + groups) if near)}",
+            *((field,) if size > 1 else ()),
+            *("batch_size", "num_devices"),
+        )
+    if size > 1 and not asked.layouts_over(size, place.seq_length):
+        reasons = [refuse_layout(name, size, place.seq_length) for name in asked.layouts]
+        return RuleError("; ".join(filter(None, reasons)), field, "context_parallel.layouts")
     return None
 
 
@@ -132,10 +163,88 @@ def _row(candidate: Candidate) -> Row | None:
     return "context parallel", f"{size} devices per sequence, {layout}"
 
 
-CONTEXT_PARALLEL = Dimension(
+class ContextParallel(Dimension):
+    """The numbers of devices that a profiler has, each with the layouts that the length admits."""
+
+    def considered(self, place: Place) -> tuple[Sharing, ...]:
+        """Return the sizes with their layouts; a sequence on one device has none."""
+        sharings: list[Sharing] = []
+        for size in place.asked.context_parallel.sizes_at(place):
+            layouts = place.asked.context_parallel.layouts_over(size, place.seq_length)
+            sharings += [ALONE] if size == 1 else [Sharing(size, layout) for layout in layouts]
+        return tuple(sharings)
+
+    def asked_of_trainer(self, candidate: Candidate, place: Place) -> Sharing:
+        """Return the number of devices a sequence with their layout."""
+        return Sharing(candidate.context_parallel_size, candidate.context_parallel_layout)
+
+    def check(self, place: Place) -> None:
+        """The devices, the batch and the sequence length admit the sizes."""
+        asked = place.asked.context_parallel.sizes
+        sizes = ((1,) if not self.considered(place) else ()) if asked == "explore" else asked
+        problems = (find_sharing_problem(size, place) for size in sizes)
+        if (problem := next(filter(None, problems), None)) is not None:
+            raise problem
+
+    def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
+        """Yield more of the profiler's devices for each sequence."""
+        asked = place.asked.context_parallel
+        for size in divisors(place.num_devices):
+            if max(asked.sizes_at(place)) < size <= place.report.hardware.num_devices:
+                words = f"{size} devices a sequence (context_parallel sizes [{size}])"
+                yield Change(words, {"context_parallel": asked.model_copy(update={"sizes": (size,)})})
+
+    def column(self, place: ReportedPlace) -> Column:
+        """Return the ways for which the profiler has devices and kernels, of the micro-batches that each divides."""
+        attention = usable_attention(place.asked, place.report, place.model.place)
+        sharings = self._served(attention, place)
+        if not sharings:
+            raise EmptySpaceError(_why_none(attention, place))
+        sizes = {sharing.size: MICRO_BATCH_SIZE.considered_over(sharing.size, place) for sharing in sharings}
+        if not any(sizes.values()):
+            raise EmptySpaceError(
+                f"no micro_batch_size divides what {max(sizes)} devices get of batch_size ({place.batch_size}), and "
+                "this worker's profiler has no more that could share sequences"
+            )
+        return lambda known: [_point(one) for one in sharings if known["micro_batch_size"] in sizes[one.size]]
+
+    def bases(self, place: ReportedPlace) -> Column:
+        """Return the numbers of devices a sequence, from the fewest, in the plainest layout of each."""
+        kernels = [backend.name for backend in place.report.attention_backends]
+        plainest: dict[int, Sharing] = {}
+        for sharing in self._served(kernels, place):
+            plainest.setdefault(sharing.size, sharing)
+        points = [_point(sharing) for sharing in plainest.values()]
+        return lambda known: points
+
+    def _served(self, attention: Sequence[str], place: ReportedPlace) -> list[Sharing]:
+        """Return the ways for which the profiler has devices, and one of these attention kernels."""
+        most = place.report.hardware.num_devices if serving(attention, place.report) else 1
+        return [sharing for sharing in self.considered(place) if sharing.size <= most]
+
+
+def _point(sharing: Sharing) -> Point:
+    return {"context_parallel_size": sharing.size, "context_parallel_layout": sharing.layout}
+
+
+def _why_none(attention: Collection[str], place: ReportedPlace) -> str:
+    """Return why devices cannot share sequences with these attention kernels."""
+    size, num_devices = min(place.asked.context_parallel.sizes_at(place)), place.report.hardware.num_devices
+    if size > num_devices:
+        return f"sequences shared by {size} devices need as many; this worker's profiler has {num_devices}"
+    asked = [backend for backend in place.report.attention_backends if backend.name in attention]
+    reasons = "; ".join(f"{b.name}: {b.context_parallel_reason or 'it does not say why'}" for b in asked)
+    return f"no attention back end serves context parallelism on this device ({reasons})"
+
+
+CONTEXT_PARALLEL = ContextParallel(
     name="context_parallel",
     fields=("context_parallel_size", "context_parallel_layout"),
     asked="context_parallel",
+    term=Term(
+        lambda sharing, _: f"{sharing.size} devices that share each sequence in layout '{sharing.layout}'",
+        lambda sharing: unless_null(sharing.layout),
+    ),
     label=_label,
     row=_row,
 )

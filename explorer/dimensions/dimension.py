@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace, usable_backends
 
 if TYPE_CHECKING:
     from bexp.explorer.dimensions.candidate import Candidate
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
 V = TypeVar("V")
 Row = tuple[str, str]
 """A label and a text, as an answer prints them."""
+Point = Mapping[str, Any]
+"""Fields of a candidate, by name."""
+Column = Callable[[Point], Iterable[Point]]
+"""The fields of a dimension that candidates may have, in order, where fields of other dimensions are known already."""
 
 
 class CodePart(StrEnum):
@@ -23,26 +30,37 @@ class CodePart(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where candidates would run: what a dimension may look at when it says what is explored by default."""
+class Change:
+    """Fields of a request that are changed together, and the change in words."""
 
-    target: str
-    device_kind: str | None = None
-    """None: not known yet."""
-    is_quick: bool = False
-    """Only eager code and the library's own functions are explored."""
-    is_eager: bool = False
-    """Code runs operation by operation: lengths differ, or devices compute a micro-step together."""
-    replays: bool = False
-    """A micro-step may be replayed as CUDA graphs: training on one device that drops no tokens."""
-    stated: Mapping[str, Any] = field(default_factory=dict)
-    """The value that the request states for all candidates, by dimension."""
-    expressible: Mapping[str, Collection[Any]] = field(default_factory=dict)
-    """The values that the trainer can express, by dimension; all where none are named."""
+    words: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One thing that a run may ask of its trainer."""
+
+    words: Callable[[Any, Hashable], str]
+    """Returns the words for a value; the second argument is the part that the trainer cannot express."""
+    asks: Callable[[Any], Iterable[Hashable]] = lambda value: (value,)
+    """Returns the parts that a trainer has to express for a value."""
+    usual: frozenset[Hashable] = frozenset()
+    """The parts that a trainer can express if it lists nothing for this term."""
+
+
+def present(word: str) -> Callable[[Any], Iterable[Hashable]]:
+    """Return a function that asks for `word` unless a value is None."""
+    return lambda value: () if value is None else (word,)
+
+
+def unless_null(value: Any) -> Iterable[Hashable]:
+    """Ask for a value; None is left to the trainer."""
+    return () if value is None else (value,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dimension:
+class Dimension(ABC):
     """One thing that a candidate chooses."""
 
     name: str
@@ -51,10 +69,68 @@ class Dimension:
     """Of `Candidate`."""
     asked: str | None = None
     """The field of the request that restricts it; None if none does."""
+    needs: tuple[str, ...] = ()
+    """The dimensions that come later in the list, and that `column` must know."""
     label: Callable[[Candidate], str | None]
     """How one line for a person names the value; None where nothing is said of it."""
     row: Callable[[Candidate], Row | None] = field(default=lambda candidate: None)
     """How an answer names the value; None where nothing is said of it."""
+    term: Term | None
+    """What it asks of a trainer; None if every trainer can express it, or if it is the target's own."""
+    least: Change | None = None
+    """What it contributes to a request that needs as little memory as it can."""
+
+    def asked_of_trainer(self, candidate: Candidate, place: Place) -> Any:
+        """Return the value that a candidate asks of its trainer."""
+        return getattr(candidate, self.fields[0])
+
+    def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
+        """Yield the values that a request names and that a trainer may be unable to express, each with its field."""
+        return ()
+
+    def check(self, place: Place) -> None:  # noqa: B027  # a dimension may have no rule
+        """Raise RuleError if what the request says of it contradicts the rest of the request.
+
+        It may rely on the dimensions that come later in the list: their rules hold.
+        """
+
+    @abstractmethod
+    def column(self, place: ReportedPlace) -> Column:
+        """Return what candidates may have; the dimensions that come earlier in the list are known then.
+
+        Raises:
+            EmptySpaceError: there is nothing.
+        """
+
+    def bases(self, place: ReportedPlace) -> Column:
+        """Return what the base (1.00x) may have, in order of preference; dimensions later in the list are known then.
+
+        It is the first value, unless a dimension says otherwise.
+        """
+        column = self.column(place)
+        return lambda known: list(column(known))[:1]
+
+    def unspent(self, place: Place) -> Point:
+        """Return the fields of a candidate that spends no time to save memory; none where the request names values."""
+        return {}
+
+    def compared(self, place: Place) -> Mapping[str, Any]:
+        """Return changes to a request whose candidates an answer compares with, and never recommends; none if empty."""
+        return {}
+
+    def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
+        """Yield changes to a request for which nothing fits that may leave something, the nearest first."""
+        return ()
+
+    def freed(self, place: Place) -> Change | None:
+        """Return the change without which the request may forbid any that helps."""
+        return None
+
+
+def column_of(field: str, values: Iterable[Any]) -> Column:
+    """Return a column of values of one field that depend on no other."""
+    cells = [{field: value} for value in values]
+    return lambda known: cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +145,8 @@ class Choice(Dimension, Generic[V]):
     """The values explored by default. What changes numerics is never among them."""
     words: Callable[[V], str]
     """What a trainer is asked to do, in words: `the chunked loss`."""
+    term: Term | None = None
+    """By default, that of its values: a trainer that says nothing of it has the plain one."""
     part: CodePart
     """What of a model's own code the value changes."""
     mark: Callable[[V], str | None]
@@ -81,6 +159,19 @@ class Choice(Dimension, Generic[V]):
     """Whether it is tried on the model before the search: a package may be missing, or not know the model."""
     is_written: bool = False
     """A candidate names its value even where there is no choice."""
+    stated: Callable[[Place], V | None] = lambda place: None
+    """The value that the request states for all candidates."""
+
+    def __post_init__(self) -> None:
+        """Fill in the term."""
+        if self.term is None:
+            words = self.words
+            object.__setattr__(self, "term", Term(lambda value, _: words(value), unless_null, frozenset({self.plain})))
+
+    def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
+        """Yield what the request leaves to the search, too: an answer has one of these values."""
+        field = self.name if self.asked is None or self.named(place.asked) is None else self.asked
+        return ((field, value) for value in self.considered(place))
 
     def named(self, asked: Any) -> tuple[V, ...] | None:
         """Return the values that a request names; None if it leaves them to the search."""
@@ -88,19 +179,40 @@ class Choice(Dimension, Generic[V]):
         found: tuple[V, ...] | None = getattr(asked, self.asked)
         return found
 
-    def considered(self, asked: Any, place: Place) -> tuple[V, ...]:
+    def considered(self, place: Place) -> tuple[V, ...]:
         """Return the values to consider before the device is asked, in the order in which they are tried.
 
         They are those that the request names, the one that it states for all candidates, or those that are explored by
         default and that the trainer can express.
         """
-        wanted: Collection[V] | None = self.named(asked)
-        if wanted is None and place.stated.get(self.name) is not None:
-            wanted = (place.stated[self.name],)
+        wanted: Collection[V] | None = self.named(place.asked)
+        if wanted is None and (stated := self.stated(place)) is not None:
+            wanted = (stated,)
         if wanted is None:
             able = place.expressible.get(self.name, self.values)
             wanted = [value for value in self.explored(place) if value in able]
         return tuple(value for value in self.values if value in wanted)
+
+    def column(self, place: ReportedPlace) -> Column:
+        """Return the values that the device can have: None alone where there is nothing to choose.
+
+        Where the request names no value, only what the device has reported is explored.
+        """
+        if self.part is CodePart.SHELL and not place.model.computes_losses:
+            return column_of(self.fields[0], (None,))
+        considered, named = self.considered(place), self.named(place.asked)
+        supports = place.report.choices.get(self.name, ())
+        is_unheard_of = self.settings is None or any(self.is_tried(value) for value in named or ())
+        if not supports and is_unheard_of and named not in (None, (self.plain,)):
+            names = " or ".join(map(repr, map(str, named)))
+            raise EmptySpaceError(f"{self.name} {names} cannot be set {place.model.place}")
+        left = considered if named is not None else considered[:1]
+        if supports:
+            reported = {support.name for support in supports}
+            asked: list[Any] = [value for value in considered if named is not None or value in reported]
+            usable = usable_backends(self.name, supports, asked, place.model.place)
+            left = tuple(value for value in considered if value in usable)
+        return column_of(self.fields[0], self.written(place.asked, left))
 
     def written(self, asked: Any, values: tuple[V, ...]) -> tuple[V | None, ...]:
         """Return what candidates have for these values: None alone where nothing is chosen."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from bexp.explorer.dimensions.dimension import Point
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.recompute import Recompute
-
-Point = Mapping[str, Any]
-"""Fields of a candidate, by name."""
 
 
 @dataclass(frozen=True, slots=True)

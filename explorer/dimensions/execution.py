@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.dimension import Choice, CodePart, Place, named
-from bexp.explorer.model.base import Frozen
+from bexp.explorer.dimensions.dimension import Choice, CodePart, named
+from bexp.explorer.dimensions.place import Place
+from bexp.explorer.model.base import Frozen, RuleError
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
+
+if TYPE_CHECKING:
+    from bexp.explorer.dimensions.candidate import Candidate
 
 
 class Execution(StrEnum):
@@ -66,18 +71,71 @@ COMPILED = "compiled"
 
 def _explored(place: Place) -> Sequence[Execution]:
     """All that the device can have: code whose shapes differ would be compiled and captured anew each time."""
-    if place.is_quick or place.is_eager:
+    is_joint = place.shares_model or max(place.asked.context_parallel.sizes_at(place), default=1) > 1
+    if place.is_quick or is_joint or place.batching is not None:
         return (Execution.EAGER,)
     return tuple(execution for execution in Execution if place.replays or not execution.replays)
 
 
-EXECUTION: Choice[Execution] = Choice(
+class ExecutionChoice(Choice[Execution]):
+    """The executions, eager first."""
+
+    def always_compiles(self, place: Place) -> bool:
+        """Return whether the code of every candidate is compiled."""
+        return all(execution.compiles for execution in self.considered(place))
+
+    def asked_of_trainer(self, candidate: Candidate, place: Place) -> Execution:
+        """Return how a candidate runs."""
+        return candidate.execution or place.asked.execution or Execution.EAGER
+
+    def field(self, place: Place) -> str:
+        """Return the field of the request that names executions."""
+        return "execution" if place.asked.executions is None else "executions"
+
+    def check(self, place: Place) -> None:
+        """An execution is either given or chosen, and the target and the device have it."""
+        asked, field = place.asked, self.field(place)
+        if asked.executions is not None and asked.execution not in (None, Execution.EAGER):
+            message = "executions take the place of execution: give one of them"
+            raise RuleError(message, "executions", "execution")
+        is_ours = place.target in (BEXP, TRANSFORMERS)
+        if asked.executions is not None and not is_ours:
+            message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
+            raise RuleError(message, field, "target")
+        considered = self.considered(place)
+        if place.batching is not None and considered != (Execution.EAGER,):
+            raise RuleError(
+                "texts of unequal length run with execution 'eager': other lengths would be compiled or captured anew",
+                field,
+                "lengths",
+            )
+        graphs = next((execution for execution in considered if execution.replays), None)
+        if graphs is None:
+            return
+        refused = (
+            (not is_ours, "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
+            (not place.is_training, "mode", "mode 'train'"),
+            (place.device_kind == "cpu", "device_kind", "a GPU; a CPU has 'eager' and 'compile'"),
+            (
+                place.num_devices > 1,
+                "num_devices",
+                "num_devices 1, because gradients are not exchanged within a graph; several devices have 'eager' and "
+                "'compile'",
+            ),
+        )
+        for wrong, other, needed in refused:
+            if wrong:
+                raise RuleError(f"execution '{graphs}' needs {needed}", field, other)
+
+
+EXECUTION = ExecutionChoice(
     name="execution",
     fields=("execution",),
     asked="executions",
     values=tuple(Execution),
     plain=Execution.EAGER,
     explored=_explored,
+    stated=lambda place: place.asked.execution,
     words=lambda execution: f"execution '{execution}'",
     part=CodePart.LAYER,
     mark=lambda execution: COMPILED if execution.compiles else None,

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from bexp.explorer.dimensions.attention import BackendName
-from bexp.explorer.dimensions.dimension import Dimension, named
-from bexp.explorer.model.base import Frozen
+from bexp.explorer.dimensions.dimension import Column, Dimension, Term, column_of, named, unless_null
+from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace, check_names, usable_backends
+from bexp.explorer.model.base import Frozen, RuleError
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
+if TYPE_CHECKING:
+    from bexp.explorer.dimensions.candidate import Candidate
+
+LIBRARY_EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
+"""Experts implementations of the transformers library that need no other package."""
+OUR_EXPERTS = ("fused", "hopper_grouped")
+"""Our own expert kernels; in the experts interface of the transformers library, each has the prefix `bexp_`."""
+DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
+"""Expert back ends, one of which is the default of a device."""
+_LIBRARY_NAMES = {"loop": "eager", "bmm": "batched_mm"}
+"""The transformers library's names of our reference layers' expert back ends, where they differ."""
+EXPERTS_OF: Mapping[str, frozenset[str]] = {
+    BEXP: DEFAULT_EXPERTS | _LIBRARY_NAMES.keys() | set(OUR_EXPERTS),
+    TRANSFORMERS: LIBRARY_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
+}
+"""The kernels of a target. A person's own target has no names for the kernels that it calls."""
+RECORDED_EXPERTS = frozenset({"triton_grouped"})
+"""Kernels of recorded tables that this version does not have; a worker without such a table refuses them."""
 WAITING_EXPERTS = frozenset({"loop", "bmm", "eager"})
 """Expert back ends that wait for the device to count each expert's tokens. No graph can contain that."""
+
+
+def library_experts(name: str) -> str:
+    """Return the transformers library's name of an expert back end; ours keep their own."""
+    return _LIBRARY_NAMES.get(name, name)
 
 
 class ExpertsOf(Frozen):
@@ -30,6 +56,56 @@ class ExpertsAsked(Frozen):
     )
 
 
-EXPERTS = Dimension(
-    name="experts", fields=("expert_backend",), asked="expert_backends", **named("experts", "expert_backend")
+def experts_name(candidate: Candidate) -> str | None:
+    """Return the experts implementation by the transformers library's names; ours keep their own."""
+    name = candidate.expert_backend
+    return None if name is None else library_experts(name)
+
+
+class Experts(Dimension):
+    """The kernels that a device can use, of a model with experts."""
+
+    def asked_of_trainer(self, candidate: Candidate, place: Place) -> str | None:
+        """Return the implementation by the transformers library's names; None for the default of the device."""
+        is_default = place.report is not None and candidate.expert_backend == place.report.default_experts
+        return None if is_default else experts_name(candidate)
+
+    def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
+        """Yield the kernels that are named but those that may be the device's default."""
+        named = place.asked.expert_backends or ()
+        return (("expert_backends", name) for name in named if name not in DEFAULT_EXPERTS)
+
+    def check(self, place: Place) -> None:
+        """The target knows the kernels that are named, and the model has experts."""
+        named = place.asked.expert_backends
+        if named is not None and place.shapes is not None and not place.shapes.has_experts:
+            raise RuleError("expert_backends given for a model without experts", "expert_backends")
+        present = [name for name in named or () if name not in RECORDED_EXPERTS]
+        check_names("expert", present, EXPERTS_OF.get(place.target, frozenset()), place)
+
+    def column(self, place: ReportedPlace) -> Column:
+        """Return the kernels that the request admits."""
+        named, where = place.asked.expert_backends, place.model.place
+        if place.model.has_experts:
+            names = usable_backends("expert back end", place.report.expert_backends, named, where)
+            return column_of("expert_backend", names)
+        if named is not None:
+            raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
+        return column_of("expert_backend", (None,))
+
+    def bases(self, place: ReportedPlace) -> Column:
+        """Return the device's default."""
+        return column_of("expert_backend", (place.report.default_experts if place.model.has_experts else None,))
+
+
+EXPERTS = Experts(
+    name="experts",
+    fields=("expert_backend",),
+    asked="expert_backends",
+    term=Term(
+        lambda name, lacking: f"the expert kernels '{name}'",
+        lambda name: unless_null(name and library_experts(name)),
+        frozenset({"grouped_mm"}),
+    ),
+    **named("experts", "expert_backend"),
 )

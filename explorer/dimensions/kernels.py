@@ -8,8 +8,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.dimension import Choice, CodePart, Place, marked, named
-from bexp.explorer.model.base import Frozen
+from bexp.explorer.dimensions.dimension import Choice, CodePart, marked, named
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.place import Place
+from bexp.explorer.model.base import Frozen, RuleError
 from bexp.explorer.model.target import TRANSFORMERS
 
 
@@ -43,7 +45,24 @@ def _explored(place: Place) -> Sequence[Kernels]:
     return (Kernels.LIBRARY,) if place.is_quick or place.target != TRANSFORMERS else tuple(Kernels)
 
 
-KERNELS: Choice[Kernels] = Choice(
+class KernelsChoice(Choice[Kernels]):
+    """The kernels, the model's own first."""
+
+    def check(self, place: Place) -> None:
+        """The target has the kernels, and some execution takes them."""
+        named = place.asked.kernels or ()
+        if Kernels.LIGER in named and place.target != TRANSFORMERS:
+            raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
+        if named == (Kernels.LIGER,) and EXECUTION.always_compiles(place):
+            raise RuleError(
+                f"kernels '{Kernels.LIGER}' need execution 'eager' or 'graph': the compiler makes kernels of its own "
+                "from the same operations",
+                "kernels",
+                "execution",
+            )
+
+
+KERNELS = KernelsChoice(
     name="kernels",
     fields=("kernels",),
     asked="kernels",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.dimension import Choice, CodePart, Place, marked, named
+from bexp.explorer.dimensions.dimension import Choice, CodePart, marked, named
+from bexp.explorer.dimensions.place import Place
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.parts import ModelParts
+
+if TYPE_CHECKING:
+    from bexp.explorer.dimensions.candidate import Candidate
 
 Loss = Literal["library", "chunked", "liger"]
 
@@ -69,7 +73,23 @@ def _explored(place: Place) -> Sequence[Loss]:
     return ("library",) if place.is_quick else tuple(LOSSES)
 
 
-LOSS: Choice[Loss] = Choice(
+class LossChoice(Choice[Loss]):
+    """The losses, the library's own first."""
+
+    def asked_of_trainer(self, candidate: Candidate, place: Place) -> Loss:
+        """Return how the loss of a candidate was computed."""
+        if candidate.loss is None and place.shapes is not None and place.training.loss.kind == "chunked":
+            return "chunked"
+        return candidate.loss or self.plain
+
+    def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
+        """Yield the loss of the reference layers, too."""
+        yield from super().named_for_trainer(place)
+        if place.shapes is not None and place.training.loss.kind == "chunked":
+            yield "training.loss", "chunked"
+
+
+LOSS = LossChoice(
     name="loss",
     fields=("loss",),
     asked="losses",

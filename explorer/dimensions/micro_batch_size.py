@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bexp.explorer.dimensions.dimension import Dimension
+from bexp.explorer.dimensions.dimension import Change, Column, Dimension, Point, column_of
+from bexp.explorer.dimensions.place import Place, ReportedPlace
 from bexp.explorer.model.base import Frozen, RuleError
 
 MAX_MICRO_BATCH_SIZE = 256
@@ -82,8 +83,115 @@ class MicroBatchAsked(Frozen):
     )
 
 
-MICRO_BATCH_SIZE = Dimension(
+FEW_DIVISORS = 4
+"""With fewer divisors than this, other sizes are compared with them."""
+
+
+def _to(size: int) -> Change:
+    return Change(f"micro_batch_size {size}", {"micro_batch_size": size})
+
+
+class MicroBatchSize(Dimension):
+    """The sizes that a request names, or those that an exploration of its own tries."""
+
+    def choice(self, place: Place) -> MicroBatchChoice:
+        """Return what `micro_batch_size` asks for, with the default filled in."""
+        if place.asked.micro_batch_size is not None:
+            return place.asked.micro_batch_size
+        return "auto" if place.states_batch else "explore"
+
+    def keeps_batch(self, place: Place) -> bool:
+        """Return whether sizes must divide the stated batch: with `auto` and with one size."""
+        choice = self.choice(place)
+        return place.states_batch and (choice == "auto" or isinstance(choice, int))
+
+    def divides_batch(self, place: Place) -> bool:
+        """Return whether sizes divide what a group of devices gets of the batch, whether it is stated or not."""
+        return self.keeps_batch(place) or self.choice(place) == "auto"
+
+    def named(self, place: Place) -> tuple[int, ...]:
+        """Return the sizes that the request names, ascending, whatever the batch; none with `auto`."""
+        choice = self.choice(place)
+        if isinstance(choice, ExploreRange):
+            return ladder_between(choice.explore.min, choice.explore.max)
+        if isinstance(choice, int):
+            return (choice,)
+        if isinstance(choice, tuple):
+            return tuple(sorted(set(choice)))
+        return () if choice == "auto" else LADDER
+
+    def considered_over(self, size: int, place: Place) -> tuple[int, ...]:
+        """Return the sizes to consider where so many devices share a sequence, ascending.
+
+        With `auto`, or one size and a stated batch, they divide what such a group of devices gets of the batch.
+        """
+        sizes = self.named(place)
+        if not self.divides_batch(place):
+            return sizes
+        share, rest = divmod(place.batch_size, place.groups_of(size))
+        if rest:
+            return ()
+        return tuple(m for m in sizes or divisors(share) if share % m == 0 and m <= MAX_MICRO_BATCH_SIZE)
+
+    def considered(self, place: Place) -> tuple[int, ...]:
+        """Return the sizes to consider, ascending, before memory is looked at."""
+        sharing = place.asked.context_parallel.sizes_at(place)
+        return tuple(sorted({m for size in sharing for m in self.considered_over(size, place)}))
+
+    def undivided(self, place: Place) -> tuple[int, ...]:
+        """Return sizes next to the divisors of a stated batch that has few of them: the answer compares them."""
+        sizes = self.considered(place)
+        if not self.keeps_batch(place) or self.choice(place) != "auto" or len(sizes) >= FEW_DIVISORS:
+            return ()
+        return tuple(m for m in LADDER if m < place.batch_size / place.num_devices and m not in sizes)
+
+    def check(self, place: Place) -> None:
+        """At least one size is left: one size with a stated batch divides what a device gets of it."""
+        if self.considered(place):
+            return
+        size, asked = max(place.asked.context_parallel.sizes_at(place)), self.choice(place)
+        who = "each device" if size == 1 else f"each group of {size} devices"
+        share = place.batch_size // place.groups_of(size)
+        legal = [size for size in divisors(share) if size <= MAX_MICRO_BATCH_SIZE]
+        nearest = nearest_sizes(asked, legal) if isinstance(asked, int) else ()
+        raise RuleError(
+            f"micro_batch_size ({asked}) does not divide what {who} gets of the batch: {share} sequences of batch_size "
+            f"({place.batch_size}) over num_devices ({place.num_devices}); the nearest that divide it: "
+            f"{' and '.join(map(str, nearest))}. A list or a range is independent of the batch",
+            "micro_batch_size",
+            "batch_size",
+            "num_devices",
+        )
+
+    def compared(self, place: Place) -> Mapping[str, Any]:
+        """Return the sizes that do not divide the batch."""
+        sizes = self.undivided(place)
+        return {"micro_batch_size": sizes} if sizes else {}
+
+    def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
+        """Yield smaller sizes, the largest first, because it is the smallest change."""
+        smallest = self.considered(place)[0]
+        yield from (_to(1 << i) for i in range(8, -1, -1) if 1 << i < smallest)
+
+    def column(self, place: ReportedPlace) -> Column:
+        """Return all sizes, whether or not they fit the memory."""
+        return column_of("micro_batch_size", self.considered(place))
+
+    def bases(self, place: ReportedPlace) -> Column:
+        """Return the smallest size, or the one that the request names."""
+        stated = place.base_micro_batch_size
+
+        def smallest(known: Point) -> Iterable[Point]:
+            sizes = self.considered_over(known["context_parallel_size"], place)
+            return [{"micro_batch_size": size} for size in (sizes[:1] if stated is None else (stated,))]
+
+        return smallest
+
+
+MICRO_BATCH_SIZE = MicroBatchSize(
     name="micro_batch_size",
     fields=("micro_batch_size",),
     label=lambda candidate: f"micro_batch_size={candidate.micro_batch_size}",
+    term=None,
+    least=_to(1),
 )

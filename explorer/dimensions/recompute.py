@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterable
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
 
-from bexp.explorer.dimensions.dimension import Dimension
-from bexp.explorer.model.base import Frozen
+from bexp.explorer.dimensions.dimension import Change, Column, Dimension, Point, Term, column_of
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace
+from bexp.explorer.dimensions.sharding import SHARDING
+from bexp.explorer.model.base import Frozen, RuleError
+from bexp.explorer.model.hardware import DeviceSupport
 from bexp.explorer.model.model import LayerKind, ModelSpec
-from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.training import Sharding
+
+if TYPE_CHECKING:
+    from bexp.explorer.dimensions.candidate import Candidate
 
 _NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 
@@ -239,10 +248,180 @@ class RecomputeAsked(Frozen):
     )
 
 
-RECOMPUTE = Dimension(
+SHARES = frozenset({Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75})
+FIRST_LAYERS, LAYER_GROUPS = "layers_N", "groups_N"
+"""The policies with a number, for any number."""
+DIFFERENT_LAYERS = "a share of layers that differ"
+"""The first layers are measured. A trainer that recomputes every Nth does the same where all layers are of one kind."""
+
+
+class AskedPolicy(NamedTuple):
+    """A recomputation policy of a model whose layers may be of several kinds."""
+
+    policy: Recompute
+    layers_differ: bool = False
+
+
+def _asks(asked: AskedPolicy) -> Iterable[Hashable]:
+    if asked.policy.is_numbered:
+        yield LAYER_GROUPS if asked.policy.first_layers is None else FIRST_LAYERS
+    else:
+        yield asked.policy
+    if asked.layers_differ and asked.policy in SHARES:
+        yield DIFFERENT_LAYERS
+
+
+def _words(asked: AskedPolicy, lacking: Hashable) -> str:
+    return f"the recomputation policy '{asked.policy}'{' of layers that differ' if lacking is DIFFERENT_LAYERS else ''}"
+
+
+def layers_differ(shapes: ModelSpec | None, report: DeviceSupport | None) -> bool:
+    """Return whether the layers are of more than one kind, so that it matters which of them are recomputed."""
+    if shapes is not None:
+        return 0 < shapes.count_layers(LayerKind.MOE) < shapes.num_layers
+    return report is not None and report.parts is not None and len(set(report.parts.layers)) > 1
+
+
+def _to(policy: Recompute) -> Change:
+    return Change(f"recompute {policy}", {"recompute": (policy,)})
+
+
+class RecomputePolicies(Dimension):
+    """The policies that a request names, or those of which a model and its execution have all parts."""
+
+    def considered(self, place: Place) -> tuple[Recompute, ...]:
+        """Return the policies to consider, without those that amount to another; in eval mode only `none`."""
+        named = place.asked.recompute
+        allowed = self._all(place) if named is None else named
+        if not place.is_training:
+            return (Recompute.NONE,) if Recompute.NONE in allowed else ()
+        return distinct_policies(place.shapes, allowed)
+
+    def _all(self, place: Place) -> tuple[Recompute, ...]:
+        always_compiles = EXECUTION.always_compiles(place)  # which takes longer than all else here
+        return tuple(
+            policy
+            for policy in ON_DEVICE
+            if not (always_compiles and policy.by_operation)
+            and (policy is not Recompute.EXPERTS or place.may_have_experts)
+        )
+
+    def asked_of_trainer(self, candidate: Candidate, place: Place) -> AskedPolicy:
+        """Return the policy, and whether it matters which layers it takes."""
+        return AskedPolicy(candidate.recompute, layers_differ(place.shapes, place.report))
+
+    def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
+        """Yield the policies that are named."""
+        return (("recompute", AskedPolicy(policy)) for policy in place.asked.recompute or ())
+
+    def check(self, place: Place) -> None:
+        """The model, the mode and the execution have each policy that is named."""
+        named = place.asked.recompute or ()
+        for policy in named:
+            self._check_policy(policy, place)
+        if Recompute.OFFLOAD in named:
+            _check_offload(place)
+        for policy in named:
+            if policy.is_numbered:
+                self._check_number(policy, place)
+        if not place.is_training and not self.considered(place):
+            message = "recompute must allow 'none' in eval mode: nothing is recomputed without a backward pass"
+            raise RuleError(message, "recompute", "mode")
+
+    def _check_policy(self, policy: Recompute, place: Place) -> None:
+        """A model without experts recomputes none, and the compiler chooses what runs again within a graph."""
+        if policy is Recompute.EXPERTS and not place.may_have_experts:
+            raise RuleError("recompute 'experts' given for a model without experts", "recompute")
+        if policy.by_operation and EXECUTION.always_compiles(place):
+            raise RuleError(
+                f"recompute '{policy}' needs execution 'eager' or 'graph': within a graph, the compiler chooses which "
+                "operations to run again",
+                "recompute",
+                "execution",
+            )
+
+    def _check_number(self, policy: Recompute, place: Place) -> None:
+        """A policy names as many layers as there are; groups need whole parameters."""
+        if place.shapes is not None:
+            try:
+                refuse_number(policy, place.shapes.num_layers)
+            except ValueError as error:
+                raise RuleError(str(error), "recompute", "model.num_layers") from error
+        if policy.group_size is None:
+            return
+        if place.target == TRANSFORMERS and EXECUTION.always_compiles(place):
+            raise RuleError(f"recompute '{policy}' needs execution 'eager' in a transformers model", "recompute")
+        level = SHARDING.highest(place)
+        if level.level > Sharding.ZERO1.level:
+            raise RuleError(
+                f"recompute '{policy}' needs whole parameters and gradients on each device (sharding none or zero1): "
+                f"with '{level}', layers that run again would gather them once more",
+                "recompute",
+                "training.sharding",
+            )
+
+    def unspent(self, place: Place) -> Point:
+        """Return nothing to recompute."""
+        return {"recompute": Recompute.NONE} if place.asked.recompute is None else {}
+
+    def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
+        """Yield the policies that the request leaves out; none beyond `full` but `offload`, as nothing keeps less."""
+        named = self.considered(place)
+        if place.is_training:
+            others = () if Recompute.FULL in named else distinct_policies(place.shapes, self._all(place))
+            yield from (_to(one) for one in (*others, Recompute.OFFLOAD) if one not in (Recompute.NONE, *named))
+
+    def column(self, place: ReportedPlace) -> Column:
+        """Return the policies that the model's code can run."""
+        named, policies = place.asked.recompute, self.considered(place)
+        for policy in policies:
+            try:
+                refuse_number(policy, place.model.num_layers)
+            except ValueError as error:
+                raise EmptySpaceError(str(error)) from error
+        offered = [one for one in policies if offers_policy(place.model, one, named=named is not None)]
+        if not offered and named is not None and isinstance(place.model, ModelParts):
+            raise EmptySpaceError(_why_none(named, place.model))
+        return column_of("recompute", offered)
+
+    def bases(self, place: ReportedPlace) -> Column:
+        """Return nothing to recompute, then selective and full recomputation, then `offload` if it is asked for."""
+        policies: tuple[Recompute, ...] = (Recompute.NONE,)
+        if place.is_training:
+            asked = {Recompute.OFFLOAD}.intersection(self.considered(place))
+            policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *asked)
+        return column_of("recompute", [one for one in policies if offers_policy(place.model, one, named=True)])
+
+
+def _check_offload(place: Place) -> None:
+    """Activations go to the host in the layers of a transformers model on one GPU, operation by operation."""
+    policy = f"recompute '{Recompute.OFFLOAD}'"
+    refused = (
+        (place.target != TRANSFORMERS, "target", f"target '{TRANSFORMERS}'"),
+        (place.device_kind == "cpu", "device_kind", "a GPU: on a CPU, activations lie in the host's memory already"),
+        (place.num_devices > 1, "num_devices", "num_devices 1: it is measured with the host's memory for itself"),
+    )
+    for wrong, other, needed in refused:
+        if wrong:
+            raise RuleError(f"{policy} needs {needed}", "recompute", other)
+    if place.is_training and Execution.EAGER not in EXECUTION.considered(place):
+        raise RuleError(f"{policy} needs execution 'eager'", "recompute", EXECUTION.field(place))
+
+
+def _why_none(named: Collection[Recompute], model: ModelParts) -> str:
+    """Return why the code of a model can run none of the policies that a request names."""
+    whole = model.unavailable.get("checkpointing")
+    reasons = dict.fromkeys(filter(None, (model.unavailable.get(policy) or whole for policy in named)))
+    policies = ", ".join(f"'{policy}'" for policy in named)
+    return f"recompute {policies}: {'; '.join(reasons) or f'none of them can be run {model.place}'}"
+
+
+RECOMPUTE = RecomputePolicies(
     name="recompute",
     fields=("recompute",),
     asked="recompute",
+    term=Term(_words, _asks, frozenset({Recompute.NONE, Recompute.FULL})),
+    least=_to(Recompute.FULL),
     label=lambda candidate: None if candidate.is_whole else f"recompute={candidate.recompute}",
     row=lambda candidate: None if candidate.is_whole else ("recompute", str(candidate.recompute)),
 )

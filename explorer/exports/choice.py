@@ -9,16 +9,18 @@ import numpy as np
 
 from bexp.explorer.cost.step import FRAGMENTATION
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.trainer_memory import full_logits_bytes, unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import Plan
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.requested_space import place_of
 from bexp.explorer.search.alternatives import best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
+from bexp.explorer.search.legal_space import explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
@@ -149,7 +151,8 @@ def _best_expressible(
     rows = posterior.open_rows()
     if request.batch_size is not None:
         rows = rows[dividing_rows(table)[rows]]
-    missing = {int(row): find_missing(trainer, table.candidates[row], request, report) for row in rows}
+    place = place_of(request, report=report)
+    missing = {int(row): find_missing(trainer, table.candidates[row], request, report, place) for row in rows}
     replaced = REPLACEABLE.intersection(*missing.values())
     rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
     extra_A = [

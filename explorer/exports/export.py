@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from bexp.explorer.dimensions.loss import LOSSES
+from bexp.explorer.dimensions.attention import attention_name
+from bexp.explorer.dimensions.experts import experts_name
+from bexp.explorer.dimensions.loss import LOSS, LOSSES
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.header import header_lines, nearest_policy, recomputed_indices, seq_length_of
 from bexp.explorer.search.trainer_terms import (
-    attention_name,
     compute_dtype,
-    experts_name,
     halves_experts,
-    loss_of,
     precision_of,
-    sharding_of,
 )
 from bexp.explorer.trainers.document import ExportDocument, ExportError
 from bexp.explorer.trainers.registry import find_format
@@ -45,7 +43,8 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
 
     choice = choose(trainer, exploration, request, known)
     candidate, missing, plan = choice.candidate, choice.missing, choice.plan
-    sharding, recompute = sharding_of(candidate, request), candidate.recompute
+    sharding, recompute = candidate.sharding or request.training.sharding, candidate.recompute
+    loss = LOSS.asked_of_trainer(candidate, request.space.place)
     if "recompute" in missing:
         recompute = nearest_policy(trainer, recompute, request, report)
     seq_length = seq_length_of(request, report)
@@ -74,7 +73,7 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
         recomputed_layers=recomputed_indices(request, report, recompute),
         attention=None if "attention" in missing else attention_name(candidate, report),
         experts=None if "experts" in missing else experts_name(candidate),
-        chunked_loss=not LOSSES[trainer.nearest_loss(loss_of(candidate, request))].holds_logits,
+        chunked_loss=not LOSSES[trainer.nearest_loss(loss)].holds_logits,
         compiled_layers=request.execution_of(candidate).compiles and "execution" not in missing,
         sharding=trainer.nearest_sharding(sharding) if "sharding" in missing else sharding,
         context_parallel_size=candidate.context_parallel_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
+from bexp.explorer.dimensions.recompute import Recompute, layers_differ, recomputed_layers
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.model.amounts import rate_text, slower_text
 from bexp.explorer.model.model import DType
@@ -18,12 +18,10 @@ from bexp.explorer.search.trainer_terms import (
     compute_dtype,
     find_missing,
     keeps_other_formats,
-    layers_differ,
     lost_formats,
     measured_precision,
     needs_logits,
     precision_of,
-    sharding_of,
 )
 from bexp.explorer.trainers.document import ALLOCATOR_VARIABLE
 from bexp.explorer.trainers.trainer import Trainer
@@ -142,7 +140,7 @@ def nearest_policy(
 ) -> Recompute:
     """Return the policy of a trainer in place of one that it cannot express, so that a step still fits."""
     number = len(recomputed_indices(request, report, Recompute.FULL))
-    return trainer.nearest_policy(policy, number, layers_differ=layers_differ(request, report))
+    return trainer.nearest_policy(policy, number, layers_differ=layers_differ(request.model, report))
 
 
 def seq_length_of(request: ExplorationRequest, report: DeviceReport | None) -> int:
@@ -196,7 +194,7 @@ def _lost(
         lines.append(
             "memory: full logits are counted by formulas, and were not measured: explore with training.loss: full"
         )
-    wanted = sharding_of(choice.candidate, request)
+    wanted = choice.candidate.sharding or request.training.sharding
     if "sharding" in choice.missing:
         lines.append(f"sharding: '{trainer.nearest_sharding(wanted)}' is used in place of '{wanted}'")
     return lines

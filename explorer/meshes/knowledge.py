@@ -12,9 +12,11 @@ from typing import Any
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, block_recompute
 from bexp.explorer.cost.step import memory_limit, required_bytes
+from bexp.explorer.dimensions.attention import usable_attention
 from bexp.explorer.dimensions.candidate import FIELDS, Candidate
 from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS, ExpertMode
 from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.dimensions.place import usable_backends
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.meshes.costs import BlockCost, DeviceShare, TogetherCost, compose_layer
 from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer, optimizer_component
@@ -29,7 +31,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.recommendation import beside_whole
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import dimension_values, expressible, usable_attention, usable_backends
+from bexp.explorer.search.legal_space import dimension_values, expressible
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""

@@ -8,13 +8,13 @@ from typing import Any
 from bexp.explorer.cost.step import GIB, memory_limit
 from bexp.explorer.dimensions.expert_modes import named_sizes
 from bexp.explorer.dimensions.micro_batch_size import divisors
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.meshes.knowledge import POLICIES, MeshKnowledge
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError
 
 MOST_DEVICES = 4096
 SIZES = ("tensor", "pipeline", "expert")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.attention import ATTENTION
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.experts import EXPERTS
+from bexp.explorer.dimensions.kernels import KERNELS
+from bexp.explorer.dimensions.recompute import RECOMPUTE
+from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.meshes.legal import check_meshes, check_sizes
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.target import BEXP
-from bexp.explorer.request.device_rules import check_expert_modes, check_sharding
-from bexp.explorer.request.execution_rules import check_offload, check_policies
+from bexp.explorer.request.device_rules import check_expert_modes
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.request.request_rules import (
     RULES,
     Rule,
-    check_attention_backends,
-    check_back_ends,
     check_capacity,
-    check_experts,
     check_lengths,
     check_model_of_target,
     check_quantization,
+    check_routing,
     check_sequence_of_config,
     check_training_of_target,
 )
@@ -76,6 +78,13 @@ def check_whole_layers(request: ExplorationRequest) -> None:
         )
 
 
+def check_dimensions(request: ExplorationRequest) -> None:
+    """The dimensions that meshes have admit what the request says of them."""
+    place = request.space.place
+    for dimension in (KERNELS, SHARDING, EXPERTS, ATTENTION, RECOMPUTE):
+        dimension.check(place)
+
+
 SINGLE_DEVICE_RULES: tuple[Rule, ...] = (*RULES, check_single_device)
 MESH_RULES: tuple[Rule, ...] = (
     check_model_of_target,
@@ -84,14 +93,10 @@ MESH_RULES: tuple[Rule, ...] = (
     check_mesh,
     check_lengths,
     check_training_of_target,
-    check_experts,
-    check_back_ends,
+    check_routing,
     check_capacity,
-    check_sharding,
-    check_attention_backends,
-    check_policies,
-    check_offload,
     check_whole_layers,
+    check_dimensions,
     check_expert_modes,
     check_trainer,
     check_meshes,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.model import DType
+from bexp.explorer.model.parts import ModelParts
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -79,3 +81,28 @@ class HardwareSpec(Frozen):
         versions = ", ".join(f"{name} {version}" for name, version in named if version is not None)
         number = f"{self.num_devices} x " if self.num_devices > 1 else ""
         return f"{number}{self.device_name}, {self.memory_bytes / 2**30:.1f} GiB, {versions}"
+
+
+class DeviceSupport(Frozen):
+    """A device, and what of it a model can use.
+
+    `default_attention` is the back end that torch's scaled_dot_product_attention picks by itself. `default_experts` is
+    the expert back end of the base candidate: grouped_mm, or the loop if grouped_mm is unavailable.
+    """
+
+    hardware: HardwareSpec
+    attention_backends: tuple[BackendSupport, ...]
+    expert_backends: tuple[BackendSupport, ...] = ()
+    choices: Mapping[str, tuple[BackendSupport, ...]] = Field(
+        {}, description="The values that this model can have here, by dimension, where the request leaves a choice."
+    )
+    default_attention: str
+    default_experts: str | None = None
+    parts: ModelParts | None = Field(
+        None, description="The parts of a model whose own code is measured; null for the reference layers."
+    )
+
+    def is_stock(self, attention: str, experts: str | None) -> bool:
+        """Return whether torch itself has both back ends."""
+        stock = {b.name for b in (*self.attention_backends, *self.expert_backends) if b.stock}
+        return attention in stock and (experts is None or experts in stock)

@@ -4,60 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.context_parallel import refuse_layout
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.model.base import RuleError
-from bexp.explorer.model.training import Sharding
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
-
-
-def check_sharing(request: ExplorationRequest) -> None:
-    """The devices, the batch and the sequence length admit the context-parallel sizes."""
-    asked = request.context_parallel.sizes
-    sizes = ((1,) if not request.space.sharings else ()) if asked == "explore" else asked
-    for size in sizes:
-        problem = find_sharing_problem(request, size)
-        if problem is not None:
-            raise problem
-
-
-def find_sharing_problem(request: ExplorationRequest, size: int) -> RuleError | None:
-    """Return why sequences cannot be spread over `size` devices; None if they can."""
-    field = "context_parallel.sizes"
-    if request.num_devices % size:
-        return RuleError(f"{size} does not divide num_devices ({request.num_devices})", field, "num_devices")
-    groups = request.num_devices // size
-    named = f"num_devices ({groups})" if size == 1 else f"the number of groups of {size} devices ({groups})"
-    if (request.keeps_batch or request.micro_batch_choice == "auto") and request.effective_batch_size % groups:
-        batch = request.effective_batch_size
-        below = batch // groups * groups
-        return RuleError(
-            f"batch_size ({batch}) must be a multiple of {named}, so that each gets as much; the nearest are "
-            f"{' and '.join(str(near) for near in (below, below + groups) if near)}",
-            *((field,) if size > 1 else ()),
-            *("batch_size", "num_devices"),
-        )
-    if size > 1 and not request.context_parallel.layouts_over(size, request.seq_length):
-        reasons = [refuse_layout(name, size, request.seq_length) for name in request.context_parallel.layouts]
-        return RuleError("; ".join(filter(None, reasons)), field, "context_parallel.layouts")
-    return None
-
-
-def check_sharding(request: ExplorationRequest) -> None:
-    """Sharding is either given or chosen, and it needs several devices."""
-    levels, given = request.sharding_levels, request.training.sharding
-    if levels is not None and given is not Sharding.NONE:
-        raise RuleError(
-            "sharding_levels take the place of training.sharding: give one of them",
-            "sharding_levels",
-            "training.sharding",
-        )
-    asked = given if levels is None else request.space.highest_sharding
-    if asked is not Sharding.NONE and request.num_devices == 1:
-        field = "training.sharding" if levels is None else "sharding_levels"
-        raise RuleError(f"sharding '{asked}' needs num_devices > 1", field, "num_devices")
 
 
 def check_expert_modes(request: ExplorationRequest) -> None:

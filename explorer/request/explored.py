@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from bexp.explorer.dimensions.recompute import Recompute, distinct_policies, in_order, recomputed_layers
+from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.model import DType, ModelSpec
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
@@ -40,10 +39,6 @@ class _Model:
     def as_fields(self, seq_length: int) -> dict[str, Any]:
         """Return the fields of a request that `bexp.apply` compares with a model; tokens a sequence are as measured."""
         return {}
-
-    def distinct_policies(self, allowed: Collection[Recompute]) -> tuple[Recompute, ...]:
-        """Return the policies of `allowed` without those that are known to recompute the same layers as another."""
-        return in_order(allowed)
 
     def recomputed_layers(self, recompute: Recompute) -> tuple[bool, ...] | None:
         """Return, for each layer, whether a policy recomputes it as a whole, where it is known."""
@@ -126,10 +121,6 @@ class Shapes(_Model):
     def as_fields(self, seq_length: int) -> dict[str, Any]:
         """Return the shapes that have a value."""
         return {"model": self.model.model_dump(mode="json", exclude_none=True)}
-
-    def distinct_policies(self, allowed: Collection[Recompute]) -> tuple[Recompute, ...]:
-        """Return the policies of `allowed` without those that recompute the same layers as another."""
-        return distinct_policies(self.model, allowed)
 
     def recomputed_layers(self, recompute: Recompute) -> tuple[bool, ...]:
         """Return, for each layer, whether a policy recomputes it as a whole."""

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
 from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.micro_batch_size import MicroBatch, MicroBatchChoice, divisors
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE, MicroBatch, MicroBatchChoice
 from bexp.explorer.dimensions.parallelism import ParallelismSpec
 from bexp.explorer.model.base import is_false, is_null
 from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
@@ -20,7 +20,6 @@ from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
 from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
-from bexp.explorer.request.device_rules import find_sharing_problem
 from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
 from bexp.explorer.request.extensions import rules_of
 from bexp.explorer.request.labels import Labels
@@ -209,7 +208,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def runner(self) -> Trainer:
-        """What the trainer that will run the answer can be told; that of `bexp.apply` if none is named."""
+        """The trainer that will run the answer; that of `bexp.apply` if none is named."""
         return DEFAULT_TRAINER if self.trainer is None else TRAINERS[self.trainer]
 
     @property
@@ -225,18 +224,12 @@ class ExplorationRequest(DimensionsAsked):
     @property
     def micro_batch_choice(self) -> MicroBatchChoice:
         """What `micro_batch_size` asks for, with the default filled in."""
-        if self.micro_batch_size is not None:
-            return self.micro_batch_size
-        return "explore" if self.batch_size is None else "auto"
+        return MICRO_BATCH_SIZE.choice(self.space.place)
 
     @property
     def keeps_batch(self) -> bool:
         """Whether micro-batches must divide the stated batch: with `auto` and with one size."""
-        return (
-            self.batch_size is not None
-            and isinstance(self.micro_batch_choice, int | str)
-            and (self.micro_batch_choice != "explore")
-        )
+        return MICRO_BATCH_SIZE.keeps_batch(self.space.place)
 
     @property
     def space(self) -> RequestedSpace:
@@ -283,11 +276,7 @@ class RequestedDevices:
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
         """How many devices may share a sequence, ascending."""
-        sizes = self.asked.context_parallel.sizes
-        if sizes == "explore":
-            every = divisors(self.asked.num_devices)
-            return tuple(size for size in every if find_sharing_problem(self.asked, size) is None)
-        return tuple(sorted(set(sizes)))
+        return self.asked.context_parallel.sizes_at(self.asked.space.place)
 
     def needed(self, available: int | None = None) -> int:
         """Return how many devices a worker must have to explore this.

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from bexp.explorer.dimensions.bta_tile import tiles_of
-from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
-from bexp.explorer.dimensions.dimension import Choice, Place
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
-from bexp.explorer.dimensions.micro_batch_size import (
-    LADDER,
-    MAX_MICRO_BATCH_SIZE,
-    ExploreRange,
-    divisors,
-    ladder_between,
-)
-from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
+from bexp.explorer.dimensions.micro_batch_size import LADDER, MICRO_BATCH_SIZE
+from bexp.explorer.dimensions.place import Place, ReportedPlace
+from bexp.explorer.dimensions.recompute import RECOMPUTE, Recompute
+from bexp.explorer.dimensions.sharding import SHARDING
+from bexp.explorer.model.hardware import DeviceSupport
 from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.training import Sharding
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
-
-
-V = TypeVar("V")
-
-FEW_DIVISORS = 4
-"""With fewer divisors than this, other sizes are compared with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,90 +27,29 @@ class RequestedSpace:
     device_kind: str | None = None
 
     @property
+    def place(self) -> Place:
+        """What the dimensions see of the request."""
+        return place_of(self.asked, self.device_kind)
+
+    @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes to consider, ascending, before memory is looked at."""
-        sizes = self.asked.devices.context_parallel_sizes
-        return tuple(sorted({m for size in sizes for m in self.micro_batch_sizes_over(size)}))
-
-    def micro_batch_sizes_over(self, context_parallel_size: int) -> tuple[int, ...]:
-        """The micro-batch sizes to consider where so many devices share a sequence, ascending.
-
-        With `auto`, or one size and a stated batch, they divide what such a group of devices gets of the batch.
-        """
-        sizes = self._named_micro_batch_sizes
-        if not self.asked.keeps_batch and self.asked.micro_batch_choice != "auto":
-            return sizes
-        groups = self.asked.devices.data_parallel_size(context_parallel_size)
-        share, rest = divmod(self.asked.effective_batch_size, groups)
-        return (
-            () if rest else tuple(m for m in sizes or divisors(share) if share % m == 0 and m <= MAX_MICRO_BATCH_SIZE)
-        )
-
-    @property
-    def undivided_micro_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes beside the divisors of a stated batch that has few of them: the answer compares them, and no more."""
-        sizes = self.micro_batch_sizes
-        if not self.asked.keeps_batch or self.asked.micro_batch_choice != "auto" or len(sizes) >= FEW_DIVISORS:
-            return ()
-        return tuple(m for m in LADDER if m < self.asked.devices.batch_share and m not in sizes)
-
-    @property
-    def _named_micro_batch_sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes that the request names, ascending, whatever the batch; none with `auto`."""
-        choice = self.asked.micro_batch_choice
-        if isinstance(choice, ExploreRange):
-            return ladder_between(choice.explore.min, choice.explore.max)
-        if isinstance(choice, int):
-            return (choice,)
-        if isinstance(choice, tuple):
-            return tuple(sorted(set(choice)))
-        return () if choice == "auto" else LADDER
+        return MICRO_BATCH_SIZE.considered(self.place)
 
     @property
     def all_micro_batch_sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes of the request whatever the batch, ascending; with `auto` all sizes of the ladder."""
-        return self._named_micro_batch_sizes or LADDER
-
-    def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:
-        """The attention tiles to consider for one micro-batch size; None is no tiling."""
-        bta = self.asked.bta
-        untiled: tuple[int | None, ...] = () if bta.enable else (None,)
-        if bta.enable is False:
-            return untiled
-        training = self.asked.mode == "train"
-        return (*untiled, *tiles_of(micro_batch_size, max_tile=bta.max_tile, allowed=bta.tiles, training=training))
+        return MICRO_BATCH_SIZE.named(self.place) or LADDER
 
     @property
     def recompute_policies(self) -> tuple[Recompute, ...]:
-        """The recomputation policies to consider, without those that amount to another; in eval mode only `none`."""
-        allowed = self._all_policies if self.asked.recompute is None else self.asked.recompute
-        if self.asked.mode == "eval":
-            return (Recompute.NONE,) if Recompute.NONE in allowed else ()
-        return self.asked.explored.distinct_policies(allowed)
-
-    @property
-    def _all_policies(self) -> tuple[Recompute, ...]:
-        always_compiles = self.always_compiles  # which takes longer than all else here
-        return tuple(
-            policy
-            for policy in ON_DEVICE
-            if not (always_compiles and policy.by_operation)
-            and (policy is not Recompute.EXPERTS or self.asked.explored.may_have_experts)
-        )
+        """The recomputation policies to consider."""
+        return RECOMPUTE.considered(self.place)
 
     @property
     def executions(self) -> tuple[Execution, ...]:
         """The executions that candidates may have, eager first."""
-        return self.values_of(EXECUTION)
-
-    @property
-    def names_executions(self) -> bool:
-        """Whether the request says how candidates run."""
-        return self.asked.execution is not None or self.asked.executions is not None
-
-    def values_of(self, choice: Choice[V]) -> tuple[V, ...]:
-        """The values of a choice to consider before the device is asked, the base's first."""
-        return choice.considered(self.asked, place_of(self.asked, self.device_kind))
+        return EXECUTION.considered(self.place)
 
     @property
     def compiles(self) -> bool:
@@ -129,38 +57,19 @@ class RequestedSpace:
         return any(execution.compiles for execution in self.executions)
 
     @property
-    def always_compiles(self) -> bool:
-        """Whether the code of every candidate is compiled."""
-        return all(execution.compiles for execution in self.executions)
-
-    @property
     def replays(self) -> bool:
         """Whether some candidates may be replayed as CUDA graphs."""
         return any(execution.replays for execution in self.executions)
 
     @property
-    def sharings(self) -> tuple[Sharing, ...]:
-        """The context-parallel sizes with the layouts that the length admits; a sequence on one device has none."""
-        found = []
-        for size in self.asked.devices.context_parallel_sizes:
-            layouts = self.asked.context_parallel.layouts_over(size, self.asked.seq_length)
-            found += [ALONE] if size == 1 else [Sharing(size, layout) for layout in layouts]
-        return tuple(found)
-
-    @property
     def sharding_choices(self) -> tuple[Sharding | None, ...]:
         """What `Candidate.sharding` may be: the levels of sharding, lowest first, or None where there is no choice."""
-        levels = self.asked.sharding_levels
-        if levels is None or self.asked.mode == "eval":
-            return (None,)
-        if levels == "explore":
-            return tuple(Sharding) if self.asked.num_devices > 1 else (Sharding.NONE,)
-        return tuple(level for level in Sharding if level in levels)
+        return SHARDING.considered(self.place)
 
     @property
     def highest_sharding(self) -> Sharding:
         """The level, among those that may be chosen, that leaves the least training state on a device."""
-        return self.sharding_choices[-1] or self.asked.training.sharding
+        return SHARDING.highest(self.place)
 
     def variants(self) -> tuple[ModelSpec, ...]:
         """The models to explore, one for each distinct num_query_groups and capacity factor; the first is the main one.
@@ -188,20 +97,35 @@ class RequestedSpace:
         return any(model.variant.capacity_factor is not None for model in self.variants())
 
 
-def place_of(request: ExplorationRequest, device_kind: str | None) -> Place:
-    """Return where the candidates of a request would run; `device_kind` is None if that is not known yet."""
-    devices = request.devices
-    is_joint = devices.share_model or max(devices.context_parallel_sizes, default=1) > 1
-    replays = request.num_devices == 1 and request.mode == "train" and not request.space.drops_tokens
+def place_of(request: ExplorationRequest, device_kind: str | None = None, report: DeviceSupport | None = None) -> Place:
+    """Return where the candidates of a request would run, for all that is known of the device."""
+    is_training = request.mode == "train"
     return Place(
-        request.target_name,
-        device_kind or request.device_kind,
+        asked=request,
+        target=request.target_name,
+        shapes=request.model,
+        may_have_experts=request.explored.may_have_experts,
+        seq_length=request.seq_length,
+        training=request.training,
+        is_training=is_training,
+        num_devices=request.num_devices,
+        shares_model=request.devices.share_model,
+        batch_size=request.effective_batch_size,
+        states_batch=request.batch_size is not None,
+        base_micro_batch_size=request.base_micro_batch_size,
+        device_kind=device_kind or request.device_kind,
         is_quick=_is_quick(request, device_kind),
-        is_eager=is_joint or request.lengths is not None,
-        replays=replays,
-        stated={EXECUTION.name: request.execution},
+        batching=request.batching_of_texts,
+        replays=request.num_devices == 1 and is_training and not request.space.drops_tokens,
         expressible=request.runner.expresses,
+        report=report,
     )
+
+
+def reported_place(request: ExplorationRequest, report: DeviceSupport, model: ExploredModel) -> ReportedPlace:
+    """Return the place of a device that has reported, for one variant of a model."""
+    place = place_of(request, report.hardware.device_kind, report)
+    return ReportedPlace(**vars(place), model=model)
 
 
 def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.candidate import DIMENSIONS
 from bexp.explorer.dimensions.context_parallel import Sharing
+from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
-from bexp.explorer.model.training import OptimizerSpec, Precision, Sharding
-from bexp.explorer.trainers.back_ends import DEFAULT_EXPERTS, TORCH_KERNELS
+from bexp.explorer.model.training import OptimizerSpec, Precision
 from bexp.explorer.trainers.registry import TRAINERS
-from bexp.explorer.trainers.terms import Policy, ShardedAdapters
+from bexp.explorer.trainers.terms import ShardedAdapters
 from bexp.explorer.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -79,31 +79,15 @@ def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str
 def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]:
     """Yield what the request names, each with its field and the term of a trainer that it is a value of."""
     training = request.training
-    yield from (("recompute", "recompute", Policy(policy)) for policy in request.recompute or ())
-    if request.bta.is_named:
-        yield "bta", "bta_tile", True
-    for name in request.attention_backends or ():
-        if name not in TORCH_KERNELS:  # the device's default may be one of them
-            yield "attention_backends", "attention", name
-    for name in request.expert_backends or ():
-        if name not in DEFAULT_EXPERTS:
-            yield "expert_backends", "experts", name
-    for choice in CHOICES:
-        field = choice.name if choice.asked is None or choice.named(request) is None else choice.asked
-        yield from ((field, choice.name, value) for value in request.space.values_of(choice))
+    place = request.space.place
+    for dimension in DIMENSIONS:
+        yield from ((field, dimension.name, value) for field, value in dimension.named_for_trainer(place))
     if request.space.drops_tokens:
         yield "capacity_factors", "capacity_factor", True
-    if request.model is not None and training.loss.kind == "chunked":
-        yield "training.loss", "loss", "chunked"
     yield "training.optimizer.name", "optimizer", training.optimizer
     yield "training.lora", "adapters", training.lora
     yield "batching" if request.batching else "lengths", "batching", request.batching_of_texts
-    field, levels = "training.sharding", request.sharding_levels
-    named: tuple[Sharding, ...] = (training.sharding,)
-    if levels is not None:
-        field, named = "sharding_levels", () if levels == "explore" else levels
-    for level in named:
-        yield field, "sharding", level
+    for field, level in SHARDING.named_for_trainer(place):
         yield field, "sharded_adapters", ShardedAdapters(training.lora, level)
     yield "parallelism", "parallelism", request.devices.share_model
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from bexp.explorer.cost.composition import Composition, Ints, Mask
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import WITHIN, Alternative, Role
@@ -224,7 +225,7 @@ def best_untiled(posterior: Posterior) -> int | None:
 
 def best_undivided(posterior: Posterior) -> int | None:
     """Return the row of the fastest candidate that fits and does not divide a stated batch with few divisors."""
-    sizes = posterior.request.space.undivided_micro_batch_sizes
+    sizes = MICRO_BATCH_SIZE.undivided(posterior.request.space.place)
     if not sizes:
         return None
     among = [i for i, c in enumerate(posterior.table.candidates) if c.micro_batch_size in sizes]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import memory_limit
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
@@ -23,7 +24,7 @@ from bexp.explorer.search.event_messages import (
 )
 from bexp.explorer.search.extensions import SearchExtension, extension_for
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
+from bexp.explorer.search.legal_space import explored_models
 from bexp.explorer.search.loop import SearchLoop
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PruneSpace, prune_space

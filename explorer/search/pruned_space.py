@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -15,13 +15,14 @@ from bexp.explorer.cost.composition import Composition, Mask
 from bexp.explorer.cost.required_memory import predict_memory
 from bexp.explorer.cost.roofline import predict_component_seconds
 from bexp.explorer.cost.step import memory_limit
-from bexp.explorer.dimensions.bta_tile import BTASpec
-from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
+from bexp.explorer.dimensions.dimension import Point
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, base_candidates, enumerate_candidates
+from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates
 
 OPTIMISTIC_ACTIVATIONS = 0.7
 """A candidate is left out only if it would not fit even with this share of its predicted activations."""
@@ -77,17 +78,17 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     Raises:
         EmptySpaceError: the request admits no candidate on this device.
     """
-    found = _prune(model, request, report)
-    if found.legal.candidates or request.recompute is not None:
-        return found
+    pruned = _prune(model, request, report)
+    if pruned.legal.candidates or request.recompute is not None:
+        return pruned
     try:
         named = {**request.model_dump(), "recompute": (Recompute.OFFLOAD,)}
         on_host = _prune(model, ExplorationRequest.model_validate(named), report)
     except ValueError:  # the target, the trainer, or the number of devices does not have it
-        return found
+        return pruned
     if not on_host.legal.candidates:
-        return found
-    return replace(on_host, num_predicted_out=found.num_predicted_out + on_host.num_predicted_out)
+        return pruned
+    return replace(on_host, num_predicted_out=pruned.num_predicted_out + on_host.num_predicted_out)
 
 
 @_collector_paused()
@@ -96,7 +97,7 @@ def _prune(model: ExploredModel, request: ExplorationRequest, report: DeviceRepo
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
     communicates = is_communication_timed(request, report.hardware)
-    compared = (*bases, *_untiled(request, report, model), *_undivided(request, report, model))
+    compared = (*bases, *_compared(request, report, model))
     others = [c for c in dict.fromkeys(compared) if c not in members]
     everything = Composition((*space.candidates, *others), model, request, communicates=communicates)
     limit, number = memory_limit(request, report.hardware), len(space.candidates)
@@ -120,11 +121,12 @@ def _dominated(table: Composition, number: int, request: ExplorationRequest, rep
 
     What a request names is tried: this is of the tiles and policies that it leaves to the search.
     """
-    untiled, plain = not request.bta.is_named, request.recompute is None
+    place = request.space.place
+    unspent = [point for dimension in DIMENSIONS if (point := dimension.unspent(place))]
     rivals = [
         (row, table.row[rival])
         for row, candidate in enumerate(table.candidates[:number])
-        for rival in _rivals(candidate, untiled=untiled, plain=plain)
+        for rival in _rivals(candidate, unspent)
         if table.row.get(rival, number) < number
     ]
     dominated = np.zeros(number, dtype=np.bool_)
@@ -139,30 +141,17 @@ def _dominated(table: Composition, number: int, request: ExplorationRequest, rep
     return dominated
 
 
-def _rivals(candidate: Candidate, *, untiled: bool, plain: bool) -> Iterator[Candidate]:
-    """Yield the candidate without its tile, and without its recomputation."""
-    if untiled and candidate.bta_tile is not None:
-        yield candidate.model_copy(update={"bta_tile": None})
-    if plain and candidate.recompute is not Recompute.NONE:
-        yield candidate.model_copy(update={"recompute": Recompute.NONE})
+def _rivals(candidate: Candidate, unspent: Iterable[Point]) -> Iterator[Candidate]:
+    """Yield the candidate without its tile, without its recomputation, and so on."""
+    for point in unspent:
+        if any(getattr(candidate, name) != value for name, value in point.items()):
+            yield candidate.model_copy(update=point)
 
 
-def _untiled(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
-    """Return what a request without tiles would explore, if this one has nothing else; they are never recommended."""
-    if not request.bta.enable:
-        return ()
-    return _enumerated(request.model_copy(update={"bta": BTASpec(enable=False)}), report, model)
-
-
-def _undivided(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
-    """Return candidates that do not divide a stated batch which has few divisors; they are never recommended."""
-    sizes = request.space.undivided_micro_batch_sizes
-    return _enumerated(request.model_copy(update={"micro_batch_size": sizes}), report, model) if sizes else ()
-
-
-def _enumerated(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
-    """Return the candidates of a request; none if there is nothing to compare with."""
-    try:
-        return enumerate_candidates(request, report, model).candidates
-    except EmptySpaceError:
-        return ()
+def _compared(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> Iterator[Candidate]:
+    """Yield the candidates that an answer compares with, such as untiled ones; they are never recommended."""
+    place = request.space.place
+    for dimension in reversed(DIMENSIONS):
+        if settings := dimension.compared(place):
+            with suppress(EmptySpaceError):  # there is nothing to compare with
+                yield from enumerate_candidates(request.model_copy(update=settings), report, model).candidates

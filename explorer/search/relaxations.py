@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -12,38 +11,24 @@ import numpy as np
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_component_table
 from bexp.explorer.cost.step import GIB, memory_limit, required_bytes, static_parts
-from bexp.explorer.dimensions.bta_tile import BTASpec
-from bexp.explorer.dimensions.micro_batch_size import divisors
-from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.dimensions.candidate import DIMENSIONS
+from bexp.explorer.dimensions.dimension import Change
+from bexp.explorer.dimensions.place import EmptySpaceError, ReportedPlace
+from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, enumerate_candidates
+from bexp.explorer.request.requested_space import reported_place
+from bexp.explorer.search.legal_space import LegalSpace, enumerate_candidates
 from bexp.explorer.search.smallest_candidate import SmallestCandidate
 
 MAX_DEVICES = 1024
-SIZES = tuple(1 << i for i in range(8, -1, -1))
-"""Micro-batch sizes to try, the largest first, because it is the smallest change."""
 COUNTS = tuple(1 << i for i in range(1, MAX_DEVICES.bit_length()))
 """Numbers of devices to try."""
-SHARDINGS = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Settings of a request that are changed together, and the change in words."""
-
-    words: str
-    settings: dict[str, Any]
-
-    def apply(self, request: ExplorationRequest) -> ExplorationRequest | None:
-        """Return the changed request; None if the settings contradict the rest of it."""
-        try:
-            return ExplorationRequest.model_validate({**request.model_dump(), **self.settings})
-        except ValueError:
-            return None
+NEAREST = frozenset({RelaxationKind.MICRO_BATCH_SIZE, RelaxationKind.CONTEXT_PARALLEL, RelaxationKind.NUM_DEVICES})
+"""Of these only the first change that helps is named."""
 
 
 def find_relaxations(
@@ -63,18 +48,10 @@ def find_relaxations(
     """
     relaxations: list[Relaxation] = []
     factor = 1.0 if smallest is None else _underestimate(request, report, model, smallest)
-    for kind, changes, nearest in (
-        (RelaxationKind.MICRO_BATCH_SIZE, _smaller(request), True),
-        (RelaxationKind.RECOMPUTE, _policies(request), False),
-        (RelaxationKind.OPTIONS, _options(request), False),
-        (RelaxationKind.CONTEXT_PARALLEL, _sharings(request, report), True),
-        (RelaxationKind.NUM_DEVICES, _more_devices(request), True),
-        (RelaxationKind.SHARDING, _shardings(request), False),
-    ):
-        working = _working(kind, changes, request, report, model, factor)
-        relaxations += (
-            [relaxation for relaxation in [next(working, None)] if relaxation is not None] if nearest else list(working)
-        )
+    changes = single_changes(request, reported_place(request, report, model))
+    for kind in RelaxationKind:
+        working = _working(kind, changes.get(kind, ()), request, report, model, factor)
+        relaxations += islice(working, 1 if kind in NEAREST else None)
     is_divisible = not isinstance(model, ModelParts) or bool(model.layers)  # else its own code trains it on one device
     if not relaxations and is_divisible:
         combined = chain(_together(request), _freed(request))
@@ -144,9 +121,17 @@ def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: Ex
     return enumerate_candidates(request, report, model)
 
 
+def _changed(request: ExplorationRequest, change: Change) -> ExplorationRequest | None:
+    """Return the changed request; None if the settings contradict the rest of it."""
+    try:
+        return ExplorationRequest.model_validate({**request.model_dump(), **change.settings})
+    except ValueError:
+        return None
+
+
 def _working(
     kind: RelaxationKind,
-    changes: Iterable[_Change],
+    changes: Iterable[Change],
     request: ExplorationRequest,
     report: DeviceReport,
     model: ExploredModel,
@@ -154,7 +139,7 @@ def _working(
 ) -> Iterator[Relaxation]:
     """Return those of `changes` after which something is predicted to fit, `factor` times the predicted peak."""
     for change in changes:
-        changed = change.apply(request)
+        changed = _changed(request, change)
         if changed is None:
             continue
         try:
@@ -172,45 +157,25 @@ def _working(
             )
 
 
-def _smaller(request: ExplorationRequest) -> Iterator[_Change]:
-    smallest = min(request.space.micro_batch_sizes)
-    for size in SIZES:
-        if size < smallest:
-            yield _Change(f"micro_batch_size {size}", {"micro_batch_size": size})
-
-
-def _policies(request: ExplorationRequest) -> Iterator[_Change]:
-    named = request.space.recompute_policies
-    if request.mode != "train":
-        return
-    others: tuple[Recompute, ...] = ()
-    if Recompute.FULL not in named:  # of what runs again, nothing keeps less
-        others = request.model_copy(update={"recompute": None}).space.recompute_policies
-    for policy in (*others, Recompute.OFFLOAD):
-        if policy is not Recompute.NONE and policy not in named:
-            yield _Change(f"recompute {policy}", {"recompute": (policy,)})
-
-
-def _options(request: ExplorationRequest) -> Iterator[_Change]:
+def single_changes(request: ExplorationRequest, place: ReportedPlace) -> dict[RelaxationKind, Iterable[Change]]:
+    """Return the single changes of each kind; those of a dimension without a kind of its own are options."""
+    options: list[Change] = []
     if request.training.loss.kind == "full":
         loss = request.training.loss.model_copy(update={"kind": "chunked"})
-        yield _Change("the chunked loss", {"training": request.training.model_copy(update={"loss": loss})})
-    if request.bta.enable is False:
-        yield _Change("batch tiling on attention", {"bta": BTASpec()})
-    if request.attention_backends is not None:
-        yield _Change("every attention back end", {"attention_backends": None})
-    if not request.flash_attention:
-        yield _Change("flash attention", {"flash_attention": True})
+        options.append(Change("the chunked loss", {"training": request.training.model_copy(update={"loss": loss})}))
+    changes: dict[RelaxationKind, Iterable[Change]] = {
+        RelaxationKind.OPTIONS: options,
+        RelaxationKind.NUM_DEVICES: _more_devices(request),
+    }
+    for dimension in DIMENSIONS:
+        if dimension.name in set(RelaxationKind):
+            changes[RelaxationKind(dimension.name)] = dimension.relaxations(place)
+        else:
+            options += dimension.relaxations(place)
+    return changes
 
 
-def _sharings(request: ExplorationRequest, report: DeviceReport) -> Iterator[_Change]:
-    for size in divisors(request.num_devices):
-        if max(request.devices.context_parallel_sizes) < size <= report.hardware.num_devices:
-            spec = request.context_parallel.model_copy(update={"sizes": (size,)})
-            yield _Change(f"{size} devices a sequence (context_parallel sizes [{size}])", {"context_parallel": spec})
-
-
-def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
+def _more_devices(request: ExplorationRequest) -> Iterator[Change]:
     """Return larger numbers of devices; they help only if training state is divided over the devices."""
     if request.mode == "train" and request.space.highest_sharding is not Sharding.NONE:
         for count in COUNTS:
@@ -218,57 +183,52 @@ def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
                 yield _over(request, f"num_devices {count}", count)
 
 
-def _shardings(request: ExplorationRequest) -> Iterator[_Change]:
-    if request.mode == "train" and request.num_devices > 1:
-        for sharding in SHARDINGS:
-            if sharding.level > request.space.highest_sharding.level:
-                yield _over(request, f"sharding {sharding}", request.num_devices, sharding)
-
-
-def _together(request: ExplorationRequest) -> Iterator[_Change]:
+def _together(request: ExplorationRequest) -> Iterator[Change]:
     """Return combinations: the least memory that the present devices allow, then more devices.
 
     A number of devices is tried without other changes before it is tried with them.
     """
     if request.mode != "train":
         return
-    least: dict[str, Any] = {"micro_batch_size": 1, "recompute": (Recompute.FULL,)}
-    words = "micro_batch_size 1, recompute full"
-    yield _Change("micro_batch_size 1 and recompute full", least)
+    parts = [dimension.least for dimension in DIMENSIONS if dimension.least is not None]
+    least: dict[str, Any] = {name: value for part in parts for name, value in part.settings.items()}
+    words = ", ".join(part.words for part in parts)
+    yield Change(" and ".join(part.words for part in parts), least)
     if request.num_devices > 1:
         over = _over(request, "", request.num_devices, Sharding.ZERO3)
-        yield _Change(f"{words} and sharding zero3 over {request.num_devices} devices", {**least, **over.settings})
+        yield Change(f"{words} and sharding zero3 over {request.num_devices} devices", {**least, **over.settings})
     more = [count for count in COUNTS if count > request.num_devices]
     for count in more:
         yield _over(request, f"sharding zero3 over {count} devices", count, Sharding.ZERO3)
     for count in more:
         over = _over(request, "", count, Sharding.ZERO3)
-        yield _Change(f"{words} and sharding zero3 over {count} devices", {**least, **over.settings})
+        yield Change(f"{words} and sharding zero3 over {count} devices", {**least, **over.settings})
 
 
-def _freed(request: ExplorationRequest) -> Iterator[_Change]:
-    """Yield combinations that the named tiles or the trainer may forbid, without the one, the other, and both."""
-    tiles = _Change("other tiles", {"bta": request.bta.model_copy(update={"tiles": None})})
-    trainer = _Change(f"bexp.apply in place of trainer {request.trainer}", {"trainer": None})
-    named = [c for c, value in ((tiles, request.bta.tiles), (trainer, request.trainer)) if value is not None]
+def _freed(request: ExplorationRequest) -> Iterator[Change]:
+    """Yield combinations that the named values or the trainer may forbid, without each of them, and without all."""
+    place = request.space.place
+    named = [change for dimension in DIMENSIONS if (change := dimension.freed(place)) is not None]
+    if request.trainer is not None:
+        named.append(Change(f"bexp.apply in place of trainer {request.trainer}", {"trainer": None}))
     if len(named) > 1:
-        named.append(_Change(f"{tiles.words}, {trainer.words}", {**tiles.settings, **trainer.settings}))
+        settings = {name: value for change in named for name, value in change.settings.items()}
+        named.append(Change(", ".join(change.words for change in named), settings))
     for change in named:
         yield change
-        freed = change.apply(request)
+        freed = _changed(request, change)
         for other in () if freed is None else _together(freed):
-            yield _Change(f"{change.words}, {other.words}", {**change.settings, **other.settings})
+            yield Change(f"{change.words}, {other.words}", {**change.settings, **other.settings})
 
 
-def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> _Change:
+def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> Change:
     """Return the change to so many devices with the same batch for each, and to a level of sharding if one is named."""
     settings: dict[str, Any] = {"num_devices": num_devices}
     if request.batch_size is not None:
         settings["batch_size"] = max(1, request.batch_size // request.num_devices) * num_devices
     if sharding is not None:
-        changed = request.sharded(sharding)
-        settings |= {"training": changed.training, "sharding_levels": changed.sharding_levels}
-    return _Change(words, {name: value for name, value in settings.items() if getattr(request, name) != value})
+        settings |= SHARDING.settings_of(sharding, request.space.place)
+    return Change(words, {name: value for name, value in settings.items() if getattr(request, name) != value})
 
 
 def _plain(value: Any) -> Any:

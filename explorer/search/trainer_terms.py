@@ -4,59 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.dimensions.candidate import CHOICES, Candidate
-from bexp.explorer.dimensions.context_parallel import Sharing
-from bexp.explorer.dimensions.execution import EXECUTION
-from bexp.explorer.dimensions.loss import LOSS, LOSSES, Loss
+from bexp.explorer.dimensions.attention import ATTENTION, TORCH_CHOICE, TORCH_KERNELS, attention_name
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
+from bexp.explorer.dimensions.loss import LOSS, LOSSES
+from bexp.explorer.dimensions.place import Place
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.model import DType, LayerKind
+from bexp.explorer.dimensions.sharding import SHARDING
+from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.back_ends import TORCH_CHOICE, TORCH_KERNELS, library_experts
+from bexp.explorer.request.requested_space import place_of
 from bexp.explorer.trainers.registry import TRAINERS
-from bexp.explorer.trainers.terms import Policy, ShardedAdapters
+from bexp.explorer.trainers.terms import ShardedAdapters
 from bexp.explorer.trainers.trainer import Trainer
-
-
-def attention_name(candidate: Candidate, report: DeviceReport | None) -> str | None:
-    """Return the attention implementation by the transformers library's names; None for whatever the code calls.
-
-    A kernel of torch's is `sdpa` if torch chooses it by itself on the device, else `flash`, `cudnn`, `efficient` or
-    `math`: it was pinned.
-    """
-    name = candidate.attention_backend
-    if candidate.is_whole:
-        return None
-    if report is not None and name == report.default_attention and name in TORCH_KERNELS:
-        return TORCH_CHOICE
-    return name.removeprefix(f"{TORCH_CHOICE}:")
-
-
-def experts_name(candidate: Candidate) -> str | None:
-    """Return the experts implementation by the transformers library's names; ours keep their own."""
-    name = candidate.expert_backend
-    return None if name is None else library_experts(name)
-
-
-def loss_of(candidate: Candidate, request: ExplorationRequest) -> Loss:
-    """Return how the loss of a candidate was computed."""
-    if candidate.loss is None and request.model is not None and request.training.loss.kind == "chunked":
-        return "chunked"
-    return candidate.loss or LOSS.plain
 
 
 def needs_logits(trainer: Trainer, candidate: Candidate, request: ExplorationRequest) -> bool:
     """Whether a trainer holds the logits of all tokens where a candidate was measured without."""
-    loss = loss_of(candidate, request)
+    loss = LOSS.asked_of_trainer(candidate, request.space.place)
     return LOSSES[trainer.nearest_loss(loss)].holds_logits and not LOSSES[loss].holds_logits
-
-
-def sharding_of(candidate: Candidate, request: ExplorationRequest) -> Sharding:
-    """Return the level of sharding that a candidate was measured with."""
-    return candidate.sharding or request.training.sharding
 
 
 def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> DType:
@@ -75,7 +44,7 @@ def measured_precision(request: ExplorationRequest, report: DeviceReport | None)
 def precision_of(
     trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
 ) -> Precision:
-    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that it has.
+    """Return the precision to set in a trainer: the measured one if it has that, else the nearest that it has.
 
     Adapters, weights in float32 and a person's own code stay as they were measured. A trainer that casts parts of a
     model to float32 decides that by the candidate's attention and sharding.
@@ -87,7 +56,7 @@ def precision_of(
     if trainer.upcast_attention and request.target_name == BEXP:
         return "pure"  # the reference layers cast nothing
     if trainer.upcast_attention:
-        is_whole = sharding_of(candidate, request) is Sharding.NONE
+        is_whole = (candidate.sharding or request.training.sharding) is Sharding.NONE
         name = attention_name(candidate, report) or TORCH_CHOICE
         is_upcast = is_whole and (name in TORCH_KERNELS or name in trainer.upcast_attention)
         return "upcast" if is_upcast else "pure"
@@ -96,15 +65,8 @@ def precision_of(
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
 
-def layers_differ(request: ExplorationRequest, report: DeviceReport | None) -> bool:
-    """Whether the layers are of more than one kind, so that it matters which of them are recomputed."""
-    if request.model is not None:
-        return 0 < request.model.count_layers(LayerKind.MOE) < request.model.num_layers
-    return report is not None and report.parts is not None and len(set(report.parts.layers)) > 1
-
-
 def halves_experts(trainer: Trainer, report: DeviceReport | None) -> bool:
-    """Whether experts stayed plain beside quantised weights, in float32, and a trainer keeps them in half precision."""
+    """Whether experts stayed plain next to quantised weights, and a trainer keeps them in half precision."""
     weights = () if report is None or report.parts is None else report.parts.weights
     return trainer.halves_experts and any(one.kind == "experts" and not one.quantized_bytes for one in weights)
 
@@ -115,10 +77,10 @@ def lost_formats(
     """Return the number formats of gradients and moments that the request states and a trainer keeps otherwise."""
     if request.target_name != BEXP:
         return []
-    optimizer, told = request.training.optimizer, precision_of(trainer, request, report, candidate)
-    gradients, states = trainer.kept_formats(compute_dtype(request, report), told)
+    optimizer, kept = request.training.optimizer, precision_of(trainer, request, report, candidate)
+    gradients, states = trainer.kept_formats(compute_dtype(request, report), kept)
     stated = (("gradients", optimizer.grad_dtype, gradients), ("optimizer states", optimizer.state_dtype, states))
-    return [f"{what} in {asked}" for what, asked, kept in stated if asked not in (None, kept)]
+    return [f"{what} in {asked}" for what, asked, has in stated if asked not in (None, has)]
 
 
 def keeps_other_formats(
@@ -132,27 +94,26 @@ def keeps_other_formats(
 
 
 def find_missing(
-    trainer: Trainer, candidate: Candidate, request: ExplorationRequest, report: DeviceReport | None
+    trainer: Trainer,
+    candidate: Candidate,
+    request: ExplorationRequest,
+    report: DeviceReport | None,
+    place: Place | None = None,
 ) -> dict[str, str]:
     """Return what `trainer` cannot express of `candidate`, in words, by the names of terms.
 
-    `offload` is apart from `recompute`, because no other policy is known to need as little memory.
+    `offload` is apart from `recompute`, because no other policy is known to need as little memory. Who asks for many
+    candidates makes the `place` of `request` and `report` once.
     """
-    attention, experts = attention_name(candidate, report), experts_name(candidate)
-    if report is not None and candidate.expert_backend == report.default_experts:
-        experts = None  # whatever is the default of the device
-    sharding = sharding_of(candidate, request)
+    place = place or place_of(request, report=report)
     asked: dict[str, Any] = {
-        "bta_tile": candidate.bta_tile,
-        "recompute": Policy(candidate.recompute, layers_differ(request, report)),
-        "attention": attention,
-        "experts": experts,
-        **{choice.name: getattr(candidate, choice.fields[0]) for choice in CHOICES},
-        LOSS.name: loss_of(candidate, request),
-        EXECUTION.name: request.execution_of(candidate),
-        "sharding": sharding,
+        dimension.name: dimension.asked_of_trainer(candidate, place)
+        for dimension in DIMENSIONS
+        if dimension.term is not None
+    }
+    attention, sharding = asked[ATTENTION.name], asked[SHARDING.name]
+    asked |= {
         "sharded_adapters": ShardedAdapters(request.training.lora, sharding),
-        "context_parallel": Sharing(candidate.context_parallel_size, candidate.context_parallel_layout),
         "optimizer": request.training.optimizer,
     }
     missing = {term: words for term, value in asked.items() if (words := trainer.lacks(term, value)) is not None}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.back_ends import HALF_NAMES, LIBRARY_ATTENTION, LIBRARY_EXPERTS
 from bexp.explorer.trainers.document import ExportDocument, yaml_export
+from bexp.explorer.trainers.half_names import HALF_NAMES
 from bexp.explorer.trainers.script import gathering_notes, script_notes
 from bexp.explorer.trainers.settings import TrainerSettings
 from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses

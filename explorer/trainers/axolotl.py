@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS, TORCH_CHOICE
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.trainers.keys import (
     QLORA,

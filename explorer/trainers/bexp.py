@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_KERNELS
+from bexp.explorer.dimensions.bta_tile import TILES
 from bexp.explorer.dimensions.candidate import CHOICES
-from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, OUR_EXPERTS
+from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, LAYER_GROUPS, Recompute
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.optimizers import LIBRARY, ON_HOST_NOTE
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS, OUR_EXPERTS, TORCH_KERNELS
 from bexp.explorer.trainers.document import ExportDocument, python_export
 from bexp.explorer.trainers.script import PREPARE, lora_config, quantization_config
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import (
-    DIFFERENT_LAYERS,
-    FIRST_LAYERS,
-    LAYER_GROUPS,
-    ON_HOST,
-    OTHER_LIBRARIES,
-    TILES,
-    expresses,
-)
+from bexp.explorer.trainers.terms import ON_HOST, OTHER_LIBRARIES, expresses
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
 
 _CODE = '''\

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.bta_tile import TILES
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import ExportDocument, yaml_export
 from bexp.explorer.trainers.script import other_optimizer_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import TILES, expresses
+from bexp.explorer.trainers.terms import expresses
 from bexp.explorer.trainers.trainer import Trainer
 
 BTA_FLAGS = {

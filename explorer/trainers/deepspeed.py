@@ -14,10 +14,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section, put_dtype
-from bexp.explorer.trainers.back_ends import HALF_NAMES, LIBRARY_ATTENTION, LIBRARY_EXPERTS
 from bexp.explorer.trainers.document import ExportDocument, decided_fields
+from bexp.explorer.trainers.half_names import HALF_NAMES
 from bexp.explorer.trainers.keys import UNKNOWN_FIELD, Batch, words
 from bexp.explorer.trainers.script import script_notes
 from bexp.explorer.trainers.settings import TrainerSettings

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
+from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, SHARES, Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.back_ends import HALF_NAMES, LIBRARY_EXPERTS, TORCH_CHOICE
 from bexp.explorer.trainers.document import ExportDocument, python_export
+from bexp.explorer.trainers.half_names import HALF_NAMES
 from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes, optimizer_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import DIFFERENT_LAYERS, FIRST_LAYERS, OTHER_LIBRARIES, SHARES, expresses
+from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
 
 KERNELS = {

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.model.model import DType
-from bexp.explorer.trainers.back_ends import TORCH_CHOICE
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.trainers.keys import (
     Formats,

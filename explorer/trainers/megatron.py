@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.dimensions.parallelism import Parallelism
-from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, LAYER_GROUPS, SHARES, Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.back_ends import HALF_NAMES, TORCH_CHOICE
 from bexp.explorer.trainers.document import ExportDocument, shell_export
+from bexp.explorer.trainers.half_names import HALF_NAMES
 from bexp.explorer.trainers.script import other_optimizer_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import (
-    CAPACITY,
-    DIFFERENT_LAYERS,
-    FIRST_LAYERS,
-    LAYER_GROUPS,
-    MODEL_PARALLELISM,
-    SHARES,
-    expresses,
-)
+from bexp.explorer.trainers.terms import CAPACITY, MODEL_PARALLELISM, expresses
 from bexp.explorer.trainers.trainer import Trainer
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}

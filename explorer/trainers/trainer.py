@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bexp.explorer.dimensions.loss import LOSSES, Loss
-from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.dimensions.recompute import AskedPolicy, Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.trainers.document import Render
 from bexp.explorer.trainers.keys import ReadSideFile, TrainerFile
-from bexp.explorer.trainers.terms import TERMS, Policy, expresses
+from bexp.explorer.trainers.terms import TERMS, expresses
 
 LIBRARY_RUNS_IT = frozenset({TRANSFORMERS})
 """The target whose measured code a trainer of transformers' models runs."""
@@ -69,7 +69,7 @@ class Trainer:
 
     def has_policy(self, policy: Recompute, *, layers_differ: bool = False) -> bool:
         """Return whether it can express a recomputation policy of a model whose layers may be of several kinds."""
-        return self.lacks("recompute", Policy(policy, layers_differ)) is None
+        return self.lacks("recompute", AskedPolicy(policy, layers_differ)) is None
 
     def nearest_policy(self, policy: Recompute, num_layers: int, *, layers_differ: bool = False) -> Recompute:
         """Return the policy that recomputes the fewest layers but no fewer than `policy`, so that it still fits.

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import ALIASES, LIBRARY, LIBRARY_ARGUMENTS
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section
-from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS
 from bexp.explorer.trainers.deepspeed import read_config
 from bexp.explorer.trainers.document import ExportDocument, Render, json_export
 from bexp.explorer.trainers.keys import (

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.model import DType
-from bexp.explorer.trainers.back_ends import LIBRARY_ATTENTION, LIBRARY_EXPERTS
 from bexp.explorer.trainers.keys import (
     Formats,
     Key,

@@ -9,4 +9,4 @@ from bexp.explorer.request.requested_space import RequestedSpace
 
 
 def choices_of(space: RequestedSpace, choice: Choice[Any]) -> tuple[Any, ...]:
-    return choice.written(space.asked, space.values_of(choice))
+    return choice.written(space.asked, choice.considered(space.place))

@@ -14,6 +14,7 @@ import numpy as np
 from bexp.explorer.cost.collectives import is_communication_timed
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.training import Sharding
@@ -27,7 +28,6 @@ from bexp.explorer.records.measurement import (
 )
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.storage.workers import REPLAYED
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
 from bexp.workers.replay.recording import Recording

@@ -11,11 +11,13 @@ from pydantic import ValidationError
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_component_table
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
+from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, LAYOUTS, Sharing, busiest_pairs, refuse_layout
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.alternatives import accumulate
-from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from tests.explorer.long_sequences import MODEL, SMALL, request
 from tests.explorer.simulator import report
@@ -80,7 +82,11 @@ def test_explore_takes_every_divisor_that_lengths_and_batch_admit() -> None:
     few = request("explore", num_devices=8, batch_size=2, micro_batch_size="auto")
     assert few.devices.context_parallel_sizes == (4, 8)
     short = request("explore", model={**MODEL, "seq_length": 4098})
-    assert [(s.size, s.layout) for s in short.space.sharings] == [(1, None), (2, "ring"), (2, "striped")]
+    assert [(s.size, s.layout) for s in CONTEXT_PARALLEL.considered(short.space.place)] == [
+        (1, None),
+        (2, "ring"),
+        (2, "striped"),
+    ]
 
 
 def test_a_worker_needs_devices_for_the_largest_listed_size() -> None:
@@ -119,7 +125,8 @@ def test_no_more_devices_share_than_the_profiler_has() -> None:
 
 def test_auto_follows_the_groups() -> None:
     req = request((1, 4), micro_batch_size="auto", batch_size=8, num_devices=4)
-    assert (req.space.micro_batch_sizes_over(1), req.space.micro_batch_sizes_over(4)) == ((1, 2), (1, 2, 4, 8))
+    sizes = [MICRO_BATCH_SIZE.considered_over(size, req.space.place) for size in (1, 4)]
+    assert sizes == [(1, 2), (1, 2, 4, 8)]
     space = enumerate_candidates(req, report(experts=False, num_devices=4), req.shapes).candidates
     assert {c.micro_batch_size for c in space if c.context_parallel_size == 1} == {1, 2}
     assert {c.micro_batch_size for c in space if c.context_parallel_size == 4} == {1, 2, 4, 8}

@@ -9,11 +9,13 @@ from pydantic import ValidationError
 
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.cost.decomposition import Decomposer
+from bexp.explorer.dimensions.bta_tile import BTA_TILE
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.combinations import MAX_COMBINATIONS
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.request_rules import MAX_COMBINATIONS
-from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.search.legal_space import enumerate_candidates
 from tests.explorer.simulator import report
 
 DENSE: dict[str, Any] = {
@@ -106,7 +108,7 @@ def test_what_the_six_first_policies_admitted_is_still_admitted() -> None:
     """2048 combinations of six policies, tiles with all of them counted: as many tilings as 64 micro-batches have."""
     sizes = [m for m in range(1, 257) if m % 12 == 0 or m in (1, 2)]
     req = request(micro_batch_size=sizes, bta={"max_tile": 32}, batch_size=512)
-    tilings = sum(len(req.space.tiles_for(m)) for m in sizes)
+    tilings = sum(len(BTA_TILE.considered_for(m, req.space.place)) for m in sizes)
     assert 0.5 * 2048 < 6 * tilings <= 2048
     assert len(candidates(req)) > 0
     most = 341 * 7 + 64 * 3  # 341 tilings of 64 micro-batches: seven policies each, and three more untiled

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from bexp.explorer.dimensions.attention import ATTENTION_OF
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.dimensions.experts import EXPERTS_OF
 from bexp.explorer.dimensions.kernels import KERNELS, Kernels
 from bexp.explorer.model.target import BEXP
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF
 from tests.explorer.choices import choices_of
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
@@ -45,7 +46,8 @@ def test_explore_leaves_out_what_the_request_cannot_have() -> None:
     for fields in ({"device_kind": "cpu"}, {"num_devices": 2}, {"num_csx": 2}, {"mode": "eval"}):
         assert build(execution="explore", **fields).space.executions == both
     assert build(execution="explore", **REFERENCE).space.executions == tuple(Execution)
-    assert build(execution=["compile", "compile+graph"], **REFERENCE).space.always_compiles
+    always = build(execution=["compile", "compile+graph"], **REFERENCE)
+    assert EXECUTION.always_compiles(always.space.place)
 
 
 def test_compiled_layers_alone_have_no_policies_by_operation() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.dimensions.expert_modes import ExpertMode
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.meshes.knowledge import MeshKnowledge, mesh_candidates
 from bexp.explorer.meshes.plan import MeshPlan
 from bexp.explorer.records.device_report import DeviceReport
@@ -16,7 +17,6 @@ from bexp.explorer.records.recommendation import Role
 from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.legal_space import EmptySpaceError
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL
 from bexp.explorer.dimensions.recompute import ON_DEVICE
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, name_local_target
@@ -43,7 +44,7 @@ def test_a_request_without_a_model_spec_has_what_the_search_needs() -> None:
     assert request.space.variants() == ()
     assert (request.explored.name, request.seq_length) == ("Gemma-2-2b", 64)
     assert request.space.recompute_policies == ON_DEVICE
-    assert {sharing.size for sharing in request.space.sharings} == {1, 2}
+    assert {sharing.size for sharing in CONTEXT_PARALLEL.considered(request.space.place)} == {1, 2}
     assert request.devices.needed() == 2
     assert ExplorationRequest.model_validate_json(request.model_dump_json()) == request
 

@@ -25,7 +25,7 @@ def build(fields: dict[str, Any], **others: Any) -> ExplorationRequest:
 def test_a_gpu_explores_all_that_can_be_had_without_asking() -> None:
     space = build(CONFIG).space_on("cuda")
     assert space.executions == choices_of(space, EXECUTION) == tuple(Execution)
-    assert space.values_of(LOSS) == tuple(LOSSES)
+    assert LOSS.considered(space.place) == tuple(LOSSES)
     assert choices_of(space, KERNELS) == tuple(Kernels)
     shapes = build(SHAPES).space_on("cuda")
     assert shapes.executions == tuple(Execution)
@@ -38,21 +38,21 @@ def test_a_cpu_and_a_quick_request_stay_eager_with_the_librarys_loss(fields: dic
     for space in (on_cpu, build(fields, device_kind="cpu").space, build(fields, quick=True).space_on("cuda")):
         assert space.executions == EAGER
         assert (choices_of(space, EXECUTION), choices_of(space, KERNELS)) == ((None,), (None,))
-        assert space.values_of(LOSS) == ("library",)
+        assert LOSS.considered(space.place) == ("library",)
 
 
 def test_what_is_named_is_explored_on_any_device() -> None:
     named = build(CONFIG, execution="compile", losses=["chunked"], kernels=["library"], quick=True).space_on("cpu")
     assert named.executions == (Execution.COMPILE,)
     assert choices_of(named, EXECUTION) == (None,)
-    assert named.values_of(LOSS) == ("chunked",)
+    assert LOSS.considered(named.place) == ("chunked",)
     both = build(CONFIG, execution=["eager", "compile"]).space_on("cpu")
     assert choices_of(both, EXECUTION) == (Execution.EAGER, Execution.COMPILE)
 
 
 def test_a_trainer_is_asked_for_no_loss_and_no_kernels_that_it_cannot_be_told() -> None:
     space = build(CONFIG, trainer="accelerate").space_on("cuda")
-    assert space.values_of(LOSS) == ("library",)
+    assert LOSS.considered(space.place) == ("library",)
     assert choices_of(space, KERNELS) == (None,)
 
 

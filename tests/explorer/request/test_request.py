@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.dimensions.micro_batch_size import LADDER, ExploreRange
+from bexp.explorer.dimensions.micro_batch_size import LADDER, MICRO_BATCH_SIZE, ExploreRange
 from bexp.explorer.request.request import ExplorationRequest
 
 MODEL: dict[str, Any] = {
@@ -167,7 +167,8 @@ def test_the_optimizer_is_weighed_without_a_stated_batch() -> None:
 
 def test_devices_that_share_sequences_get_more_of_the_batch() -> None:
     request = build(batch_size=8, num_devices=4, micro_batch_size="auto", context_parallel={"sizes": [1, 2, 4]})
-    assert [request.space.micro_batch_sizes_over(size) for size in (1, 2, 4)] == [(1, 2), (1, 2, 4), (1, 2, 4, 8)]
+    place = request.space.place
+    assert [MICRO_BATCH_SIZE.considered_over(size, place) for size in (1, 2, 4)] == [(1, 2), (1, 2, 4), (1, 2, 4, 8)]
 
 
 def test_variants_are_distinct_models() -> None:

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import Variant
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.legal_space import (
-    EmptySpaceError,
-    LegalSpace,
-    base_candidates,
-    enumerate_candidates,
-    explored_models,
-)
+from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates, explored_models
 from tests.explorer.cost import described, tiny
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -6,9 +6,10 @@ import pytest
 
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_memory
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from tests.explorer.search.small import REPORT, candidate, small_request
 from tests.explorer.simulator import report
@@ -49,7 +50,8 @@ def test_a_base_outside_the_space_has_a_row_but_may_not_be_recommended() -> None
 def test_a_named_tile_that_only_the_batch_has_leaves_nothing_to_compare_with() -> None:
     asked = {"micro_batch_size": None, "batch_size": 7, "recompute": ["none"]}
     tiled = small_request(**asked, bta={"enable": True, "tiles": [7]})
-    assert small_request(**asked).space.undivided_micro_batch_sizes == tiled.space.undivided_micro_batch_sizes != ()
+    undivided = MICRO_BATCH_SIZE.undivided(tiled.space.place)
+    assert MICRO_BATCH_SIZE.undivided(small_request(**asked).space.place) == undivided != ()
     assert {(c.micro_batch_size, c.bta_tile) for c in prune(tiled).legal.candidates} == {(7, 7)}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.meshes.relaxations import find_mesh_relaxations
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.measurement import Outcome, SizeResult
@@ -16,7 +17,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.alternatives import largest_untiled
 from bexp.explorer.search.component_subjects import component_subjects
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.step_exploration import StepDescription, _report, _request, search_step
 from tests.explorer.cost import described

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.step import GIB, memory_limit
+from bexp.explorer.dimensions.dimension import Change, Dimension
+from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
+from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.requested_space import reported_place
 from bexp.explorer.search.relaxations import (
     _over,
-    _shardings,
-    _smaller,
     _together,
     explain_nothing_fits,
     find_relaxations,
@@ -144,13 +146,17 @@ def test_two_devices_share_training_state_before_more_are_asked_for() -> None:
         "micro_batch_size 1, recompute full and sharding zero3 over 2 devices",
     ]
     assert words[2].endswith("over 4 devices")
-    assert [change.words for change in _shardings(two)] == ["sharding zero1", "sharding zero2", "sharding zero3"]
+    assert [change.words for change in changes(SHARDING, two)] == ["sharding zero1", "sharding zero2", "sharding zero3"]
     alone = cramped(num_devices=1, batch_size=64)
     assert [change.words for change in _together(alone)][1].endswith("over 2 devices")
-    assert list(_shardings(alone)) == []
+    assert changes(SHARDING, alone) == []
+
+
+def changes(dimension: Dimension, asked: ExplorationRequest) -> list[Change]:
+    return list(dimension.relaxations(reported_place(asked, report(), asked.shapes)))
 
 
 def test_smaller_micro_batches_are_tried_from_the_next_one_down() -> None:
     asked = cramped(micro_batch_size=[8, 16])
-    assert [change.settings["micro_batch_size"] for change in _smaller(asked)] == [4, 2, 1]
-    assert list(_smaller(cramped(micro_batch_size=1))) == []
+    assert [change.settings["micro_batch_size"] for change in changes(MICRO_BATCH_SIZE, asked)] == [4, 2, 1]
+    assert changes(MICRO_BATCH_SIZE, cramped(micro_batch_size=1)) == []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.exports.export import export
-from bexp.explorer.search.legal_space import EmptySpaceError, expressible
+from bexp.explorer.search.legal_space import expressible
 from bexp.explorer.trainers.document import ExportError
 from tests.explorer.exports.samples import candidate, exploration
 from tests.explorer.exports.test_quantized_exports import quantized

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import torch
 
+from bexp.explorer.dimensions.attention import ATTENTION_OF, LIBRARY_ATTENTION, TORCH_KERNELS
+from bexp.explorer.dimensions.experts import EXPERTS_OF
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
-from bexp.explorer.trainers.back_ends import ATTENTION_OF, EXPERTS_OF, LIBRARY_ATTENTION, TORCH_KERNELS
 from bexp.kernels.experts.registry import expert_backends
 from bexp.transformers.experts import OURS
 from bexp.workers.instruments.back_ends import report_device

@@ -187,7 +187,7 @@ class SettingsProbe:
         return {name: supports for name, supports in found.items() if supports}
 
     def _supports(self, choice: Choice[Any]) -> tuple[BackendSupport, ...]:
-        values = self._space.values_of(choice)
+        values = choice.considered(self._space.place)
         if values == (choice.plain,):
             return ()
         return tuple(self._support(choice, value) for value in dict.fromkeys((choice.plain, *values)))

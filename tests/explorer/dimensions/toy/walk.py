@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from torch import nn
 
@@ -18,9 +19,12 @@ from bexp.explorer.exports.export import export
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.event import EventCode
+from bexp.explorer.records.recommendation import RelaxationKind
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.requested_space import reported_place
 from bexp.explorer.search.component_subjects import IRRELEVANT
 from bexp.explorer.search.explore import explore
+from bexp.explorer.search.relaxations import single_changes
 from bexp.explorer.search.study import params_of
 from bexp.explorer.trainers.registry import TRAINERS
 from bexp.storage.database import open_database
@@ -56,6 +60,11 @@ def main() -> None:
     refused = list(explore(asked, bare, Device(asked)))[-1].answer
     assert refused is not None
     assert "cannot be set" in str(refused.variants[0].reason), "a target that sets no toy measures none"
+    with pytest.raises(ValueError, match="a toy is for training"):
+        described.request(toys=["on"], mode="eval")
+    changes = single_changes(asked, reported_place(asked, bare, parts))[RelaxationKind.OPTIONS]
+    assert "every toy" in [change.words for change in changes]
+    assert TRAINERS["trl"].lacks("toy", "on") == "the toy on"
     supports = tuple(BackendSupport(name=name, usable=True) for name in ("off", "on"))
     report = bare.model_copy(update={"choices": {"toy": supports}})
 

@@ -13,9 +13,10 @@ import torch
 
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.measured_settings import settings_of

@@ -12,8 +12,9 @@ from torch import Tensor
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.measure import host_limits
 from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrialError
 from bexp.workers.targets.transformers.passes import LayerPasses
