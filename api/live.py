@@ -19,7 +19,7 @@ from rich.text import Text
 from bexp.explorer.answers.answer import memory_parts
 from bexp.explorer.answers.lines import headline
 from bexp.explorer.answers.text import clock_text
-from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.amounts import RateUnit, bytes_text, rate_text
 from bexp.explorer.records.event import Event, EventCode, render_message
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
@@ -238,7 +238,8 @@ class RateChart:
         begin = f", bars begin at {start:,.0f}" if start else ""
         left_out = len(rates.keys() | self._failures.keys()) - len(sizes)
         more = f", {left_out} more" if left_out else ""
-        title = Text(f"composed tokens/s by micro_batch_size, as last measured{begin}{more}", style="bold")
+        unit = RateUnit.TOKENS if self._best is None else self._best.rate_unit
+        title = Text(f"composed {unit}/s by micro_batch_size, as last measured{begin}{more}", style="bold")
         table = Table.grid(padding=(0, 1))
         for justify in ("right", "left", "right", "left"):
             table.add_column(justify=justify, no_wrap=True)

@@ -21,7 +21,7 @@ from bexp.api.cli.yaml_lines import UnchangeableError
 from bexp.client.explorations import Explorations
 from bexp.explorer.answers.text import row
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.amounts import RateUnit, bytes_text, rate_text
 from bexp.explorer.model.parts import EvaluationBatch, ProcessSpread, SampleLengths
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Recommendation, Role
@@ -45,10 +45,9 @@ class Speed:
     tokens_per_sample: int
 
     def __str__(self) -> str:
-        rate = rate_text(self.tokens_per_second)
-        shown = rate if self.tokens_per_sample > 1 else rate.replace("tokens", "samples")
+        unit = RateUnit.TOKENS if self.tokens_per_sample > 1 else RateUnit.SAMPLES
         peak = f", peak memory {bytes_text(self.peak_bytes)}" if self.peak_bytes else ""
-        return f"{self.candidate.describe()}: {shown}{peak}"
+        return f"{self.candidate.describe()}: {rate_text(self.tokens_per_second, unit)}{peak}"
 
 
 @dataclass(frozen=True)

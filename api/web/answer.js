@@ -24,7 +24,7 @@ function headline(best) {
     "dl",
     { class: "headline" },
     figure("micro_batch_size", best.candidate.micro_batch_size),
-    figure("expect per device", format.rate(format.expected(best))),
+    figure("expect per device", format.rate(format.expected(best), best)),
     figure("against the base", format.ratio(best.performance, best)),
     figure("confidence out of 100", best.confidence),
   );

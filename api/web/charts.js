@@ -18,7 +18,7 @@ function speedScale(values) {
 
 const titleOf = (point) =>
   `${point.isWholeModel ? "Whole model" : "Composed"}, trial ${point.number}: ${format.describe(point.candidate)}: ` +
-  format.rate(point.tokensPerSecond) + (point.peakBytes === null ? "" : `, peak ${format.bytes(point.peakBytes)}`) +
+  format.rate(point.tokensPerSecond, point) + (point.peakBytes === null ? "" : `, peak ${format.bytes(point.peakBytes)}`) +
   format.predicted(point.isPredicted);
 
 const markClass = (point) => `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}`;
@@ -57,10 +57,10 @@ export function throughputChart({ trials, best, width }) {
     makeX: (range) => logarithmic(points.map((point) => point.microBatch), range),
     makeY: speedScale(ends),
     xLabel: "micro_batch_size",
-    yLabel: "tokens/s per device",
+    yLabel: `${format.unit(points[0])} per device`,
     yText: speedText,
     label: `Throughput over the micro-batch size. ${points.length} candidates were measured. The fastest has ` +
-      `${format.describe(fastest.candidate)}, with ${format.rate(fastest.tokensPerSecond)}.`,
+      `${format.describe(fastest.candidate)}, with ${format.rate(fastest.tokensPerSecond, fastest)}.`,
   });
   const end = (point, sign) => [x.at(point.microBatch), y.at(point.tokensPerSecond * (1 + sign * point.interval))];
   const banded = new Set();
@@ -101,11 +101,11 @@ export function frontChart({ trials, best, width }) {
     makeX: (range) => linear([lowest > 0.4 * highest ? 0.95 * lowest : 0, highest * 1.03], range, width < 420 ? 4 : 6),
     makeY: speedScale(points.map((point) => point.tokensPerSecond)),
     xLabel: "peak memory, GiB",
-    yLabel: "tokens/s per device",
+    yLabel: `${format.unit(points[0])} per device`,
     xText: (value) => value.toFixed(digits),
     yText: speedText,
     label: `Throughput against peak memory. No other measured candidate is both faster and smaller than these: ` +
-      front.map((p) => `${format.bytes(p.peakBytes)} at ${format.rate(p.tokensPerSecond)}${format.predicted(p.isPredicted)}`)
+      front.map((p) => `${format.bytes(p.peakBytes)} at ${format.rate(p.tokensPerSecond, p)}${format.predicted(p.isPredicted)}`)
         .join("; ") + ".",
   });
   const corners = front.flatMap((point, index) => {

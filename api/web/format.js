@@ -20,7 +20,10 @@ export const gib = (count) => count / GIB;
 
 export const number = (value) => (Math.abs(value) >= 100 ? whole : tenths).format(value);
 
-export const rate = (tokensPerSecond) => `${number(tokensPerSecond)}\u00a0tokens/s`;
+/** The unit of a trial's or an answer's rates: the service names only another one than tokens. */
+export const unit = ({ rate_unit: named }) => `${named ?? "tokens"}/s`;
+
+export const rate = (value, of = {}) => `${number(value)}\u00a0${unit(of)}`;
 
 export function seconds(value) {
   if (value < 1e-3) return `${(value * 1e6).toFixed(0)}\u00a0us`;

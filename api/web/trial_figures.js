@@ -44,6 +44,7 @@ export function pointsOf(trials) {
       index: policyIndex(candidate.recompute),
       microBatch: candidate.micro_batch_size,
       tokensPerSecond: trial.tokens_per_second,
+      rate_unit: trial.rate_unit,
       peakBytes: format.peak(trial),
       isPredicted: format.isPredicted(trial),
       isWholeModel: trial.kind === "whole_model",

@@ -16,7 +16,7 @@ const COLUMNS = [
   { name: "settings", value: (t) => rest(t.measurement.candidate) || null, isText: true, isOptional: true },
   { name: "kind", value: (t) => t.kind, text: format.words, isText: true },
   { name: "outcome", value: (t) => t.measurement.outcome, text: format.words, isText: true },
-  { name: "tokens/s", value: (t) => t.tokens_per_second, text: (v) => dash(v, format.number) },
+  { name: "per second", value: (t) => t.tokens_per_second, text: (v) => dash(v, format.number) },
   { name: "peak", value: format.peak, text: (v) => dash(v, format.bytes) },
   { name: "figures", value: (t) => (format.isPredicted(t) ? format.PREDICTED : "measured"), isText: true },
   { name: "took", value: (t) => t.seconds, text: format.seconds },

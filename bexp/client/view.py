@@ -11,7 +11,7 @@ from bexp.explorer.answers.lines import headline
 from bexp.explorer.answers.rows import AnswerText, Importance, Row
 from bexp.explorer.answers.text import row
 from bexp.explorer.cost.step import MemoryParts
-from bexp.explorer.model.amounts import bytes_text
+from bexp.explorer.model.amounts import RateUnit, bytes_text
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Recommendation, Role
 
@@ -68,10 +68,14 @@ class ExplorationView:
         """Tokens per second of one device by micro-batch size, the best of each; of a model's measured blocks."""
         return {size: max(rates.values()) for size, rates in sorted(self._rates.items())}
 
+    @property
+    def _unit(self) -> str:
+        return f"{RateUnit.TOKENS if self.best is None else self.best.rate_unit}/s"
+
     def __str__(self) -> str:
         lines = [f"{self.model} {self.exploration_id}: {self._headline()}"]
         lines += [row(each.label, each.text).replace("\t", "") for each in self._main_rows()]
-        lines += [f"{size:>6}  {rate:>12,.0f} tokens/s" for size, rate in self.rates.items()]
+        lines += [f"{size:>6}  {rate:>12,.0f} {self._unit}" for size, rate in self.rates.items()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -122,7 +126,7 @@ class ExplorationView:
                 cells = [str(size), "", "", escape(self._failures[size].replace("_", " "))]
             rows.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>")
         own = best is not None and best.candidate.is_whole
-        names = ("micro_batch_size", "", "tokens/s" if own else "composed tokens/s", "")
+        names = ("micro_batch_size", "", self._unit if own else f"composed {self._unit}", "")
         head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 

@@ -39,7 +39,7 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
         yield part("", f"{whole}; the nearest that do: {joined(best.nearest_batch_sizes)}")
     if other is not None and other.candidate != best.candidate:
         measures = ", predicted in part: `--micro-batch-size auto` measures it" if other.predicted else ""
-        figures = f"{rate_text(other.tokens_per_second)}, peak {bytes_text(other.expected_peak_bytes)}"
+        figures = f"{rate_text(other.tokens_per_second, best.rate_unit)}, peak {bytes_text(other.expected_peak_bytes)}"
         text = f"{other.candidate.describe()}: {figures}, confidence {other.confidence}{measures}"
         yield part(other.role.label, text)
 
@@ -86,7 +86,7 @@ def memory_rows(best: Recommendation) -> Iterable[Row]:
     if fastest is None:
         return
     chosen = f"memory is preferred: the fastest is {fastest.candidate.describe()}" if best.prefer == "memory" else None
-    fast = f"{bytes_text(fastest.expected_peak_bytes)} at {rate_text(fastest.tokens_per_second)}"
+    fast = f"{bytes_text(fastest.expected_peak_bytes)} at {rate_text(fastest.tokens_per_second, best.rate_unit)}"
     yield detail(fastest.role.label, f"{chosen}, {fast}" if chosen else f"{fast} is the fastest")
     before = fastest.candidate
     for role in WITHIN:
@@ -119,7 +119,7 @@ def alternative_rows(best: Recommendation) -> Iterable[Row]:
 def _compared(best: Recommendation, other: Alternative) -> str:
     if other.candidate == best.candidate:
         return f"{best.ratio_text(other.ratio)}: it is the recommended one"
-    rate = rate_text(other.tokens_per_second)
+    rate = rate_text(other.tokens_per_second, best.rate_unit)
     return f"{best.ratio_text(other.ratio)} over {other.candidate.describe()} ({rate}{_predicted(other)})"
 
 
@@ -127,7 +127,7 @@ def _runner_up(best: Recommendation, rival: Alternative) -> str:
     name, check = rival.name, rival.whole_model
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
-    reached = f"{rate_text(check.tokens_per_second)} as a whole model"
+    reached = f"{rate_text(check.tokens_per_second, best.rate_unit)} as a whole model"
     return f"{name}: {reached}, and its blocks compose {composed_off(check)}{_gain(best, rival)}"
 
 
@@ -144,18 +144,18 @@ def _gain(best: Recommendation, rival: Alternative) -> str:
 
 def _expert_mode(best: Recommendation, other: Alternative) -> str:
     own = None if best.plan is None else best.plan.parallelism
-    return f"{expert_sharing(own)}: {other.ratio:.2f}x over {expert_sharing(other.mesh)}, {_in_short(other)}"
+    return f"{expert_sharing(own)}: {other.ratio:.2f}x over {expert_sharing(other.mesh)}, {_in_short(best, other)}"
 
 
 def _other_parallelism(best: Recommendation, other: Alternative) -> str:
-    return f"{other.ratio:.2f}x over {_in_short(other)}"
+    return f"{other.ratio:.2f}x over {_in_short(best, other)}"
 
 
-def _in_short(other: Alternative) -> str:
+def _in_short(best: Recommendation, other: Alternative) -> str:
     """Return what distinguishes an alternative of devices that share the model, with its tokens/s."""
     sizes = "" if other.mesh is None else other.mesh.describe()
     settings = f"micro_batch_size={other.candidate.micro_batch_size} recompute={other.candidate.recompute}"
-    return f"{sizes} {settings} ({rate_text(other.tokens_per_second)}{_predicted(other)})"
+    return f"{sizes} {settings} ({rate_text(other.tokens_per_second, best.rate_unit)}{_predicted(other)})"
 
 
 def composed_off(check: WholeModelCheck) -> str:

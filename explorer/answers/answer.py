@@ -161,7 +161,7 @@ def _speed_rows(best: Recommendation, request: ExplorationRequest | None) -> Ite
     """Yield the tokens/s to expect: those of the whole model if it was run, else those that its blocks compose."""
     about = "" if best.is_measured_whole else "about "
     shared = " of processor time (slower while others use these cores)" if best.says(NoteCode.SHARED_CORES) else ""
-    rate = f"{about}{rate_text(best.expected_tokens_per_second)} per device{shared}"
+    rate = f"{about}{rate_text(best.expected_tokens_per_second, best.rate_unit)} per device{shared}"
     yield main("speed", f"{rate}, {_gain(best, request)}")
     whole = best.whole_model
     if best.candidate.is_whole:

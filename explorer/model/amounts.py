@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 
 def bytes_text(count: int) -> str:
     """Return a number of bytes in the largest binary unit in which it is at least 1."""
@@ -11,10 +13,21 @@ def bytes_text(count: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def rate_text(tokens_per_second: float) -> str:
-    """Return a number of tokens a second."""
-    digits = 0 if tokens_per_second >= 100 else 1
-    return f"{tokens_per_second:,.{digits}f} tokens/s"
+class RateUnit(StrEnum):
+    """The unit of a rate: samples where nobody knows how many tokens they have."""
+
+    TOKENS = "tokens"
+    SAMPLES = "samples"
+
+
+def is_in_tokens(unit: RateUnit) -> bool:
+    """Return whether a rate is of tokens, as nearly all are: only another unit is written."""
+    return unit is RateUnit.TOKENS
+
+
+def rate_text(rate: float, unit: RateUnit = RateUnit.TOKENS) -> str:
+    """Return a number of tokens, or of samples, a second."""
+    return f"{rate:,.{0 if rate >= 100 else 1}f} {unit}/s"
 
 
 def slower_text(loss: float, than: str | None = None) -> str:

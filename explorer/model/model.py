@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from bexp.explorer.model.amounts import RateUnit
 from bexp.explorer.model.base import Frozen, RuleError, is_null
 
 MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
@@ -199,6 +200,8 @@ class ModelSpec(Frozen):
             message = "ffn_hidden_size must be given: this model has layers with a dense FFN"
             raise RuleError(message, "ffn_hidden_size")
         return self
+
+    rate_unit: ClassVar[RateUnit] = RateUnit.TOKENS
 
     @property
     def title(self) -> str:

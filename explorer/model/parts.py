@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from bexp.explorer.model.amounts import RateUnit
 from bexp.explorer.model.base import Frozen, is_null
 from bexp.explorer.model.model import DType, ModelSpec, Variant
 from bexp.explorer.model.quantization import WeightBytes
@@ -176,6 +177,11 @@ class ModelParts(Frozen):
     def measured(self) -> str:
         """The measured code, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
         return describe_target(self.target, self.target_version, self.class_name)
+
+    @property
+    def rate_unit(self) -> RateUnit:
+        """The unit of its rates: a model that is measured whole may not say how many tokens a sample has."""
+        return RateUnit.SAMPLES if not self.layers and self.seq_length == 1 else RateUnit.TOKENS
 
     moe: ClassVar[None] = None
     vocab_size: ClassVar[None] = None

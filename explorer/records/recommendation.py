@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from bexp.explorer.cost.step import MemoryParts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.parallelism import Parallelism
+from bexp.explorer.model.amounts import RateUnit, is_in_tokens
 from bexp.explorer.model.base import Frozen, is_null
 from bexp.explorer.model.extensions import Extended
 from bexp.explorer.model.lengths import Batching
@@ -271,6 +272,9 @@ class Recommendation(CandidateFigures):
     """
 
     base: Candidate
+    rate_unit: RateUnit = Field(
+        RateUnit.TOKENS, description="What each tokens_per_second counts.", exclude_if=is_in_tokens
+    )
     performance: float = Field(description="Throughput relative to the base candidate.")
     confidence: Annotated[int, Field(ge=0, le=99)] = Field(
         description="The probability in percent, rounded down, that the whole model's tokens/s with this candidate is "

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from bexp.explorer.cost.collectives import is_communication_timed
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.model.amounts import bytes_text, rate_text
+from bexp.explorer.model.amounts import RateUnit, bytes_text, is_in_tokens, rate_text
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.extensions import Extended
 from bexp.explorer.model.hardware import HardwareSpec
@@ -124,6 +124,7 @@ class Trial(Frozen):
     )
     predicted_tokens_per_second: float | None = None
     tokens_per_second: float | None = None
+    rate_unit: RateUnit = Field(RateUnit.TOKENS, description="What tokens_per_second counts.", exclude_if=is_in_tokens)
     suggest_seconds: Annotated[float, Field(ge=0)] = 0.0
     seconds: Annotated[float, Field(ge=0)] = Field(0.0, description="Wall time of the measurement, messages included.")
     shared_run: SharedRunOf | None = Field(None, description="Of a whole model that devices share.")
@@ -147,4 +148,4 @@ class Trial(Frozen):
         """Return the tokens/s `of` a device and the peak, and whether they are predicted in part."""
         peak = "" if self.peak_bytes is None else f", peak {bytes_text(self.peak_bytes)}"
         predicted = ", predicted in part" if self.is_predicted else ""
-        return f"{rate_text(self.tokens_per_second or 0.0)}{of}{peak}{predicted}"
+        return f"{rate_text(self.tokens_per_second or 0.0, self.rate_unit)}{of}{peak}{predicted}"

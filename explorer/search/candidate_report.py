@@ -79,6 +79,7 @@ def build_recommendation(
     return Recommendation(
         candidate=candidate,
         base=table.candidates[base],
+        rate_unit=table.model.rate_unit,
         tokens_per_second=seconds.tokens_per_second,
         performance=performance(posterior, best.row, base),
         confidence=confidence_score(best.confidence),

@@ -179,6 +179,7 @@ class CandidateSpace(SearchSpace):
         return measurement, StepFigures(
             posterior.bytes(row).peak if posterior.is_known(row) else None,
             posterior.seconds(row).tokens_per_second if composes else None,
+            self._table.model.rate_unit,
         )
 
     def times_contaminated(self, component: Component) -> int:

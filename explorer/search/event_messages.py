@@ -255,7 +255,7 @@ def end_event(answer: Answer, confidence_target: int) -> EventDraft:
 
 def _with_rate(best: Recommendation) -> str:
     """Return the candidate and its rate, and first how devices share the model, if they do."""
-    rate = rate_text(best.expected_tokens_per_second)
+    rate = rate_text(best.expected_tokens_per_second, best.rate_unit)
     if best.plan is None:
         return f"{best.candidate.describe()}: {rate}"
     return f"{best.plan.parallelism.describe_candidate(best.candidate)}: {rate} of each device"

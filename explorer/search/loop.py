@@ -222,6 +222,7 @@ class TrialScheduler:
             measured_peak_bytes=reached.peak_bytes,
             predicted_tokens_per_second=running.expected.tokens_per_second,
             tokens_per_second=reached.tokens_per_second,
+            rate_unit=reached.rate_unit,
             suggest_seconds=running.suggest_seconds + self._clock() - measured,
             seconds=measured - running.started,
         )

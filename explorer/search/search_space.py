@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from bexp.explorer.cost.components import Component
+from bexp.explorer.model.amounts import RateUnit
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
@@ -20,6 +21,7 @@ class StepFigures:
 
     peak_bytes: int | None = None
     tokens_per_second: float | None = None
+    rate_unit: RateUnit = RateUnit.TOKENS
 
 
 @dataclass(frozen=True, slots=True)

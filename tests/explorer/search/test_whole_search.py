@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import DType
@@ -128,3 +129,20 @@ def test_a_size_that_has_run_above_the_limit_is_not_recommended() -> None:
     command = Command(RISING, 0.003, 1, limit=BYTES + (BYTES >> 3))
     assert command.tune("cuda") is None
     assert command.tasks, "it was measured"
+
+
+def test_rates_are_of_samples_where_nobody_knows_their_tokens() -> None:
+    command = Command(RISING, 0.003, 4)
+    request = ExplorationRequest.model_validate({"target": LOCAL})
+    report = command.report("cuda")
+    said: list[str] = []
+    for progress in explore(request, report, command, clock=lambda: 13.0 * len(command.tasks)):
+        said += [event.message for event in progress.events]
+        answer = progress.answer
+    assert answer is not None
+    assert answer.recommendation is not None
+    text = answer_text(Explored("j", request, report), answer.recommendation, answer)
+    assert text is not None
+    said += [row.text for row in text.rows]
+    assert sum(" samples/s" in each for each in said) > len(command.tasks)
+    assert not [each for each in said if "tokens/s" in each]
