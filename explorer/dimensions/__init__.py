@@ -1,1 +1,1 @@
-"""What a candidate chooses: one file a dimension."""
+"""The dimensions of a candidate: one file for each."""

@@ -1,4 +1,4 @@
-"""Which kernel computes attention."""
+"""The kernel that computes attention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AttentionOf(Frozen):
 
 
 class AttentionAsked(Frozen):
-    """What a request says of attention kernels."""
+    """The fields of a request about attention kernels."""
 
     attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
         None, description="The attention kernels to choose among. Null: all that the device can use."
@@ -53,19 +53,22 @@ class AttentionAsked(Frozen):
 
 
 class Attention(Dimension):
-    """The kernels that a device can use. Those that share sequences serve context parallelism."""
+    """The kernels that a device can use. Of these, some let devices share sequences, for context parallelism."""
 
     def asked_of_trainer(self, candidate: Candidate, place: Place) -> str | None:
-        """Return the implementation by the transformers library's names."""
+        """Return the attention implementation, by the names of the transformers library."""
         return attention_name(candidate, place.report)
 
     def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
-        """Yield the kernels that are named but torch's, of which the device's default may be one."""
+        """Yield the kernels that a request names.
+
+        Those of torch are left out, because each may be the device's default.
+        """
         named = place.asked.attention_backends or ()
         return (("attention_backends", name) for name in named if name not in TORCH_KERNELS)
 
     def check(self, place: Place) -> None:
-        """The target knows the kernels that are named; `flash_attention` does not undo the list."""
+        """Check that the target knows the named kernels, and that `flash_attention` does not exclude all of them."""
         named = place.asked.attention_backends or ()
         check_names("attention", named, ATTENTION_OF.get(place.target, {OWN_ATTENTION}), place)
         if named and all(map(is_flash, named)) and not place.asked.flash_attention:
@@ -83,13 +86,14 @@ class Attention(Dimension):
             yield Change("flash attention", {"flash_attention": True})
 
     def column(self, place: ReportedPlace) -> Column:
-        """Return the kernels that serve as many devices a sequence."""
+        """Return the kernels that can serve each number of devices a sequence."""
         return _serving(usable_attention(place.asked, place.report, place.model.place), place)
 
     def bases(self, place: ReportedPlace) -> Column:
-        """Return torch's default, or the first kernel that serves shared sequences if the default does not.
+        """Return torch's default kernel, or the first that suits the candidate if the default does not.
 
-        If the request excludes flash attention, and the default is that, it is the first kernel that is not.
+        The default does not suit if devices share sequences and it cannot serve them. Nor does it if it is flash
+        attention, and the request excludes that.
         """
         usable = [backend.name for backend in place.report.attention_backends if backend.usable]
         names = [place.report.default_attention, *usable]
@@ -100,7 +104,7 @@ class Attention(Dimension):
 
 
 def _serving(names: Sequence[str], place: ReportedPlace) -> Column:
-    """Return the column of those kernels that serve as many devices a sequence as are known."""
+    """Return a column of the kernels that serve the numbers of devices a sequence that are known."""
     shared = serving(names, place.report)
     every, some = (tuple({"attention_backend": name} for name in each) for each in (names, shared))
     return lambda known: every if known["context_parallel_size"] == 1 else some

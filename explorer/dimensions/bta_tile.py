@@ -15,19 +15,19 @@ from bexp.explorer.model.lengths import PACKED
 
 
 class BTASpec(Frozen):
-    """Batch tiling on attention: which tiles may be tried.
+    """Batch tiling on attention: which tiles may be tried."""
 
-    `enable` true excludes untiled attention, false excludes tiling, null explores both. `max_tile` caps the tile and
-    must divide a stated batch_size. `tiles` restricts tiling to the listed sizes.
-    """
-
-    enable: bool | None = None
-    max_tile: MicroBatch | None = None
-    tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = None
+    enable: bool | None = Field(
+        None, description="True excludes untiled attention, false excludes tiling. Null: both are explored."
+    )
+    max_tile: MicroBatch | None = Field(None, description="The largest tile; it must divide a stated batch_size.")
+    tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = Field(
+        None, description="The only tiles to try."
+    )
 
     @property
     def is_named(self) -> bool:
-        """Whether a request asks for tiling, beyond leaving it to the search."""
+        """Whether a request asks for tiling, rather than leaving it to the search."""
         return bool(self.enable or self.tiles)
 
     @model_validator(mode="after")
@@ -47,7 +47,7 @@ class TileOf(Frozen):
 
 
 class TileAsked(Frozen):
-    """What a request says of attention tiles."""
+    """The field of a request about attention tiles."""
 
     bta: BTASpec = BTASpec()
 
@@ -56,7 +56,7 @@ TILES = "attention tiles"
 
 
 class BTATile(Dimension):
-    """Tiles of the sizes that divide a micro-batch, and none."""
+    """The tiles of a micro-batch: none, and each size that divides it."""
 
     def considered_for(self, micro_batch_size: int, place: Place) -> tuple[int | None, ...]:
         """Return the tiles to consider for one micro-batch size: None, and its divisors up to `max_tile`.
@@ -71,12 +71,12 @@ class BTATile(Dimension):
         return (*untiled, *(t for t in tiles if t <= largest and (bta.tiles is None or t in bta.tiles)))
 
     def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
-        """Yield that there are tiles, whatever their sizes."""
+        """Yield tiling itself if a request asks for it; sizes make no difference to a trainer."""
         if place.asked.bta.is_named:
             yield "bta", True
 
     def check(self, place: Place) -> None:
-        """The cap divides a stated batch, a tile is left, and each listed tile divides a micro-batch size."""
+        """Check that the cap divides a stated batch, that a tile is left, and that each listed tile divides a size."""
         bta = place.asked.bta
         if place.batching in PACKED and bta.is_named:
             raise RuleError("attention tiles divide padded rows, not packed ones", "bta", "batching")
@@ -106,12 +106,12 @@ class BTATile(Dimension):
             yield Change("batch tiling on attention", {"bta": BTASpec()})
 
     def freed(self, place: Place) -> Change | None:
-        """Return other tiles than those that are named."""
+        """Return the change to any tile, for a request that names tiles."""
         bta = place.asked.bta
         return None if bta.tiles is None else Change("other tiles", {"bta": bta.model_copy(update={"tiles": None})})
 
     def column(self, place: ReportedPlace) -> Column:
-        """Return the tiles of a micro-batch, of those that the model's code can run."""
+        """Return the tiles of each micro-batch that the model's code can run."""
         is_offered = place.model.offers_tiles(named=place.asked.bta.is_named)
         cells = {
             m: [{"bta_tile": tile} for tile in self.considered_for(m, place) if tile is None or is_offered]

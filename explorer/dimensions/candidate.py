@@ -23,7 +23,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     *(MICRO_BATCH_SIZE, BTA_TILE, RECOMPUTE, ATTENTION, EXPERTS, CONTEXT_PARALLEL, SHARDING, LOSS, EXECUTION, KERNELS),
     SETTINGS,
 )
-"""What a candidate of one model variant chooses, in the order in which a line for a person names it."""
+"""The dimensions of one model variant, in the order in which a line for a person names them."""
 CHOICES: tuple[Choice[Any], ...] = tuple(dimension for dimension in DIMENSIONS if isinstance(dimension, Choice))
 """Those with few values that have names: all that the search does with such a value is derived from this list."""
 
@@ -55,11 +55,11 @@ class Candidate(  # pydantic takes the fields of the last class first
     TileOf,
     MicroBatchOf,
 ):
-    """What a trainer can choose for a given model and device: one value of each dimension."""
+    """One value of each dimension, as a trainer can choose them for a given model and device."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it belongs to a model that is measured whole, whose code chooses the rest by itself."""
+        """Whether the candidate is of a model that is measured whole, whose code chooses the rest by itself."""
         return self.attention_backend == OWN_ATTENTION
 
     def describe(self) -> str:
@@ -80,7 +80,7 @@ class DimensionsAsked(
     VariantsAsked,
     MicroBatchAsked,
 ):
-    """What a request says of the dimensions."""
+    """The fields of a request about its dimensions."""
 
 
 _described = {*FIELDS, *VariantOf.model_fields}

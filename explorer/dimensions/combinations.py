@@ -1,4 +1,4 @@
-"""How many candidates a request may ask for, before a device is asked."""
+"""The number of candidates that a request may ask for, before a device is asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SHARED_COMBINATIONS = 2 * MAX_COMBINATIONS
 
 
 def check_combinations(place: Place) -> None:
-    """Some recomputation policy can be combined with the tiles, and the space is small enough to be enumerated."""
+    """Check that some recomputation policy goes with the tiles, and that the space is small enough to be enumerated."""
     combinations = _count_combinations(place)
     if combinations == 0:
         named = "' and '".join(RECOMPUTE.considered(place))

@@ -31,7 +31,7 @@ CHUNKS_PER_DEVICE = {"ring": 1, "striped": 1, "zigzag": 2}
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many devices share each sequence, and by which layout; the layout of a single device is None."""
+    """The number of devices that share each sequence, and their layout, which is None for a single device."""
 
     size: int = 1
     layout: str | None = None
@@ -41,18 +41,19 @@ ALONE = Sharing()
 
 
 class ContextParallelSpec(Frozen):
-    """How many devices each sequence may be spread over, and how.
-
-    `sizes` divide num_devices; the remaining factor is data parallelism. `explore` tries every divisor that the
-    sequence length and the batch admit, up to the number of devices that the worker has. `layouts` are the ones to try
-    where several devices share a sequence.
-    """
+    """How many devices each sequence may be spread over, and how."""
 
     sizes: (
         Literal["explore"]
         | Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=16)]
-    ) = (1,)
-    layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = LAYOUTS
+    ) = Field(
+        (1,),
+        description="Divisors of num_devices; the remaining factor is data parallelism. `explore` tries each divisor "
+        "that the sequence length and the batch admit, up to the number of devices that the worker has.",
+    )
+    layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = Field(
+        LAYOUTS, description="The layouts to try where several devices share a sequence."
+    )
 
     def sizes_at(self, place: Place) -> tuple[int, ...]:
         """Return how many devices may share a sequence, ascending."""
@@ -97,22 +98,21 @@ def find_sharing_problem(size: int, place: Place) -> RuleError | None:
 
 @dataclass(frozen=True, slots=True)
 class CausalPairs:
-    """Numbers of pairs of a query and a key, for one head of one sequence.
-
-    `attended` pairs lie below the causal diagonal; a fused kernel computes these. `scored` pairs are all pairs of the
-    blocks that hold an attended one; an implementation without such a kernel computes them all.
-    """
+    """Numbers of pairs of a query and a key, for one head of one sequence."""
 
     attended: int
+    """Pairs below the causal diagonal. A fused kernel computes these alone."""
     scored: int
+    """All pairs of the blocks that hold an attended pair. An implementation without such a kernel computes all of them.
+    """
 
 
 def busiest_pairs(sharing: Sharing, seq_length: int) -> CausalPairs:
-    """Return what the busiest device computes; the others wait for it in every step of the ring.
+    """Return the pairs of the busiest device, for which the others wait in every step of the ring.
 
     With L = S / N tokens a device, the last device of `ring` attends to all of N - 1 blocks and to half of its own. A
-    device of `striped` attends to half of each block. A device of `zigzag` attends to half of its own block and to half
-    of every other block, because one half of each is older than one of its two pieces.
+    device of `striped` attends to half of each block. A device of `zigzag` attends to half of its own block. Of every
+    other block it attends to half, too: one half of each is older than one of the device's two pieces.
     """
     length, others = seq_length // sharing.size, sharing.size - 1
     own = length * (length + 1) // 2
@@ -126,7 +126,7 @@ def busiest_pairs(sharing: Sharing, seq_length: int) -> CausalPairs:
 
 
 class SharingOf(Frozen):
-    """How the devices of a candidate share sequences."""
+    """The way in which the devices of a candidate share sequences."""
 
     context_parallel_size: Annotated[int, Field(ge=1)] = Field(1, description="Devices that share each sequence.")
     context_parallel_layout: str | None = Field(
@@ -145,7 +145,7 @@ class SharingOf(Frozen):
 
 
 class SharingAsked(Frozen):
-    """What a request says of devices that share sequences."""
+    """The field of a request about devices that share sequences."""
 
     context_parallel: ContextParallelSpec = ContextParallelSpec()
 
@@ -164,7 +164,7 @@ def _row(candidate: Candidate) -> Row | None:
 
 
 class ContextParallel(Dimension):
-    """The numbers of devices that a profiler has, each with the layouts that the length admits."""
+    """The numbers of devices that a profiler has, each with the layouts that the sequence length admits."""
 
     def considered(self, place: Place) -> tuple[Sharing, ...]:
         """Return the sizes with their layouts; a sequence on one device has none."""
@@ -175,11 +175,11 @@ class ContextParallel(Dimension):
         return tuple(sharings)
 
     def asked_of_trainer(self, candidate: Candidate, place: Place) -> Sharing:
-        """Return the number of devices a sequence with their layout."""
+        """Return the number of devices a sequence, with their layout."""
         return Sharing(candidate.context_parallel_size, candidate.context_parallel_layout)
 
     def check(self, place: Place) -> None:
-        """The devices, the batch and the sequence length admit the sizes."""
+        """Check that the devices, the batch and the sequence length admit the sizes."""
         asked = place.asked.context_parallel.sizes
         sizes = ((1,) if not self.considered(place) else ()) if asked == "explore" else asked
         problems = (find_sharing_problem(size, place) for size in sizes)
@@ -187,7 +187,7 @@ class ContextParallel(Dimension):
             raise problem
 
     def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
-        """Yield more of the profiler's devices for each sequence."""
+        """Yield larger numbers of devices a sequence, up to those of the profiler."""
         asked = place.asked.context_parallel
         for size in divisors(place.num_devices):
             if max(asked.sizes_at(place)) < size <= place.report.hardware.num_devices:
@@ -195,7 +195,7 @@ class ContextParallel(Dimension):
                 yield Change(words, {"context_parallel": asked.model_copy(update={"sizes": (size,)})})
 
     def column(self, place: ReportedPlace) -> Column:
-        """Return the ways for which the profiler has devices and kernels, of the micro-batches that each divides."""
+        """Return the ways to share that have devices and kernels, each with the micro-batches that it divides."""
         attention = usable_attention(place.asked, place.report, place.model.place)
         sharings = self._served(attention, place)
         if not sharings:
@@ -218,7 +218,7 @@ class ContextParallel(Dimension):
         return lambda known: points
 
     def _served(self, attention: Sequence[str], place: ReportedPlace) -> list[Sharing]:
-        """Return the ways for which the profiler has devices, and one of these attention kernels."""
+        """Return the ways to share for which the profiler has devices, and one of these attention kernels."""
         most = place.report.hardware.num_devices if serving(attention, place.report) else 1
         return [sharing for sharing in self.considered(place) if sharing.size <= most]
 

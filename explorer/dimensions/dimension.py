@@ -1,4 +1,7 @@
-"""One thing that a candidate chooses, with all that the search, the logs and the request need to know of it."""
+"""A dimension:
+
+one thing that a candidate chooses, with all that the search, the logs and the request need to know of it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Column = Callable[[Point], Iterable[Point]]
 
 
 class CodePart(StrEnum):
-    """What of a model's own code a value changes: only the components of that part are measured for it anew."""
+    """The part of a model's own code that a value changes. Only its components are measured anew for that value."""
 
     LAYER = "layer"
     SHELL = "shell"
@@ -89,23 +92,23 @@ class Dimension(ABC):
         return ()
 
     def check(self, place: Place) -> None:  # noqa: B027  # a dimension may have no rule
-        """Raise RuleError if what the request says of it contradicts the rest of the request.
+        """Raise RuleError if the request contradicts itself in this dimension.
 
-        It may rely on the dimensions that come later in the list: their rules hold.
+        The dimensions that come later in the list were checked before, so their rules hold.
         """
 
     @abstractmethod
     def column(self, place: ReportedPlace) -> Column:
-        """Return what candidates may have; the dimensions that come earlier in the list are known then.
+        """Return the values that candidates may have; the dimensions that come earlier in the list are known then.
 
         Raises:
-            EmptySpaceError: there is nothing.
+            EmptySpaceError: there is none.
         """
 
     def bases(self, place: ReportedPlace) -> Column:
-        """Return what the base (1.00x) may have, in order of preference; dimensions later in the list are known then.
+        """Return the values that the base (1.00x) may have, in order of preference: the first one, unless overridden.
 
-        It is the first value, unless a dimension says otherwise.
+        The dimensions that come later in the list are known then.
         """
         column = self.column(place)
         return lambda known: list(column(known))[:1]
@@ -115,15 +118,18 @@ class Dimension(ABC):
         return {}
 
     def compared(self, place: Place) -> Mapping[str, Any]:
-        """Return changes to a request whose candidates an answer compares with, and never recommends; none if empty."""
+        """Return changes to a request whose candidates an answer compares with, and never recommends;
+
+        an empty one for none.
+        """
         return {}
 
     def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
-        """Yield changes to a request for which nothing fits that may leave something, the nearest first."""
+        """Yield changes to a request for which nothing fits, the nearest first; one may leave a candidate that fits."""
         return ()
 
     def freed(self, place: Place) -> Change | None:
-        """Return the change without which the request may forbid any that helps."""
+        """Return the change that lifts what the request names here, which may forbid every change that helps."""
         return None
 
 
@@ -135,7 +141,7 @@ def column_of(field: str, values: Iterable[Any]) -> Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(Dimension, Generic[V]):
-    """A dimension with few values that have names. A device may be unable to have some of them."""
+    """A dimension with few values that have names, some of which a device may be unable to have."""
 
     values: tuple[V, ...]
     """All there are, in the order in which they are tried. The base has the first that is admitted."""
@@ -169,7 +175,7 @@ class Choice(Dimension, Generic[V]):
             object.__setattr__(self, "term", Term(lambda value, _: words(value), unless_null, frozenset({self.plain})))
 
     def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
-        """Yield what the request leaves to the search, too: an answer has one of these values."""
+        """Yield the values that a request names, or those that it leaves to the search: an answer has one of them."""
         field = self.name if self.asked is None or self.named(place.asked) is None else self.asked
         return ((field, value) for value in self.considered(place))
 
@@ -182,8 +188,8 @@ class Choice(Dimension, Generic[V]):
     def considered(self, place: Place) -> tuple[V, ...]:
         """Return the values to consider before the device is asked, in the order in which they are tried.
 
-        They are those that the request names, the one that it states for all candidates, or those that are explored by
-        default and that the trainer can express.
+        They are those that the request names, or the one that it states for all candidates. Otherwise they are those
+        that are explored by default and that the trainer can express.
         """
         wanted: Collection[V] | None = self.named(place.asked)
         if wanted is None and (stated := self.stated(place)) is not None:
@@ -215,7 +221,7 @@ class Choice(Dimension, Generic[V]):
         return column_of(self.fields[0], self.written(place.asked, left))
 
     def written(self, asked: Any, values: tuple[V, ...]) -> tuple[V | None, ...]:
-        """Return what candidates have for these values: None alone where nothing is chosen."""
+        """Return these values as candidates have them: None alone where nothing is chosen."""
         is_chosen = len(values) != 1 or self.named(asked) not in (None, (self.plain,))
         return values if self.is_written or is_chosen else (None,)
 
@@ -229,7 +235,7 @@ class Choice(Dimension, Generic[V]):
 
 
 def named(name: str, attribute: str) -> dict[str, Any]:
-    """Return label and row of a dimension that is named where it has a value: `loss=chunked`."""
+    """Return the label and the row of a dimension that is named where it has a value: `loss=chunked`."""
 
     def value(candidate: Candidate) -> Any:
         return getattr(candidate, attribute)

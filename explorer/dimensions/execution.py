@@ -1,4 +1,4 @@
-"""How torch runs the code of a layer."""
+"""The way in which torch runs the code of a layer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Execution(StrEnum):
 
     @property
     def captured(self) -> Execution:
-        """What runs when the graphs are captured, and whose kernels they replay; itself without graphs."""
+        """The execution whose kernels the graphs replay; the execution itself without graphs."""
         return Execution.COMPILE if self.compiles else Execution.EAGER
 
 
@@ -51,7 +51,7 @@ class ExecutionOf(Frozen):
 
 
 class ExecutionAsked(Frozen):
-    """What a request says of the execution."""
+    """The fields of a request about the execution."""
 
     execution: Execution | None = Field(
         None,
@@ -70,7 +70,10 @@ COMPILED = "compiled"
 
 
 def _explored(place: Place) -> Sequence[Execution]:
-    """All that the device can have: code whose shapes differ would be compiled and captured anew each time."""
+    """Return all executions that the device can have. Code whose shapes differ has eager execution alone.
+
+    It would be compiled and captured anew each time.
+    """
     is_joint = place.shares_model or max(place.asked.context_parallel.sizes_at(place), default=1) > 1
     if place.is_quick or is_joint or place.batching is not None:
         return (Execution.EAGER,)
@@ -85,7 +88,7 @@ class ExecutionChoice(Choice[Execution]):
         return all(execution.compiles for execution in self.considered(place))
 
     def asked_of_trainer(self, candidate: Candidate, place: Place) -> Execution:
-        """Return how a candidate runs."""
+        """Return the execution of a candidate."""
         return candidate.execution or place.asked.execution or Execution.EAGER
 
     def field(self, place: Place) -> str:
@@ -93,7 +96,7 @@ class ExecutionChoice(Choice[Execution]):
         return "execution" if place.asked.executions is None else "executions"
 
     def check(self, place: Place) -> None:
-        """An execution is either given or chosen, and the target and the device have it."""
+        """Check that an execution is either given or chosen, and that the target and the device have it."""
         asked, field = place.asked, self.field(place)
         if asked.executions is not None and asked.execution not in (None, Execution.EAGER):
             message = "executions take the place of execution: give one of them"

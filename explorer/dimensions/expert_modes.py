@@ -1,4 +1,4 @@
-"""How devices that share the experts of a layer exchange tokens with each other."""
+"""Modes in which devices that share the experts of a layer exchange tokens with each other."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ SHADOWED_EXPERTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 class ExpertMode(StrEnum):
-    """What passes between devices with experts, and when: see `bexp.kernels.expert_parallel.experts`.
-
-    `plain` sends tokens to their experts and back. `overlapped` does so in chunks, beside the experts' computation
-    (Tutel: Hwang et al., MLSys 2023). `shadowed` copies the most popular experts to every device, which then keeps its
-    own tokens for them (FasterMoE: He et al., PPoPP 2022).
-    """
+    """The exchange between devices with experts: see `bexp.kernels.expert_parallel.experts`."""
 
     PLAIN = "plain"
+    """Tokens are sent to their experts and back."""
     OVERLAPPED = "overlapped"
+    """The same in chunks, while the experts compute (Tutel: Hwang et al., MLSys 2023)."""
     SHADOWED = "shadowed"
+    """The most popular experts are copied to every device, which keeps its own tokens for them (FasterMoE:
+
+    He et al., PPoPP 2022).
+    """
 
 
 class ExpertModes(Frozen):

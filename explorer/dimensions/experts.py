@@ -1,4 +1,4 @@
-"""Which kernel computes the experts."""
+"""The kernel that computes the experts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ExpertsOf(Frozen):
 
 
 class ExpertsAsked(Frozen):
-    """What a request says of expert kernels."""
+    """The field of a request about expert kernels."""
 
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
         None,
@@ -63,7 +63,7 @@ def experts_name(candidate: Candidate) -> str | None:
 
 
 class Experts(Dimension):
-    """The kernels that a device can use, of a model with experts."""
+    """The kernels of a model with experts that a device can use."""
 
     def asked_of_trainer(self, candidate: Candidate, place: Place) -> str | None:
         """Return the implementation by the transformers library's names; None for the default of the device."""
@@ -71,12 +71,12 @@ class Experts(Dimension):
         return None if is_default else experts_name(candidate)
 
     def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
-        """Yield the kernels that are named but those that may be the device's default."""
+        """Yield the kernels that a request names, except those that may be the device's default."""
         named = place.asked.expert_backends or ()
         return (("expert_backends", name) for name in named if name not in DEFAULT_EXPERTS)
 
     def check(self, place: Place) -> None:
-        """The target knows the kernels that are named, and the model has experts."""
+        """Check that the target knows the named kernels, and that the model has experts."""
         named = place.asked.expert_backends
         if named is not None and place.shapes is not None and not place.shapes.has_experts:
             raise RuleError("expert_backends given for a model without experts", "expert_backends")

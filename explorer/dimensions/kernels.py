@@ -1,4 +1,4 @@
-"""What computes norms, rotation and gated activations of a transformers model."""
+"""The kernels for norms, rotation and gated activations of a transformers model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bexp.explorer.model.target import TRANSFORMERS
 
 
 class Kernels(StrEnum):
-    """What computes norms, rotation and gated activations: the model's own code, or the package liger-kernel.
+    """The kernels for norms, rotation and gated activations: the model's own, or those of the package liger-kernel.
 
     The base (1.00x) has the first that a request admits.
     """
@@ -32,12 +32,12 @@ class KernelsOf(Frozen):
 
 
 class KernelsAsked(Frozen):
-    """What a request says of kernels."""
+    """The field of a request about kernels."""
 
     kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] | None = Field(
         None,
-        description="What computes norms, rotation and gated activations of a transformers model: its own code, or the "
-        "package liger-kernel where it is installed and knows the model. Null: both, where a GPU can have them.",
+        description="The kernels for norms, rotation and gated activations of a transformers model: its own code, or "
+        "the package liger-kernel where it is installed and knows the model. Null: both, where a GPU can have them.",
     )
 
 
@@ -49,7 +49,7 @@ class KernelsChoice(Choice[Kernels]):
     """The kernels, the model's own first."""
 
     def check(self, place: Place) -> None:
-        """The target has the kernels, and some execution takes them."""
+        """Check that the target has the kernels, and that some execution can use them."""
         named = place.asked.kernels or ()
         if Kernels.LIGER in named and place.target != TRANSFORMERS:
             raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")

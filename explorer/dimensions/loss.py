@@ -1,4 +1,4 @@
-"""How a model's own code computes its loss: whether the logits of all tokens lie in memory at once."""
+"""The way in which a model's own code computes its loss: whether the logits of all tokens lie in memory at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loss = Literal["library", "chunked", "liger"]
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:
-    """What is known of one way to compute the loss."""
+    """One way to compute the loss."""
 
     holds_logits: bool = False
     """Whether the logits of all tokens lie in memory at once."""
@@ -60,7 +60,7 @@ class LossOf(Frozen):
 
 
 class LossAsked(Frozen):
-    """What a request says of the loss."""
+    """The field of a request about the loss."""
 
     losses: Annotated[tuple[Loss, ...], Field(min_length=1, max_length=len(LOSSES))] | None = Field(
         None,
@@ -77,13 +77,13 @@ class LossChoice(Choice[Loss]):
     """The losses, the library's own first."""
 
     def asked_of_trainer(self, candidate: Candidate, place: Place) -> Loss:
-        """Return how the loss of a candidate was computed."""
+        """Return the way in which the loss of a candidate was computed."""
         if candidate.loss is None and place.shapes is not None and place.training.loss.kind == "chunked":
             return "chunked"
         return candidate.loss or self.plain
 
     def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
-        """Yield the loss of the reference layers, too."""
+        """Yield the named losses, and the loss of the reference layers."""
         yield from super().named_for_trainer(place)
         if place.shapes is not None and place.training.loss.kind == "chunked":
             yield "training.loss", "chunked"
@@ -107,6 +107,6 @@ LOSS = LossChoice(
 
 
 def function_of(setting: str | None) -> LossFunction:
-    """Return what is known of the loss that a shell was measured with; another setting leaves the library's."""
+    """Return the way to compute the loss that a shell was measured with; the library's own for any other setting."""
     names = (setting or LOSS.plain).split("+")
     return next((known for name, known in LOSSES.items() if name in names), LOSSES[LOSS.plain])

@@ -1,4 +1,4 @@
-"""How many sequences a device processes in one forward and backward pass."""
+"""The micro-batch size: how many sequences a device processes in one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class MicroBatchOf(Frozen):
 
 
 class MicroBatchAsked(Frozen):
-    """What a request says of the micro-batch."""
+    """The field of a request about the micro-batch."""
 
     micro_batch_size: MicroBatchChoice | None = Field(
         None,
@@ -95,7 +95,7 @@ class MicroBatchSize(Dimension):
     """The sizes that a request names, or those that an exploration of its own tries."""
 
     def choice(self, place: Place) -> MicroBatchChoice:
-        """Return what `micro_batch_size` asks for, with the default filled in."""
+        """Return the value of `micro_batch_size`, with the default filled in."""
         if place.asked.micro_batch_size is not None:
             return place.asked.micro_batch_size
         return "auto" if place.states_batch else "explore"
@@ -106,7 +106,7 @@ class MicroBatchSize(Dimension):
         return place.states_batch and (choice == "auto" or isinstance(choice, int))
 
     def divides_batch(self, place: Place) -> bool:
-        """Return whether sizes divide what a group of devices gets of the batch, whether it is stated or not."""
+        """Return whether each size divides the share that a group of devices has of the batch, stated or not."""
         return self.keeps_batch(place) or self.choice(place) == "auto"
 
     def named(self, place: Place) -> tuple[int, ...]:
@@ -139,14 +139,14 @@ class MicroBatchSize(Dimension):
         return tuple(sorted({m for size in sharing for m in self.considered_over(size, place)}))
 
     def undivided(self, place: Place) -> tuple[int, ...]:
-        """Return sizes next to the divisors of a stated batch that has few of them: the answer compares them."""
+        """Return sizes next to the divisors of a stated batch that has few of them; the answer compares both."""
         sizes = self.considered(place)
         if not self.keeps_batch(place) or self.choice(place) != "auto" or len(sizes) >= FEW_DIVISORS:
             return ()
         return tuple(m for m in LADDER if m < place.batch_size / place.num_devices and m not in sizes)
 
     def check(self, place: Place) -> None:
-        """At least one size is left: one size with a stated batch divides what a device gets of it."""
+        """Check that a size is left: a single size divides the share that a device has of a stated batch."""
         if self.considered(place):
             return
         size, asked = max(place.asked.context_parallel.sizes_at(place)), self.choice(place)

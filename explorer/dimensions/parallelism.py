@@ -1,7 +1,7 @@
-"""How devices share a model: how many have parts of a layer's matrices, of a pipeline, and of the experts.
+"""The ways in which devices share a model: tensor, pipeline, expert and data parallelism.
 
 Attention runs on tensor x data x pipeline devices. The experts of a layer are spread over `expert` devices of one
-pipeline stage, which are neighbours; if `expert` is 1, the tensor-parallel devices share each expert instead. Tensor
+pipeline stage, which are neighbours. If `expert` is 1, the tensor-parallel devices share each expert instead. Tensor
 parallelism includes sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198).
 """
 
@@ -19,18 +19,14 @@ from bexp.explorer.model.training import Sharding
 
 
 class Schedule(StrEnum):
-    """In which order the stages of a pipeline run."""
+    """The order in which the stages of a pipeline run."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
 
 
 class ParallelismSpec(ExpertModes):
-    """How devices share the model. Each size is a number, a list, or `explore`; data parallelism takes the rest.
-
-    `context` and `sharding` are moved to `context_parallel.sizes` and `training.sharding` when a request is read, so
-    that they are null in a stored one.
-    """
+    """How devices share the model. Each size is a number, a list, or `explore`; data parallelism takes the rest."""
 
     tensor: Sizes = 1
     pipeline: Sizes = 1
@@ -39,10 +35,12 @@ class ParallelismSpec(ExpertModes):
         Literal["explore"] | Schedule | Annotated[tuple[Schedule, ...], Field(min_length=1, max_length=len(Schedule))]
     ) = "explore"
     expert: Sizes = 1
-    context: Sizes | None = None
+    context: Sizes | None = Field(
+        None, description="Another way to write context_parallel.sizes; null in a stored request."
+    )
     sharding: (
         Literal["explore"] | Sharding | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))]
-    ) | None = None
+    ) | None = Field(None, description="Another way to write training.sharding; null in a stored request.")
 
     @property
     def shares_model(self) -> bool:
@@ -66,19 +64,19 @@ MODEL_PARALLEL_SIZES = ("tensor", "pipeline", "virtual_stages", "expert")
 
 
 class Parallelism(Frozen):
-    """How so many devices share a model. `schedule` is null without a pipeline.
-
-    `virtual_stages` is above 1 for `interleaved` alone. `overlap_degree` is above 1 if the expert mode is `overlapped`,
-    and `shadowed_experts` above 0 if it is `shadowed`.
-    """
+    """The way in which a number of devices share a model."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
+    """Stages of each rank: above 1 only with schedule `interleaved`."""
     schedule: Schedule | None = None
+    """None without a pipeline."""
     expert: int = 1
     overlap_degree: int = 1
+    """Chunks of a micro-batch: above 1 only in expert mode `overlapped`."""
     shadowed_experts: int = 0
+    """Experts that each device copies: above 0 only in expert mode `shadowed`."""
     data: int = 1
     sharding: Sharding = Sharding.NONE
 
@@ -94,7 +92,7 @@ class Parallelism(Frozen):
 
     @property
     def expert_mode(self) -> ExpertMode:
-        """How tokens reach their experts."""
+        """The mode in which tokens reach their experts."""
         if self.shadowed_experts:
             return ExpertMode.SHADOWED
         return ExpertMode.OVERLAPPED if self.overlap_degree > 1 else ExpertMode.PLAIN

@@ -1,4 +1,4 @@
-"""What a dimension may see when it says which values candidates have: what is asked, the device, and the model."""
+"""The place of a candidate: the request's settings, the device and the model, as the dimensions see them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class EmptySpaceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What is asked, and where candidates would run, before a device is asked."""
+    """The request's settings, and where candidates would run, before a device is asked."""
 
     asked: DimensionsAsked
-    """What the request says of the dimensions."""
+    """The fields of the request about its dimensions."""
     target: str
     shapes: ModelSpec | None
     """The request's model section; None if the target knows the model."""
@@ -56,7 +56,7 @@ class Place:
     report: DeviceSupport | None = None
 
     def groups_of(self, size: int) -> int:
-        """Return how many groups of so many devices there are; each processes sequences of its own."""
+        """Return the number of groups of so many devices; each group processes sequences of its own."""
         return self.num_devices // size
 
 
@@ -69,7 +69,7 @@ class ReportedPlace(Place):
 
 
 def check_names(what: str, names: Collection[str], known: Collection[str], place: Place) -> None:
-    """Raise RuleError if the target has no such kernel; which of them a device can use is the worker's to say."""
+    """Raise RuleError if the target has no such kernel. The worker says which of the kernels a device can use."""
     for name in names:
         if name not in known:
             there = f"there are {', '.join(sorted(known))}" if known else "its code chooses by itself"
@@ -80,7 +80,7 @@ def check_names(what: str, names: Collection[str], known: Collection[str], place
 def usable_backends(
     what: str, supported: Sequence[BackendSupport], allowed: Collection[str] | None, where: str
 ) -> list[str]:
-    """Return the usable ones of the kernels that the request names, or of all that are not for such a request alone.
+    """Return the usable ones of the kernels that the request names, or else of those that are explored by default.
 
     Raises:
         EmptySpaceError: none is left.

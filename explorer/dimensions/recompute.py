@@ -1,4 +1,4 @@
-"""Which activations are recomputed in backward."""
+"""The recomputation policy: which activations are recomputed in backward."""
 
 from __future__ import annotations
 
@@ -28,43 +28,50 @@ _NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 
 
 class Recompute(StrEnum):
-    """Which activations are recomputed in backward (Korthikanti et al., 2022, arXiv:2205.05198).
+    """The activations that are recomputed in backward (Korthikanti et al., 2022, arXiv:2205.05198).
 
-    Some policies choose by operation, in every layer. The cheapest comes first.
-    `selective` recomputes the attention core.
-    `activations` keeps the results of matrix products and of attention. It recomputes what lies between them: norms,
-    activation functions and their products with the gate, and the gathering of tokens for experts. It does not run
-    expert GEMMs again.
-    `qkv` recomputes the norm, the projection of queries, keys and values, and their rotation. It keeps attention's
-    result and log-sum-exp, so the attention kernel does not run again.
-    `experts` recomputes the expert FFN up to its second GEMM, whose result backward does not need.
-    `projections` is `qkv` with the same for every FFN: it keeps only the results of attention and of blocks.
-
-    Others choose by layer. `partial_*` recomputes that share of the layers as a whole, and `full` every layer.
-    `offload` recomputes nothing: what layers keep lies in pinned memory of the host from forward to backward (Rhu et
-    al., 2016, arXiv:1602.08124). It is explored if a request names it, or if nothing else may fit.
-
-    Two kinds of policy have a number in their name, as in `layers_12` and `groups_4`. They are no members, so an
-    iteration leaves them out. There is one object for each name, so that `is` compares them as it compares members.
+    Some policies choose by operation, in every layer; of these the cheapest comes first. Others choose by layer.
     `layers_N` recomputes the first N layers, each by itself (Megatron's method `block`). `groups_N` recomputes groups
-    of N consecutive layers, each group as one: it keeps the input of a group (Megatron's method `uniform`).
+    of N consecutive layers, each as one: it keeps the input of a group (Megatron's method `uniform`).
     """
 
     NONE = "none"
     SELECTIVE = "selective"
+    """The attention core."""
     ACTIVATIONS = "activations"
+    """All but the results of matrix products and of attention:
+
+    norms, activation functions with the gate, and the gathering of tokens for experts. Expert GEMMs do not run again.
+    """
     QKV = "qkv"
+    """The norm, the projection of queries, keys and values, and their rotation.
+
+    The result and the log-sum-exp of attention are kept, so its kernel does not run again.
+    """
     EXPERTS = "experts"
+    """The expert FFN up to its second GEMM, whose result backward does not need."""
     PROJECTIONS = "projections"
+    """`qkv`, and the same for every FFN: only the results of attention and of blocks are kept."""
     PARTIAL_25 = "partial_25"
+    """A quarter of the layers, each as a whole."""
     PARTIAL_50 = "partial_50"
     PARTIAL_75 = "partial_75"
     FULL = "full"
+    """Every layer as a whole."""
     OFFLOAD = "offload"
+    """Nothing:
+
+    what layers keep lies in pinned memory of the host from forward to backward (Rhu et al., 2016, arXiv:1602.08124). It
+    is explored if a request names it, or if nothing else may fit.
+    """
 
     @classmethod
     def _missing_(cls, value: object) -> Recompute | None:
-        """Return the policy of a name with a number; None for any other name."""
+        """Return the policy of a name with a number, such as `layers_12`; None for any other name.
+
+        These policies are no members, so an iteration leaves them out. There is one object for each name, so that `is`
+        compares them as it compares members.
+        """
         if not isinstance(value, str) or not _NUMBERED.fullmatch(value):
             return None
         policy = str.__new__(cls, value)
@@ -117,7 +124,10 @@ class Recompute(StrEnum):
 
     @property
     def untiled_only(self) -> bool:
-        """Whether the policy keeps a part of attention; a tile recomputes all of it, so the two exclude each other."""
+        """Whether the policy keeps a part of attention.
+
+        A tile recomputes all of attention, so the two exclude each other.
+        """
         return self in {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS, Recompute.OFFLOAD}
 
     @property
@@ -152,7 +162,7 @@ Policy = Annotated[Recompute, BeforeValidator(_explain_number)]
 
 
 def refuse_number(recompute: Recompute, num_layers: int) -> None:
-    """Raise ValueError if the number in a policy's name is none that a model with so many layers has."""
+    """Raise ValueError if a model with so many layers has no policy of this number."""
     first, size = recompute.first_layers, recompute.group_size
     if first is not None and first > num_layers:
         raise ValueError(f"recompute '{recompute}': the model has {num_layers} layers; the nearest policy is 'full'")
@@ -166,10 +176,10 @@ def refuse_number(recompute: Recompute, num_layers: int) -> None:
 
 
 def offers_policy(model: ExploredModel, policy: Recompute, *, named: bool) -> bool:
-    """Return whether a policy is to be tried: our reference layers run all, a model's own code those that it can.
+    """Return whether a policy is to be tried: all in the reference layers, those that it can run in a model's own code.
 
-    There, a policy by operation, or that takes activations to the host, must be `named` by the request. `layers_N`
-    needs layers that can be recomputed one by one.
+    In a model's own code, two kinds of policy must be `named` by the request: those that choose by operation, and
+    `offload`. `layers_N` needs layers that can be recomputed one by one.
     """
     if isinstance(model, ModelSpec):
         return True
@@ -180,8 +190,8 @@ def offers_policy(model: ExploredModel, policy: Recompute, *, named: bool) -> bo
 def recomputed_layers(model: ExploredModel, recompute: Recompute) -> tuple[bool, ...]:
     """Return, for each layer, whether `recompute` recomputes it as a whole.
 
-    `layers_N` takes the first layers, and so does a share in a model's own code. In our reference layers the recomputed
-    ones are spread evenly over each kind of layer, so that a partial policy means the same share of dense and of expert
+    `layers_N` takes the first layers, and so does a share in a model's own code. In the reference layers the recomputed
+    ones are spread evenly over each kind of layer. A partial policy then means the same share of dense and of expert
     layers. Every partial policy recomputes at least one layer.
     """
     if not isinstance(model, ModelSpec):
@@ -214,9 +224,9 @@ def in_order(policies: Collection[Recompute]) -> tuple[Recompute, ...]:
 def distinct_policies(model: ModelSpec | None, allowed: Collection[Recompute]) -> tuple[Recompute, ...]:
     """Return the policies of `allowed` without those that recompute the same layers as another.
 
-    In a shallow model some shares round to the same layers. One of them is enough, and `full` goes before a part.
-    Shares that recompute equally many layers of each kind recompute the same ones, so no layer is looked at here: a
-    request is checked in a time that does not grow with its number of layers.
+    In a shallow model some shares round to the same layers. One of these shares is enough, and `full` goes before a
+    part. Shares that recompute equally many layers of each kind recompute the same ones, so the layers are not compared
+    one by one. The time to check a request does not grow with its number of layers.
     """
     if model is None:
         return in_order(allowed)
@@ -239,7 +249,7 @@ class RecomputeOf(Frozen):
 
 
 class RecomputeAsked(Frozen):
-    """What a request says of recomputation."""
+    """The field of a request about recomputation."""
 
     recompute: Annotated[tuple[Policy, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
         None,
@@ -287,10 +297,10 @@ def _to(policy: Recompute) -> Change:
 
 
 class RecomputePolicies(Dimension):
-    """The policies that a request names, or those of which a model and its execution have all parts."""
+    """The policies that a request names, or those that a model and its execution can run."""
 
     def considered(self, place: Place) -> tuple[Recompute, ...]:
-        """Return the policies to consider, without those that amount to another; in eval mode only `none`."""
+        """Return the policies to consider, without duplicates of what is recomputed; in eval mode only `none`."""
         named = place.asked.recompute
         allowed = self._all(place) if named is None else named
         if not place.is_training:
@@ -315,7 +325,7 @@ class RecomputePolicies(Dimension):
         return (("recompute", AskedPolicy(policy)) for policy in place.asked.recompute or ())
 
     def check(self, place: Place) -> None:
-        """The model, the mode and the execution have each policy that is named."""
+        """Check that the model, the mode and the execution have each policy that is named."""
         named = place.asked.recompute or ()
         for policy in named:
             self._check_policy(policy, place)
@@ -329,7 +339,7 @@ class RecomputePolicies(Dimension):
             raise RuleError(message, "recompute", "mode")
 
     def _check_policy(self, policy: Recompute, place: Place) -> None:
-        """A model without experts recomputes none, and the compiler chooses what runs again within a graph."""
+        """Check that a model has experts to recompute, and that no compiler chooses in the policy's place."""
         if policy is Recompute.EXPERTS and not place.may_have_experts:
             raise RuleError("recompute 'experts' given for a model without experts", "recompute")
         if policy.by_operation and EXECUTION.always_compiles(place):
@@ -341,7 +351,7 @@ class RecomputePolicies(Dimension):
             )
 
     def _check_number(self, policy: Recompute, place: Place) -> None:
-        """A policy names as many layers as there are; groups need whole parameters."""
+        """Check that a policy names no more layers than there are, and that groups of layers have whole parameters."""
         if place.shapes is not None:
             try:
                 refuse_number(policy, place.shapes.num_layers)
@@ -365,7 +375,7 @@ class RecomputePolicies(Dimension):
         return {"recompute": Recompute.NONE} if place.asked.recompute is None else {}
 
     def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
-        """Yield the policies that the request leaves out; none beyond `full` but `offload`, as nothing keeps less."""
+        """Yield the policies that the request leaves out, up to `full`, and `offload`: no other policy keeps less."""
         named = self.considered(place)
         if place.is_training:
             others = () if Recompute.FULL in named else distinct_policies(place.shapes, self._all(place))
@@ -385,7 +395,7 @@ class RecomputePolicies(Dimension):
         return column_of("recompute", offered)
 
     def bases(self, place: ReportedPlace) -> Column:
-        """Return nothing to recompute, then selective and full recomputation, then `offload` if it is asked for."""
+        """Return `none`, then selective and full recomputation, then `offload` if the request names it."""
         policies: tuple[Recompute, ...] = (Recompute.NONE,)
         if place.is_training:
             asked = {Recompute.OFFLOAD}.intersection(self.considered(place))
@@ -394,7 +404,7 @@ class RecomputePolicies(Dimension):
 
 
 def _check_offload(place: Place) -> None:
-    """Activations go to the host in the layers of a transformers model on one GPU, operation by operation."""
+    """Check that `offload` has what it needs: layers of a transformers model on one GPU, in eager execution."""
     policy = f"recompute '{Recompute.OFFLOAD}'"
     refused = (
         (place.target != TRANSFORMERS, "target", f"target '{TRANSFORMERS}'"),

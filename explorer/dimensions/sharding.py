@@ -1,4 +1,4 @@
-"""Which training state is sharded over the devices."""
+"""The level of sharding: which training state is spread over the devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ShardingOf(Frozen):
 
 
 class ShardingAsked(Frozen):
-    """What a request says of levels of sharding, beyond training.sharding."""
+    """The field of a request about levels of sharding, in addition to training.sharding."""
 
     sharding_levels: (
         Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
@@ -40,7 +40,7 @@ class ShardingLevels(Dimension):
     """The levels that may be chosen in place of the request's own."""
 
     def considered(self, place: Place) -> tuple[Sharding | None, ...]:
-        """Return what a candidate may have: the levels, lowest first, or None where there is no choice."""
+        """Return the levels that a candidate may have, lowest first, or None alone where there is no choice."""
         levels = place.asked.sharding_levels
         if levels is None or not place.is_training:
             return (None,)
@@ -64,7 +64,7 @@ class ShardingLevels(Dimension):
         return (("sharding_levels", level) for level in (() if levels == "explore" else levels))
 
     def check(self, place: Place) -> None:
-        """Sharding is either given or chosen, and it needs several devices."""
+        """Check that sharding is either given or chosen, and that there are several devices."""
         levels, given = place.asked.sharding_levels, place.training.sharding
         if levels is not None and given is not Sharding.NONE:
             raise RuleError(

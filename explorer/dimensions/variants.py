@@ -1,4 +1,4 @@
-"""What changes the model itself: its variants are searched one after the other, and compared."""
+"""Dimensions that change the model itself: its variants are searched one after the other, and compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class VariantOf(Frozen):
 
     @property
     def variant(self) -> Variant:
-        """The model variant that it is for."""
+        """The model variant that the candidate is for."""
         return Variant(self.num_query_groups, self.capacity_factor)
 
 

@@ -1,1 +1,1 @@
-"""The whole of what is asked, and its rules."""
+"""A request: its fields, and the rules between them."""

@@ -1,4 +1,4 @@
-"""When a search ends."""
+"""The budget of a search: when it ends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Count = Annotated[int, Field(ge=1, le=1 << 20)]
 class Budget(Frozen):
     """When the search ends: at the confidence target, or when a limit is reached.
 
-    `max_seconds` limits the time of all trials together, earlier leases' trials included. A trial counts from when it
-    begins until its result is taken in, with the time to choose it and to learn from it. This is no limit of elapsed
-    time: beginning a job, enumerating the space and storing come on top, and a trial that has begun is not cut short.
-    Several trials in flight each count in full, so n of them use the seconds up about n times as fast. Each variant has
-    an equal share of both limits, and what earlier variants left over.
-
-    The base is measured in any case. Twice the limits hold until there is a candidate to recommend, and for what the
-    answer is compared with. Whole models of recommended candidates come on top, until one has run well; then whole
-    models have a third of the seconds. If noise between runs keeps the confidence below its target whatever is measured
-    again, the search has an eighth of the seconds.
+    The limits have exceptions, so that every search has an answer. The base is measured in any case. Twice the limits
+    hold until there is a candidate to recommend, and for the comparisons of the answer. Whole models of recommended
+    candidates come on top, until one has run well; then whole models have a third of the seconds. If noise keeps the
+    confidence below its target whatever is measured again, the search has an eighth of the seconds.
     """
 
     confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
-    max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
-    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    max_trials: Annotated[int, Field(ge=1, le=2000)] = Field(
+        200, description="Each variant has an equal share of both limits, and what earlier variants left over."
+    )
+    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        600.0,
+        description="The time of all trials together, those of earlier leases included. A trial counts from its choice "
+        "until its result is learnt. Trials in flight at once each count in full. Starting a job, enumerating the "
+        "space and storing results come on top, and a running trial is not cut short.",
+    )
     trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_expert_modes(request: ExplorationRequest) -> None:
-    """Check that the modes that a request names, and their numbers, can be.
+    """Check the modes that a request names, and their numbers.
 
     Raises:
         RuleError: experts are on one device alone, more of them are shadowed than there are, or a number is given for a

@@ -1,4 +1,4 @@
-"""What a request explores: the shapes of a model, a Hugging Face config.json, or what its target alone knows."""
+"""The model that a request explores: its shapes, a Hugging Face config.json, or a name that its target alone knows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 
 class _Model:
-    """What is said of a model of which nothing is known; the members of `Explored` know more."""
+    """A model of which nothing is known. The members of `Explored` override what they know."""
 
     default_target = BEXP
     """The target of a request that names none."""
 
     @property
     def may_have_experts(self) -> bool:
-        """Whether a layer can have experts, for all that is known."""
+        """Whether a layer may have experts, as far as is known."""
         return True
 
     @property
@@ -33,7 +33,7 @@ class _Model:
         return None
 
     def as_config(self) -> dict[str, Any]:
-        """Return what a target that somebody has written builds the model from."""
+        """Return the configuration from which a registered target builds the model."""
         return {}
 
     def as_fields(self, seq_length: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class HuggingFaceConfig(_Model):
 
 @dataclass(frozen=True, slots=True)
 class Shapes(_Model):
-    """A model by its shapes, which say everything."""
+    """A model by its shapes, which are all that there is to know."""
 
     model: ModelSpec
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RequestExtension(Protocol):
-    """What requests ask an extension."""
+    """The interface of an extension to requests."""
 
     def rules_for(self, request: ExplorationRequest) -> tuple[Rule, ...] | None:
         """Return the rules of a request that names something of this package; None if it names nothing."""

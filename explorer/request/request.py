@@ -30,19 +30,13 @@ from bexp.explorer.trainers.trainer import Trainer
 
 
 class ExplorationRequest(DimensionsAsked):
-    """An exploration to run.
+    """An exploration to run. A dimension that is left out is explored in full.
 
-    A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
-    explored where the request asks for it. `batch_size` is the effective batch over all devices. It weighs the
-    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it. With `auto` or one size, micro-batches
-    divide what a group of devices gets of it; `explore`, a range and a list are independent of it.
+    Context parallelism and sharding are exceptions: they are explored where the request asks for it.
 
     The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
     micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
     the effective batch is micro-batch x accumulation steps x groups.
-
-    `model` describes the model of target `bexp`, `hf_config` that of target `transformers`. A target that a worker has
-    registered may take either, or neither.
     """
 
     target: TargetName | None = Field(
@@ -83,8 +77,9 @@ class ExplorationRequest(DimensionsAsked):
     mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
     batch_size: Count | None = Field(
         None,
-        description="The effective batch of an optimizer step in sequences, over all devices. Null: the optimizer is "
-        f"weighed as in a batch of {WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
+        description="The effective batch of an optimizer step in sequences, over all devices. `auto` and "
+        "`bta.max_tile` refer to it. Null: the optimizer is weighed as in a batch of "
+        f"{WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
     )
     num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
@@ -102,7 +97,7 @@ class ExplorationRequest(DimensionsAsked):
     )
     trainer: TrainerName | None = Field(
         None,
-        description="Who will run the answer: only what this trainer can be told is explored, with its precision, loss "
+        description="Who will run the answer: only what this trainer can express is explored, with its precision, loss "
         "and allocator where the request states none. Null: everything is explored, for `bexp.apply`.",
     )
     training: TrainingSpec = TrainingSpec()
@@ -136,7 +131,7 @@ class ExplorationRequest(DimensionsAsked):
         "Recommendation and confidence are computed alike for all.",
     )
     labels: Labels = Field(
-        default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."
+        default_factory=dict, description="Texts by which people search for the exploration; they change nothing else."
     )
 
     notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(
@@ -168,7 +163,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def explored(self) -> Explored:
-        """What is explored. A model that its target alone knows has the name of that target, or of its file."""
+        """The model that is explored. One that its target alone knows has the name of that target, or of its file."""
         if self.model is not None:
             return Shapes(self.model)
         if self.hf_config is not None:
@@ -223,7 +218,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def micro_batch_choice(self) -> MicroBatchChoice:
-        """What `micro_batch_size` asks for, with the default filled in."""
+        """The value of `micro_batch_size`, with the default filled in."""
         return MICRO_BATCH_SIZE.choice(self.space.place)
 
     @property
@@ -233,29 +228,32 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def space(self) -> RequestedSpace:
-        """What may vary."""
+        """The dimensions that may vary."""
         return RequestedSpace(self)
 
     @property
     def devices(self) -> RequestedDevices:
-        """What the devices do."""
+        """The devices, and the way in which they share the work."""
         return RequestedDevices(self)
 
     def space_on(self, device_kind: str) -> RequestedSpace:
-        """What may vary on a kind of device."""
+        """Return the dimensions that may vary on a kind of device."""
         return RequestedSpace(self, device_kind)
 
     @property
     def plain_execution(self) -> Execution:
-        """How candidates run that name no execution."""
+        """The execution of candidates that name none."""
         return self.execution or Execution.EAGER
 
     def execution_of(self, candidate: Candidate) -> Execution:
-        """Return how a candidate runs."""
+        """Return the execution of a candidate."""
         return candidate.execution or self.plain_execution
 
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
-        """Return this request with the level of sharding of a candidate or component; None keeps the request's own."""
+        """Return this request with the level of sharding of a candidate or component;
+
+        None keeps the request's own level.
+        """
         if level is None:
             return self
         training = self.training.model_copy(update={"sharding": level})
@@ -270,21 +268,23 @@ class RequestedDevices:
 
     @property
     def share_model(self) -> bool:
-        """Whether they may share a model by tensor, pipeline or expert parallelism."""
+        """Whether devices may share a model by tensor, pipeline or expert parallelism."""
         return self.asked.num_devices > 1 and self.asked.parallelism.shares_model
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
-        """How many devices may share a sequence, ascending."""
+        """The numbers of devices that may share a sequence, ascending."""
         return self.asked.context_parallel.sizes_at(self.asked.space.place)
 
     def needed(self, available: int | None = None) -> int:
         """Return how many devices a worker must have to explore this.
 
-        It needs the largest of the listed context-parallel sizes. With `explore` it needs two devices that can share a
-        sequence, or as many as it began with, which `available` says, so that a resumed exploration finds the same.
-        An exploration that began with all its devices needs them all, because what they exchange is part of what it
-        learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
+        The number is the largest of the listed context-parallel sizes. With `explore` it is two, if two devices can
+        share a sequence. An exploration that has begun needs as many as it began with (`available`), so that a resumed
+        one enumerates the same candidates.
+
+        An exploration that began with all its devices needs them all, because it measures what they exchange. So does
+        one that chooses a level of sharding, because the levels differ by what devices exchange.
         """
         every = self.asked.num_devices
         if self.share_model or len(self.asked.space.sharding_choices) > 1:

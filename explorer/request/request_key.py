@@ -1,4 +1,4 @@
-"""Which requests ask the same, so that one answer serves them all."""
+"""Keys of requests: requests that ask the same have one key, so that one answer serves them all."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ NOT_ASKED = {"labels", "fresh", "notices", "budget", "target"}
 
 
 def request_key(request: ExplorationRequest) -> str | None:
-    """Return what is equal for two requests that ask the same, whatever their labels and how long they may take.
+    """Return a text that is equal for requests that ask the same, whatever their labels and budgets.
 
-    Null for a target that somebody has written: its code can change while its version does not.
+    None for a target that somebody has written: its code can change while its version does not.
     """
     if request.is_own_code:
         return None

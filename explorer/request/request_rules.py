@@ -1,6 +1,6 @@
 """Every rule between the fields of a request, in order: one function a rule, each with the fields that it relates.
 
-A rule may rely on the rules before it. The rules of the model and its target stand here.
+A rule may rely on the rules before it. This file has the rules of the model and its target.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _need_library(request: ExplorationRequest, what: str, field: str) -> None:
 
 
 def check_quantization(request: ExplorationRequest) -> None:
-    """Quantised weights are a transformers model's, whole on a device, and trained through adapters alone."""
+    """Check that quantised weights are a transformers model's, whole on a device, and trained by adapters alone."""
     name = request.quantization
     if name not in (None, PLAIN):
         _need_library(request, f"quantization '{name}' needs", "quantization")
@@ -50,7 +50,7 @@ def check_quantization(request: ExplorationRequest) -> None:
 
 
 def _check_checkpoint(request: ExplorationRequest) -> None:
-    """A checkpoint that is quantised already is loaded as it is."""
+    """Check that a checkpoint that is quantised already is loaded as it is."""
     method, name = own_method(request.hf_config), request.quantization
     if method is None:
         return
@@ -87,7 +87,7 @@ def _check_training(request: ExplorationRequest, quantized: Quantization) -> Non
         )
     if request.training.precision != "pure":
         raise RuleError(
-            "weights beside quantised ones are in float32, as peft prepares them: leave precision out",
+            "weights that are not quantised are in float32, as peft prepares them: leave precision out",
             "training.precision",
             field,
         )
@@ -96,7 +96,7 @@ def _check_training(request: ExplorationRequest, quantized: Quantization) -> Non
 
 
 def check_lengths(request: ExplorationRequest) -> None:
-    """Texts of unequal length are measured eagerly on one device, with the transformers library's classes."""
+    """Check that texts of unequal length run eagerly on one device, with classes of the transformers library."""
     if request.lengths is None:
         if request.batching is not None:
             raise RuleError("batching needs lengths: without them every sequence is full", "batching", "lengths")
@@ -107,7 +107,7 @@ def check_lengths(request: ExplorationRequest) -> None:
 
 
 def check_model_of_target(request: ExplorationRequest) -> None:
-    """`bexp` needs a model, `transformers` a config.json; no target takes both."""
+    """Check that `bexp` has a model and `transformers` a config.json, and that no target has both."""
     if request.model is not None and request.hf_config is not None:
         raise RuleError("model and hf_config are given: one of them describes the model", "hf_config", "model")
     target = request.target_name
@@ -120,13 +120,16 @@ def check_model_of_target(request: ExplorationRequest) -> None:
 
 
 def check_sequence_of_config(request: ExplorationRequest) -> None:
-    """A config.json says what lengths a model can take, and the request says which one is trained."""
+    """Check that a config.json and the length to train come together: the file says what lengths the model can take."""
     if (request.hf_config is None) is not (request.hf_seq_length is None):
         raise RuleError("hf_seq_length and hf_config are given together, or neither is", "hf_seq_length", "hf_config")
 
 
 def check_training_of_target(request: ExplorationRequest) -> None:
-    """Lengths, precision and LoRA change how a transformers model trains; the reference layers have none of them."""
+    """Check that the target is transformers where lengths, precision or LoRA are given:
+
+    the reference layers have none of them.
+    """
     if request.training.keeps_master_weights:
         _check_master_weights(request)
     if request.training.precision == "upcast":
@@ -144,7 +147,7 @@ def check_training_of_target(request: ExplorationRequest) -> None:
 
 
 def _check_master_weights(request: ExplorationRequest) -> None:
-    """Precision `master` is for all weights of a transformers model, and says what its optimizer keeps."""
+    """Check that precision `master` is for all weights of a transformers model, and fits the optimizer's formats."""
     field = "training.precision"
     if request.target_name == BEXP:
         raise RuleError(
@@ -177,13 +180,13 @@ def _check_master_weights(request: ExplorationRequest) -> None:
 
 
 def _check_library_optimizer(request: ExplorationRequest) -> None:
-    """An optimizer of a library steps the whole parameters of a transformers model, in their own format."""
+    """Check that an optimizer of a library steps the whole parameters of a transformers model, in their own format."""
     field, name = "training.optimizer.name", request.training.optimizer.name
     known = request.training.optimizer.of_library
     _need_library(request, f"optimizer '{name}' needs", field)
     if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
         other = "num_devices" if request.num_devices > 1 else "device_kind"
-        raise RuleError(f"optimizer '{name}' steps in the host's memory, beside one GPU", field, other)
+        raise RuleError(f"optimizer '{name}' steps in the host's memory, next to one GPU", field, other)
     if request.runner.lacks("optimizer", request.training.optimizer):
         return  # the trainer cannot express it, whatever its precision
     if request.training.precision == "master":
@@ -197,7 +200,7 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
 
 
 def _check_float8(request: ExplorationRequest) -> None:
-    """Float8 is for all weights of a transformers model on one device."""
+    """Check that float8 is for all weights of a transformers model on one device."""
     field, precision = "training.precision", request.training.precision
     _need_library(request, f"precision '{precision}' needs", field)
     if request.training.lora is not None:
@@ -209,24 +212,24 @@ def _check_float8(request: ExplorationRequest) -> None:
 
 
 def _check_upcast(request: ExplorationRequest) -> None:
-    """Precision `upcast` is what one trainer does to all weights of a transformers model on one device."""
+    """Check that precision `upcast` is for its one trainer, and all weights of a transformers model on one device."""
     field = "training.precision"
     _need_library(request, "precision 'upcast' needs", field)
     if not request.runner.upcast_attention:
         raise RuleError("precision 'upcast' is measured for trainer 'axolotl' alone", field, "trainer")
     if request.training.lora is not None or request.space.highest_sharding is not Sharding.NONE:
         where = "training.lora" if request.training.lora is not None else "training.sharding"
-        raise RuleError("Axolotl casts nothing to float32 beside LoRA or sharding: use precision 'pure'", field, where)
+        raise RuleError("Axolotl casts nothing to float32 with LoRA or sharding: use precision 'pure'", field, where)
 
 
 def check_routing(request: ExplorationRequest) -> None:
-    """The routing of a model with experts can be drawn."""
+    """Check that the routing of a model with experts can be drawn."""
     if request.model is not None and request.model.moe is not None:
         request.routing.check(request.model.moe)
 
 
 def check_capacity(request: ExplorationRequest) -> None:
-    """Only the reference layers drop tokens, and the host waits for the number of those that are left."""
+    """Check that only the reference layers drop tokens, and not in graphs: the host waits for their number."""
     field = "capacity_factors" if request.capacity_factors is not None else "model.moe.capacity_factor"
     if request.capacity_factors is not None:
         if request.model is None:
@@ -246,7 +249,7 @@ def check_capacity(request: ExplorationRequest) -> None:
 
 
 def check_query_groups(request: ExplorationRequest) -> None:
-    """Each variant's number of query groups divides the heads."""
+    """Check that each variant's number of query groups divides the heads."""
     if request.num_query_groups is None:
         return
     if request.model is None:
@@ -259,7 +262,7 @@ def check_query_groups(request: ExplorationRequest) -> None:
 
 
 def check_dimensions(request: ExplorationRequest) -> None:
-    """The dimensions admit what the request says of them."""
+    """Check that the dimensions admit what the request says of them."""
     place = request.space.place
     for dimension in reversed(DIMENSIONS):
         dimension.check(place)

@@ -1,4 +1,4 @@
-"""What a request lets vary, dimension by dimension, before a device and its memory are looked at."""
+"""The dimensions that a request lets vary, before a device and its memory are looked at."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestedSpace:
-    """What may vary in the candidates of a request, on a kind of device if it is known."""
+    """The values that candidates of a request may have, on a kind of device if it is known."""
 
     asked: ExplorationRequest
     device_kind: str | None = None
 
     @property
     def place(self) -> Place:
-        """What the dimensions see of the request."""
+        """The request as its dimensions see it."""
         return place_of(self.asked, self.device_kind)
 
     @property
@@ -63,7 +63,7 @@ class RequestedSpace:
 
     @property
     def sharding_choices(self) -> tuple[Sharding | None, ...]:
-        """What `Candidate.sharding` may be: the levels of sharding, lowest first, or None where there is no choice."""
+        """The values of `Candidate.sharding`: the levels, lowest first, or None where there is no choice."""
         return SHARDING.considered(self.place)
 
     @property

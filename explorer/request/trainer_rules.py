@@ -1,4 +1,4 @@
-"""The rule that an answer for a trainer asks for nothing that it cannot express, and a trainer's defaults."""
+"""The rules of a named trainer: its defaults, and that a request names nothing that the trainer cannot express."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what the named trainer decides and the request does not state: precision, loss, and allocator."""
+    """Fill in precision, loss and allocator as the named trainer decides them, where the request states none."""
     name = data.get("trainer")
     if not isinstance(name, str) or name not in TRAINERS:
         return data
@@ -49,7 +49,7 @@ def _fill(training: dict[str, Any], part: str, field: str, value: Any) -> None:
 
 
 def _default_precision(trainer: Trainer, data: dict[str, Any], training: dict[str, Any]) -> Precision:
-    """Return what a trainer keeps: where it casts nothing to float32, the next of its precisions."""
+    """Return the precision that a trainer trains with; the next of its precisions if it casts nothing to float32."""
     named = data.get("attention_backends")
     is_cast = isinstance(named, list) and not any(str(name) in trainer.upcast_attention for name in named)
     is_sharded = training.get("sharding") not in (None, "none") or data.get("sharding_levels") is not None
@@ -57,7 +57,7 @@ def _default_precision(trainer: Trainer, data: dict[str, Any], training: dict[st
 
 
 def check_trainer(request: ExplorationRequest) -> None:
-    """The named trainer can express what the request names, so that the recommendation is what its export says."""
+    """Check that the named trainer can express what the request names, so that its export says what is recommended."""
     if request.trainer is None:
         return
     trainer = request.runner
@@ -68,7 +68,7 @@ def check_trainer(request: ExplorationRequest) -> None:
 
 
 def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
-    """Yield the fields that name something which a trainer cannot express, each with what that is."""
+    """Yield the fields that name something which a trainer cannot express, each with a description of that."""
     for field, term, value in _named_values(request):
         if (words := trainer.lacks(term, value)) is not None:
             yield field, words
@@ -77,7 +77,7 @@ def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str
 
 
 def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Yield what the request names, each with its field and the term of a trainer that it is a value of."""
+    """Yield the named values of a request, each with its field and the trainer's term for it."""
     training = request.training
     place = request.space.place
     for dimension in DIMENSIONS:
@@ -93,7 +93,7 @@ def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]
 
 
 def _beyond_its_layouts(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
-    """Yield that no layout is left in which devices may share a sequence."""
+    """Yield a reason if no layout is left in which devices may share a sequence."""
     size = max(request.devices.context_parallel_sizes, default=1)
     lacking = [trainer.lacks("context_parallel", Sharing(size, one)) for one in request.context_parallel.layouts]
     if size > 1 and None not in lacking:

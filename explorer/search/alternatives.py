@@ -1,4 +1,4 @@
-"""What a recommendation is compared with: a row for each role that a candidate has, and the figures of each."""
+"""Comparisons of a recommendation: a row for each role that a candidate has, and the figures of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_alternatives(
     *,
     final: bool = False,
 ) -> tuple[Alternative, ...]:
-    """Return what the `recommended` row is compared with; all of it for the `final` answer.
+    """Return the rows to compare the `recommended` one with; for the `final` answer, all of them.
 
     `runner_up` is the candidate whose whole model was run, or failed, for comparison.
     """
@@ -84,7 +84,8 @@ def compare(
 def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:
     """Return the micro-batches of a device in the stated batch, or the nearest batch sizes that divide.
 
-    With each, every group of devices that share sequences processes one micro-batch. Both are empty without a batch.
+    With such a batch size, every group of devices that share sequences processes one micro-batch at a time. Both are
+    empty without a stated batch.
     """
     if request.batch_size is None:
         return None, ()
@@ -121,8 +122,9 @@ def recommend_dividing(posterior: Posterior) -> BestCandidate | None:
 def best_among(posterior: Posterior, rows: Ints) -> BestCandidate | None:
     """Return the one of `rows` with the highest expected throughput, and the confidence among them; None if none fits.
 
-    The search does not aim at these rows, so they need not be known well enough. Left out are those of which only a
-    measurement tells whether they fit. If memory is preferred, it is the smallest peak within the tolerance.
+    The search does not aim at these rows, so they need not be known well enough. Rows of which only a measurement tells
+    whether they fit are left out. If memory is preferred, the row with the smallest peak within the tolerance is
+    returned.
     """
     request, contenders = posterior.request, posterior.contenders_among(rows)
     eligible = np.flatnonzero(contenders.clear_A | posterior.memory.surely_fits(contenders.rows))
@@ -144,9 +146,9 @@ def dividing_batch_sizes(posterior: Posterior) -> tuple[int, ...]:
 
 
 def promising_row(posterior: Posterior) -> int | None:
-    """Return the row that would be recommended for its small peak if all that is predicted of it holds.
+    """Return the row that would be recommended for its small peak if all predictions about it hold.
 
-    Null if the request prefers speed, or if there is nothing to recommend yet.
+    None if the request prefers speed, or if there is nothing to recommend yet.
     """
     contenders, request = posterior.contenders, posterior.request
     if contenders.incumbent is None or request.prefer == "speed":
@@ -159,8 +161,8 @@ def promising_row(posterior: Posterior) -> int | None:
 def memory_rows(posterior: Posterior, recommended: int) -> dict[Role, int]:
     """Return the rows of the fastest candidate and of the smallest peaks near it.
 
-    The fastest is the `recommended` row, unless memory is preferred and another is surely faster. A whole model's run
-    can say that a candidate is slower than the search expects; then it is not near.
+    The fastest is the `recommended` row, unless memory is preferred and another is surely faster. A candidate is not
+    near if its whole model was slower than the search expects.
     """
     contenders, incumbent = posterior.contenders, posterior.contenders.incumbent
     fastest = posterior.recommended_position

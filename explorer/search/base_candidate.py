@@ -1,4 +1,4 @@
-"""The base, whose performance is 1.00x: which candidate it is, and its further runs on a noisy device."""
+"""The base, whose performance is 1.00x: the choice of a candidate, and its further runs on a noisy device."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The expected bytes of each candidate, and how likely it is to fit.
 
-A step fits by definition if its composed peak with the stated allowance for fragmentation, context and margin is within
-the limit. The whole model's peak differs from the composed one, and the allocator cannot place everything. So a
-candidate below the limit may fail, and one above it may fit. The samples contain both errors, so that a candidate
-within the error of the limit counts for less than one with headroom, and for something if it is above the limit. Only
-its whole model decides whether it fits. The peaks of whole models that were run correct the others, and so does one
-that ran out of memory.
+A step fits by definition if its composed peak is within the limit, together with the stated allowance for
+fragmentation, the context and the margin. The whole model's peak differs from the composed one, and the allocator
+cannot place everything. So a candidate below the limit may fail, and one above it may fit. The samples contain both
+errors: a candidate close to the limit counts for less than one with headroom, and for something even above the limit.
+Only its whole model decides whether it fits. The peaks of whole models that were run correct the predictions for other
+candidates, and so does a whole model that ran out of memory.
 """
 
 from __future__ import annotations
@@ -50,30 +50,20 @@ NEAR_LIMIT = 0.8
 
 
 class MemoryErrors:
-    """Draws behind the samples of bytes. Axes: N samples, C candidates.
-
-    `components_N` scales the bytes of components that were not measured, of all candidates alike. `peaks` are the
-    errors of composed peaks. The other draws are standard normal.
-    """
+    """Draws behind the samples of bytes, of which those without a text are standard normal. N samples, C candidates."""
 
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:
         self.components_N: Floats = rng.standard_normal(num_samples)
+        """For the bytes of components that were not measured, of all candidates alike."""
         self.peaks = PeakErrors(num_candidates, num_samples, rng)
+        """The errors of composed peaks."""
         self.fragmentation_NC = np.asfortranarray(
             np.abs(rng.standard_normal((num_samples, num_candidates), dtype=np.float32))
         )
 
 
 class CandidateMemory:
-    """Expected bytes of every candidate. Axes: C candidates, A some of them, N posterior samples.
-
-    `saved_C` and `transient_C` are the activations at the peak of a step, `required_C` is all that a step needs of the
-    device, `fits_C` says whether that is within `limit_bytes`. A candidate that was run whole fits, too, if the peak of
-    its whole model is within the limit; `whole_peaks` are these peaks by row. `chance_C` is the probability that the
-    whole model of a measured candidate fits; 0 once it was run. `may_fit_C` also marks the candidates whose whole model
-    may fit although they do not fit as composed. `too_large` are the rows whose whole model ran out of memory;
-    `explained` are those of them at which the error of composed peaks can explain that.
-    """
+    """Expected bytes of every candidate. Axes: C candidates, A some of them, N posterior samples."""
 
     def __init__(
         self,
@@ -91,6 +81,10 @@ class CandidateMemory:
         self.saved_C, self.transient_C = table.activation_bytes(*surrogate.bytes_3K)
         composed_C = self.saved_C + self.transient_C
         self.required_C = self._required(composed_C)
+        """All that a step needs of the device.
+
+        `saved_C` and `transient_C` are its activations at the peak of a step.
+        """
         whole = dict(whole_peaks or {})
         peak_C = table.static_bytes_C + composed_C
         if table.candidates[0].is_whole:  # what was measured was the whole
@@ -101,16 +95,20 @@ class CandidateMemory:
             if needed <= limit_bytes < self.required_C[row]:
                 self.required_C[row] = needed
         self.fits_C: Mask = np.asarray(self.required_C <= limit_bytes)
+        """Whether a step fits: as composed, or by the peak of its whole model if that was run."""
         measured = [row for row in whole if not self._log_std(np.array([row]))[0]]
         self._whole_peaks, self._peak_C = whole, peak_C
         self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
         room_C = limit_bytes - self._required(-table.static_bytes_C.astype(np.float64))
         most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
         self.explained = frozenset(row for row in too_large if self._is_explained(row, peak_C[row]))
+        """The rows of `too_large` for which the error of composed peaks explains that their whole models are."""
         self._bounds = [self._exceeded(peak_C[row]) for row in sorted(self.explained)]
         self.chance_C: Floats = probability_below(most_C, self._errors_of_peaks, self._bounds)
+        """The probability that the whole model of a measured candidate fits; 0 once it was run."""
         self.chance_C[list(whole)] = 0.0
         self.may_fit_C: Mask = np.asarray(self.fits_C | (self.chance_C >= LEAST_LIKELY))
+        """Also marks the candidates that do not fit as composed, and whose whole model may fit."""
 
     def expected_bytes(self, row: int) -> StepBytes:
         """Expected bytes of a candidate's step, from its measured components where there are any."""
@@ -132,12 +130,15 @@ class CandidateMemory:
         return float(probability_below(self._exceeded(self._peak_C[row]), self._errors_of_peaks, self._bounds).mean())
 
     def is_tight(self, rows: Ints) -> Mask:
-        """Which of `rows` might not fit, shape (A,): its bytes may be `MOST_DEVIATIONS` above the prediction."""
+        """Which of `rows` might not fit, shape (A,):
+
+        those that do not with `MOST_DEVIATIONS` more than the predicted bytes.
+        """
         worst = self._activations(rows) * np.exp(MOST_DEVIATIONS * self._log_std(rows))
         return np.asarray(self._required(worst, rows) > self.limit_bytes)
 
     def surely_fits(self, rows: Ints) -> Mask:
-        """Which of `rows` fit even with more bytes than expected, shape (A,), so that none need be measured."""
+        """Which of `rows` fit even with more bytes than expected, shape (A,). None of these needs to be measured."""
         return np.asarray(self.fits_C[rows] & ~self.is_tight(rows))
 
     def is_near_limit(self, rows: Ints) -> Mask:
@@ -151,7 +152,7 @@ class CandidateMemory:
     def sample_runs(self, rows: Ints, errors: MemoryErrors, number: int) -> Mask:
         """Whether the whole models of `rows` run, in the first `number` samples, shape (N, A).
 
-        Those that do not fit as composed must fit as whole models, with the allowance and the margin.
+        Rows that do not fit as composed must fit as whole models, with the allowance and the margin.
         """
         static_A = self._table.static_bytes_C[rows]
         composed_NA = self._sampled(rows, errors.components_N[:number])

@@ -63,10 +63,10 @@ def build_recommendation(
     out_of_budget: bool = False,
     limited_by_noise: bool = False,
 ) -> Recommendation:
-    """Return everything that is known about the recommended candidate.
+    """Return all that is known about the recommended candidate. `base` is the row of the base.
 
-    `base` is the row of the base. The notes of the `final` answer also say why its confidence is below the target: the
-    search may be `out_of_budget` or `limited_by_noise`.
+    The notes of the `final` answer also say why its confidence is below the target: the search may be `out_of_budget`
+    or `limited_by_noise`.
     """
     request = posterior.request
     table = posterior.table
@@ -172,7 +172,7 @@ def _shared_cores(posterior: Posterior) -> tuple[Note, ...]:
         return ()
     text = (
         f"other processes share these cores: threads waited {waited:.0%} of the time for one. Seconds are those of the "
-        "processor, without the waiting; a run beside others is slower, and least so with OMP_WAIT_POLICY=PASSIVE"
+        "processor, without the waiting; a run next to others is slower, and least so with OMP_WAIT_POLICY=PASSIVE"
     )
     return (Note(code=NoteCode.SHARED_CORES, text=text),)
 
@@ -180,7 +180,10 @@ def _shared_cores(posterior: Posterior) -> tuple[Note, ...]:
 def _shortfall(
     posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, out_of_budget: bool
 ) -> tuple[Note, ...]:
-    """Return a note that says why the confidence is below its target, if it is known; `limit` is the noise if it is."""
+    """Return a note that says why the confidence is below its target, if that is known.
+
+    `limit` has the noise if that is why.
+    """
     request, target = posterior.request, posterior.request.budget.confidence_target
     if confidence_score(best.confidence) >= target:
         return ()
@@ -253,7 +256,7 @@ KEEPING_MEMORY = (
 def candidate_notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[Note, ...]:
-    """Return what a person should know of a candidate and of how it was measured; `whole_model` is its run, if any."""
+    """Return notes on a candidate and on how it was measured; `whole_model` is its run, if any."""
     notes = _Notes()
     if not candidate.is_whole:
         notes.add(NoteCode.EXECUTION, f"execution: {request.execution_of(candidate)}")
@@ -309,7 +312,7 @@ class _Notes(list[Note]):
 
 
 def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> list[str]:
-    """Return a note for each policy, execution and back end that is named beside others and cannot be had here."""
+    """Return a note for each policy, execution and back end that is named among others and cannot be had here."""
     refused = {} if report.parts is None else report.parts.unavailable
     policies = [policy for policy in request.recompute or () if policy in refused]
     asked: tuple[tuple[str, tuple[str, ...] | None, tuple[BackendSupport, ...]], ...] = (

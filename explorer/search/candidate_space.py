@@ -44,7 +44,7 @@ from bexp.explorer.search.whole_models import next_comparison
 
 
 class CandidateSpace(SearchSpace):
-    """The candidates of one variant, of which at least one may fit. A row is that of the table."""
+    """The candidates of one variant, of which at least one may fit. Rows are those of the table."""
 
     def __init__(self, context: VariantContext, space: PrunedSpace, log: ProgressLog) -> None:
         assert space.table is not None, "at least one candidate may fit"
@@ -72,13 +72,13 @@ class CandidateSpace(SearchSpace):
         """The study's trial that the next trial to begin belongs to; None if the search needs that trial itself."""
         self._running: dict[int, AskedTrial] = {}
         self._reuse = self._posterior.knowledge.reuse
-        self._is_reuse_told = self._reuse is None or self._reuse.is_decided
+        self._is_reuse_reported = self._reuse is None or self._reuse.is_decided
         self._base_runs = BaseCandidate(self._posterior, self._bases)
 
     # -- what to measure -----------------------------------------------------------------------------------------
 
     def prepare(self) -> Iterator[Suggestion]:
-        """A check of earlier measurements, communication, then bases in order of preference until one fits."""
+        """Yield a check of earlier measurements, communication, then bases in order of preference until one fits."""
         if self._reuse is not None and not self._reuse.is_decided:
             check = self._reuse.check
             yield Suggestion(check.row, check.components, reason="a check of earlier measurements")
@@ -106,7 +106,7 @@ class CandidateSpace(SearchSpace):
                 yield Suggestion(row, (communication,), reason="communication between devices")
 
     def suggest(self) -> Suggestion | None:
-        """What the study suggests, until the confidence target is reached, or noise keeps it from being reached.
+        """Return the study's suggestion; None once the confidence target is reached, or cannot be because of noise.
 
         On a noisy device the base is measured again first, because every relative performance rests on it.
         """
@@ -129,7 +129,7 @@ class CandidateSpace(SearchSpace):
                 self._log.add(eager)
 
     def compare(self) -> Suggestion | None:
-        """The next comparison; after whole models have changed the answer, only the answer itself is completed.
+        """Return the next comparison; after whole models have changed the answer, only the answer itself is completed.
 
         On a noisy device the base is measured once more, a while after its first runs.
         """
@@ -141,7 +141,7 @@ class CandidateSpace(SearchSpace):
         return self._base_runs.again(self._base, LAST_RUNS)
 
     def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
-        """Parts that take about the same time."""
+        """Return parts of a suggestion that take about the same time."""
         return split_suggestion(suggestion, most, self._table, self._posterior.surrogate)
 
     @property
@@ -157,7 +157,7 @@ class CandidateSpace(SearchSpace):
     # -- trials of components ------------------------------------------------------------------------------------
 
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
-        """The trial of a suggestion, which belongs to a trial of the study."""
+        """Begin the trial of a suggestion, which belongs to a trial of the study."""
         asked, self._asked = self._asked, None
         self._running[number] = AskedTrial(suggestion, asked) if asked else self._study.ask_for(suggestion)
         task = self._task(number, suggestion.row, TrialKind.COMPONENTS, suggestion.components)
@@ -168,7 +168,7 @@ class CandidateSpace(SearchSpace):
     def learn(
         self, number: int, suggestion: Suggestion, measurement: Measurement, awaited: Collection[Component]
     ) -> tuple[Measurement, StepFigures]:
-        """A candidate whose measured parts need too much memory is found to be out of memory."""
+        """Learn the components of a trial. A candidate is out of memory if its measured parts need too much."""
         row, posterior = suggestion.row, self._posterior
         posterior.knowledge.learn(number, measurement)
         # Communication is measured for all candidates of a sharding; it says nothing of this one.
@@ -183,24 +183,24 @@ class CandidateSpace(SearchSpace):
         )
 
     def times_contaminated(self, component: Component) -> int:
-        """How many trials have measured a component on a shared or throttled device."""
+        """Return how many trials have measured a component on a shared or throttled device."""
         return self._posterior.knowledge.log.count_contaminated(component)
 
     def is_measured(self, component: Component) -> bool:
-        """Whether a component was measured well."""
+        """Return whether a component was measured well."""
         return self._posterior.knowledge.log.count(component) > 0
 
     def row_of(self, trial: Trial) -> int | None:
-        """The row of the candidate that a trial measured."""
+        """Return the row of the candidate that a trial measured."""
         return self._table.row.get(trial.candidate)
 
     def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
-        """The trial, whether earlier measurements are reused, and the base as soon as it is known."""
+        """Return events of the trial, of the reuse of earlier measurements, and of the base as soon as it is known."""
         events = [trial_event(trial, suggestion, trial.seconds)]
-        if self._reuse is not None and self._reuse.is_decided and not self._is_reuse_told:
-            self._is_reuse_told = True
+        if self._reuse is not None and self._reuse.is_decided and not self._is_reuse_reported:
+            self._is_reuse_reported = True
             events.append(self._reuse.event())
-        if self._base is None and self._is_reuse_told and (base := self._base_runs.known()) is not None:
+        if self._base is None and self._is_reuse_reported and (base := self._base_runs.known()) is not None:
             self._base = base
             events.append(base_event(base, is_plainest=base == self._plainest))
         return events
@@ -210,9 +210,10 @@ class CandidateSpace(SearchSpace):
         self._study.tell(self._running.pop(trial.number), trial)
 
     def _judge_memory(self, row: int, measurement: Measurement, awaited: Collection[Component]) -> Measurement:
-        """A candidate whose measured parts add up to more than the limit is out of memory, although each part ran.
+        """Return the measurement as out of memory if its candidate's measured parts add up to more than the limit.
 
-        If they do so by no more than the error of a sum, only its whole model decides.
+        Each part ran all the same. If the sum exceeds the limit by no more than its error, only the whole model
+        decides.
         """
         is_awaited = any(component in awaited for component in self._table.decompositions[row].components)
         if measurement.outcome is not Outcome.OK or self._posterior.memory.may_fit_C[row] or is_awaited:
@@ -243,14 +244,14 @@ class CandidateSpace(SearchSpace):
     # -- whole models --------------------------------------------------------------------------------------------
 
     def next_whole_model(self) -> NextCheck | None:
-        """The recommended candidate, then runners-up, unless the request wants no whole models."""
+        """Return the recommended candidate, then runners-up, unless the request wants no whole models."""
         check = self._whole_models.next() if self._request.verify else None
         if check is None and not self._whole_models.trials:
             self._log.add(*self._noise_events())
         return check
 
     def _noise_events(self) -> list[EventDraft]:
-        """That noise has ended the search, if it has."""
+        """Return the event that noise has ended the search, if it has."""
         best = self._posterior.recommend()
         if best is None or not self._noise.is_reached:
             return []
@@ -262,11 +263,11 @@ class CandidateSpace(SearchSpace):
         return self._noise.outweighs_whole_models
 
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
-        """The whole model of a candidate, and its composed step."""
+        """Return the whole model of a candidate, and its composed step."""
         return self._task(number, check.row, TrialKind.WHOLE_MODEL), self._figures(check.row)
 
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
-        """Correct the other candidates by it; a changed answer is an event."""
+        """Correct the other candidates by a whole model; a changed answer is an event."""
         recommended, whole = self._recommended(), trial.measurement.whole_model
         if whole is not None:
             speed = whole_model_tokens_per_second(self._posterior, trial.candidate, whole)
@@ -283,7 +284,7 @@ class CandidateSpace(SearchSpace):
     # -- the answer ----------------------------------------------------------------------------------------------
 
     def recommend(self, *, final: bool = False) -> Recommendation | None:
-        """What is recommended now, with its comparisons; None while no candidate is known well enough."""
+        """Return the present recommendation with its comparisons; None while no candidate is known well enough."""
         best = self._posterior.recommend()
         if best is None:
             return None
@@ -318,7 +319,7 @@ class CandidateSpace(SearchSpace):
         return next((t.candidate for t in self._context.trials if t.measurement.outcome is Outcome.OK), None)
 
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
-        """Memory is short, every trial failed, or the budget was too small."""
+        """Return the reason: memory is short, every trial failed, or the budget was too small."""
         context = self._context
         memory_failed = self._history.failed_for_memory(context.variant)
         smallest = find_smallest(self._posterior, self._whole_models.trials, memory_failed=memory_failed)
@@ -332,5 +333,5 @@ class CandidateSpace(SearchSpace):
         return "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials", ()
 
     def _is_unfinished(self) -> bool:
-        """Whether a candidate that is expected to fit was not tried."""
+        """Return whether a candidate that is expected to fit was not tried."""
         return any(self._posterior.fits(int(row)) for row in self._posterior.open_rows())

@@ -24,8 +24,7 @@ MOST_DRAWS = 2**20
 class CandidateThroughput:
     """Tokens/s of every candidate. Axes: C candidates, A some of them, J those that were run whole, N samples.
 
-    `mean_C` is the expected throughput, whole models and reported runs taken into account. `scale` is the factor by
-    which composition errors were found to be larger than recorded ones; 1 before anything shows them.
+    `mean_C` is the expected throughput, whole models and reported runs taken into account.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class CandidateThroughput:
 
     @property
     def scale(self) -> float:
-        """How much larger composition errors are than recorded ones; at least 1."""
+        """The factor by which composition errors are larger than recorded ones; 1 before anything shows them."""
         return self._correction.scale if self._correction is not None else 1.0
 
     def seconds(self, row: int, request: ExplorationRequest) -> StepSeconds:

@@ -1,7 +1,7 @@
-"""Whether one measured candidate is faster than another, and how many more runs it would take to know.
+"""Comparison of two measured candidates: which is faster, and how many more runs it would take to know.
 
-The two may come from different explorations. Each is known by the runs of its whole model, whose noise is estimated as
-the search does it, or else by what its measured blocks compose.
+The two may come from different explorations. The speed of each is known by the runs of its whole model, whose noise is
+estimated as the search does it. Without such runs its measured blocks compose it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPOSED_DEGREES = 3.0
 
 
 class ComparedSide(Frozen):
-    """What is known of the speed of one candidate."""
+    """The speed of one candidate, and how well it is known."""
 
     tokens_per_second: float = Field(description="Of one device: the geometric mean of its runs.")
     num_runs: int = Field(description="Runs of its whole model; 0 if measured blocks compose its speed.")
@@ -65,7 +65,7 @@ class MeasuredCandidate:
     device_kind: str
 
     def side(self) -> ComparedSide:
-        """Return what its runs say."""
+        """Return the speed that the runs show."""
         whole = self.chosen.whole_model
         runs = whole_runs(self.chosen.candidate, self.trials)
         if not runs and whole is not None:  # an answer that another exploration measured

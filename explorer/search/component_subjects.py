@@ -1,8 +1,8 @@
-"""Whether a component of one request is the same as a component of another, so that its time can be reused.
+"""Subjects of components: equal subjects say that the time of one request's component serves another request.
 
-A subject is a hash of what the time of a component depends on beyond the component itself, the hardware and the
-versions of libraries: the shapes, number formats and code of its part of the model, the training, the routing, the
-lengths of texts and the allocator. Names of people and models are no part of it. Fields that are not known to be
+A subject is a hash of all that the time of a component depends on beyond the component itself, the hardware and the
+versions of libraries. That is the shapes, number formats and code of its part of the model, the training, the routing,
+the lengths of texts and the allocator. Names of people and models are no part of it. Fields that are not known to be
 irrelevant count, so a new field of a model or of a request keeps components apart until it is listed here.
 """
 

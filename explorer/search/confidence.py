@@ -1,8 +1,8 @@
 """The confidence: how likely it is that a candidate is within the tolerance of the best.
 
-It is the share of posterior samples in which that holds. What the samples are differs: whole models of candidates,
-composed steps of an extension, or timings of a step. For candidates they are those of the contenders, which may still
-be the best.
+It is the share of posterior samples in which that holds. Samples may be of whole models of candidates, of composed
+steps of an extension, or of timings of a step. For candidates they are those of the contenders, which may still be the
+best.
 """
 
 from __future__ import annotations
@@ -46,28 +46,29 @@ def confidence_score(confidence: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """The candidates that may still be the best, as `rows` of the table.
-
-    Axes: A contenders, P components of one, N posterior samples.
-
-    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where neither
-    the composed bytes nor the whole model would fit. `tokens_NA` is that of the whole model, composition error
-    included; it is zero where the whole model would not run. Both take the whole models that were run into account.
-    `wanted_AP` marks the components that must be measured before a candidate is known well enough. `clear_A` marks the
-    contenders that want nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as
-    composed, but may fit as whole models. `runs_A` is the probability that the whole model runs within the memory; 1
-    once it has. `is_whole` says that they are of a model that is measured whole.
-    """
+    """The candidates that may still be the best. Axes: A contenders, P components of one, N posterior samples."""
 
     rows: Ints
+    """Of the table."""
     mean_A: Floats  # noqa: N815 - axes are in names
+    """The expected tokens/s."""
     composed_NA: Floats  # noqa: N815 - axes are in names
+    """Tokens/s as the components compose it; zero where neither the composed bytes nor the whole model would fit.
+
+    Like `tokens_NA` it takes into account the whole models that were run.
+    """
     tokens_NA: Floats  # noqa: N815 - axes are in names
+    """Tokens/s of the whole model, composition error included; zero where that would not run."""
     wanted_AP: Mask  # noqa: N815 - axes are in names
+    """The components that must be measured before a candidate is known well enough."""
     clear_A: Mask  # noqa: N815 - axes are in names
+    """The contenders that want nothing and are expected to fit."""
     undecided_A: Mask  # noqa: N815 - axes are in names
+    """Those that want nothing, do not fit as composed, and may fit as whole models."""
     runs_A: Floats  # noqa: N815 - axes are in names
+    """The probability that the whole model runs within the memory; 1 once it has."""
     is_whole: bool
+    """Whether they are of a model that is measured whole."""
 
     @property
     def incumbent(self) -> int | None:
@@ -84,27 +85,28 @@ class Contenders:
         The best is that of all contenders, or of those in `among_A`.
         """
         samples_NA = self.tokens_NA if among_A is None else self.tokens_NA[:, among_A]
-        found = float(confidences(self.tokens_NA[:, [position]], samples_NA, tolerance)[0])
-        return min(found, self._measured_share(position, tolerance, among_A))
+        confidence = float(confidences(self.tokens_NA[:, [position]], samples_NA, tolerance)[0])
+        return min(confidence, self._measured_share(position, tolerance, among_A))
 
     def confidence_if_it_runs(self, position: int, tolerance: float) -> float:
         """The `confidence` in a contender provided that its whole model runs, the undecided ones left out, 0..1.
 
-        Components can raise no more than that: whether a candidate near the limit runs only its whole model tells.
+        Measurements of components cannot raise the confidence above it: whether a candidate near the limit runs, only
+        its whole model tells.
         """
         runs_N = self.tokens_NA[:, position] > 0.0
         if not runs_N.any():
             return 0.0
         tokens_NA = self.tokens_NA[runs_N]
-        found = float(confidences(tokens_NA[:, [position]], tokens_NA[:, ~self.undecided_A], tolerance)[0])
-        return min(found, self._measured_share(position, tolerance))
+        confidence = float(confidences(tokens_NA[:, [position]], tokens_NA[:, ~self.undecided_A], tolerance)[0])
+        return min(confidence, self._measured_share(position, tolerance))
 
     def _measured_share(self, position: int, tolerance: float, among_A: Mask | None = None) -> float:
-        """Of a model that is measured whole, the share of candidates measured among those that are not ruled out; or 1.
+        """For a model that is measured whole, the share of candidates measured among those not ruled out; else 1.
 
         A candidate that was not measured is ruled out if the one at `position` is within `tolerance` of it in each
-        sample. The first k of n candidates in any order have the best one with probability k / n. Samples alone would
-        be surer: they take speed for a smooth function of the size.
+        sample. The first k of n candidates in any order include the best one with probability k / n. The samples alone
+        would claim more, because they take speed for a smooth function of the size.
         """
         if not self.is_whole:
             return 1.0
@@ -117,16 +119,16 @@ class Contenders:
     def expected_gains(self, position: int, most: float = math.inf) -> Floats:
         """Expected improvement over the contender at `position`, as a share of its expected throughput, shape (A,).
 
-        In no sample does it count as more than `most`.
+        In no sample does the improvement count as more than `most`.
         """
         own_N1 = self.tokens_NA[:, [position]]
         own = max(float(own_N1.mean()), 1e-9)
         return np.asarray(np.clip((self.tokens_NA - own_N1) / own, 0.0, most).mean(axis=0))
 
     def expected_regret(self, position: int) -> float:
-        """By which share of the expected throughput of the contender at `position` the best one is faster, in the mean.
+        """The mean lead of the best contender over the one at `position`, as a share of its expected throughput.
 
-        It is what knowing every candidate exactly would be worth (the expected value of perfect information).
+        That is what it would be worth to know every candidate exactly (the expected value of perfect information).
         """
         own_N = self.tokens_NA[:, position]
         return float((self.tokens_NA.max(axis=1) - own_N).mean() / max(float(own_N.mean()), 1e-9))

@@ -1,8 +1,8 @@
-"""Decides whether the components that earlier explorations measured may be reused.
+"""The check whether the components that earlier explorations measured may be reused.
 
-A few of them are measured again before anything else. If they differ by more than the noise between runs and their age
-allow, none is reused. What is measured again, and how much it may differ, follow from the earlier runs alone, so a
-resumed search decides alike.
+A few of them are measured again before anything else. If one differs by more than the noise between runs and its age
+allow, none is reused. The choice of these components, and how much they may differ, follow from the earlier runs alone.
+So a resumed search decides alike.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EarlierCheck:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """What is measured."""
+        """The components to measure again."""
         return tuple(one.component for one in self.checked)
 
     def disagreement(self, runs: Mapping[Component, ComponentObservations]) -> str | None:
@@ -97,7 +97,7 @@ class ComponentReuse:
         return self._reason is not None
 
     def judge(self, log: ObservationLog, *, failed: bool) -> None:
-        """Decide if that is possible by now; `failed` says that the last trial did."""
+        """Decide if that is possible by now; `failed` says whether the last trial did."""
         components = self.check.components
         if all(log.count_own(component) for component in components):
             self._reason = self.check.disagreement(log.runs)
@@ -163,7 +163,7 @@ def reuse_event(num_components: int, earlier: EarlierRuns, check: EarlierCheck, 
     what = f"{_count(num_components, 'component')} measured in {jobs}"
     keys = ", ".join(component.key for component in check.components)
     if reason is None:
-        message = f"Reusing {what} on this hardware; measured again and found equal within noise: {keys}"
+        message = f"Reusing {what} on this hardware; measured again and equal within noise: {keys}"
     else:
         message = f"Not reusing {what}: {reason}"
     data = {

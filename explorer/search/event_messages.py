@@ -157,7 +157,7 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         named = "" if traffic.component.sharding is None else f" with sharding {traffic.component.sharding}"
         message = (
             f"Trial {trial.number}: what devices exchange of gradients and parameters{named} takes "
-            f"{1e3 * traffic.device_seconds:.1f} ms for the whole model by itself; computation beside it loses "
+            f"{1e3 * traffic.device_seconds:.1f} ms for the whole model by itself; computation at the same time loses "
             f"{traffic.slowdown or 0.0:.0%} of that time, and the host is busy with it for "
             f"{1e3 * traffic.host_seconds:.1f} ms of each micro-step ({seconds:.1f} s)"
         )

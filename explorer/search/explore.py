@@ -51,7 +51,7 @@ def explore(
         request: what may vary.
         report: the device and its back ends.
         measure: runs one trial; failures are outcomes, never exceptions. A `TrialExecutor` may run several at once:
-            what is suggested then depends on the order in which they end, and on nothing else beside the seed.
+            what is suggested then depends on the order in which they end, and on nothing else but the seed.
         history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
             search goes on as it would have gone. What was in flight when that run ended is measured again.
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
@@ -118,7 +118,7 @@ def _explore_variant(
 
 
 def open_candidates(context: VariantContext, prune: PruneSpace, log: ProgressLog) -> CandidateSpace | None:
-    """Return the candidates of a variant that may fit; None if none may. The log is told what the space is."""
+    """Return the candidates of a variant that may fit; None if none may. The log gets the events of the space."""
     space = prune(context.model, context.request, context.report)
     if not context.trials:  # after a resume that was said before
         if len(context.request.space.variants()) > 1:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SearchExtension(Protocol):
-    """What the search asks an extension."""
+    """The interface of an extension to the search."""
 
     def models_of(self, request: ExplorationRequest) -> tuple[ExploredModel, ...] | None:
         """Return the models to explore, one after the other; None if it does not serve the request."""

@@ -43,7 +43,7 @@ class TrialHistory:
         return max((*(trial.number for trial in self._trials), *self._in_flight), default=-1) + 1
 
     def begin(self, number: int) -> None:
-        """Trial `number` is in flight: its number is taken, and it counts for the budget."""
+        """Begin trial `number`: its number is taken, and it counts for the budget."""
         self._in_flight.add(number)
 
     def add(self, trial: Trial) -> None:
@@ -52,7 +52,7 @@ class TrialHistory:
         self._trials.append(trial)
 
     def exhausted(self, variant: int) -> bool:
-        """Whether variant number `variant` has used its share of the budget and what earlier variants left."""
+        """Return whether variant number `variant` has used its share of the budget and the rest of earlier variants."""
         return self._spent(variant, 1.0)
 
     def overdrawn(self, variant: int) -> bool:
@@ -92,10 +92,10 @@ class TrialHistory:
         return next(sound, runs[0] if runs else None)
 
     def is_hopeless(self, variant: Variant) -> bool:
-        """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
+        """Return whether the last trials all failed as a whole, for one and the same reason that is not memory.
 
-        Contamination counts as one reason, whatever contaminated each trial. A contaminated device is given more trials
-        than a device with another fault, because it may become sound again.
+        Contamination counts as one reason, whatever contaminated each trial. A contaminated device gets more trials
+        than one with another fault, because it may become sound again.
         """
         trials = self.trials_of(variant)
         contaminated = [t.measurement.outcome is Outcome.CONTAMINATED for t in trials[-HOPELESS_CONTAMINATED:]]

@@ -1,4 +1,4 @@
-"""What was measured of the candidates of one device: components, failures and whole models, each by its trial."""
+"""All measurements of the candidates of one device: components, failures and whole models, each by its trial."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ SOUND = frozenset({Outcome.OK, Outcome.CONTAMINATED})
 
 
 class Knowledge:
-    """Everything that trials have said about the candidates of a table, whatever their order.
-
-    `log` has the runs of components, `whole_models` the whole models that were timed, `failures` what failed,
-    `preparing` what it took before a component could be timed, and `pending` what is in flight. `reported` are real
-    runs of candidates in the table. `earlier` runs of components are observations with a wider error; `reuse` says how
-    they are checked, and is None if there are none in the table. `version` grows when something is learnt.
-    """
+    """Everything that trials have said about the candidates of a table, whatever their order."""
 
     def __init__(
         self,
@@ -41,15 +35,22 @@ class Knowledge:
     ) -> None:
         self.table = table
         self.reported = tuple(run for run in reported if run.candidate in table.row)
+        """Real runs of candidates in the table."""
         self.earlier = earlier or EarlierRuns()
         usable = [run for run in self.earlier.runs if run.measurement.component in table.column]
         self.log = ObservationLog([age_run(run, device_kind) for run in usable])
+        """The runs of components. Those of `earlier` explorations count with a wider error."""
         self.failures = Failures()
         self.whole_models = WholeModelRuns()
+        """The whole models that were timed."""
         self.reuse: ComponentReuse | None = None
+        """The check of the earlier components; None if the table has none of them."""
         self.preparing = PreparingSeconds(device_kind, is_whole=table.candidates[0].is_whole)
+        """The seconds before a component could be timed."""
         self.pending: dict[int, Suggestion] = {}
+        """The suggestions in flight, by trial."""
         self.version = 0
+        """Grows when something is learnt."""
 
     @property
     def measured(self) -> Mapping[Component, ComponentMeasurement]:
@@ -58,7 +59,7 @@ class Knowledge:
 
     @property
     def reused(self) -> ReusedComponents | None:
-        """What is known from earlier explorations alone; None if that is nothing."""
+        """The knowledge from earlier explorations alone; None if there is none."""
         return None if self.reuse is None else self.reuse.describe(len(self.log.earlier))
 
     def begin_reuse(self, check: EarlierCheck | None) -> None:
@@ -70,7 +71,7 @@ class Knowledge:
             self.version += 1
 
     def expect(self, number: int, suggestion: Suggestion) -> None:
-        """Trial `number` is in flight until it is learnt; what it measures is not suggested meanwhile."""
+        """Keep a suggestion as pending until trial `number` is learnt; it is not suggested again meanwhile."""
         self.pending[number] = suggestion
 
     def learn(self, number: int, measurement: Measurement) -> None:
@@ -155,9 +156,9 @@ class Failures:
     ) -> Mask:
         """Return the rows that are ruled out, given their composed bytes, shape (C,).
 
-        A whole model that was too large rules out all that need as much as composed, but for those that `ran` whole,
-        and unless the error of its composed peak explains it (`explained`): then another's own error may be smaller,
-        and a few of them are tried.
+        A whole model that was too large rules out all that need as much as composed, but for those that `ran` whole. If
+        the error of its composed peak explains that it was (`explained`), the error of another may be smaller. Then a
+        few others are tried.
         """
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         too_large = self.too_large(table)
@@ -185,10 +186,10 @@ class Failures:
 
 
 def at_least(component: Component, failed: Component, *, broken: bool = False) -> bool:
-    """Whether `component` does at least the work at which `failed` failed.
+    """Return whether `component` does at least the work at which `failed` failed.
 
-    A recomputing block runs everything that the plain block runs, so it helps if memory was short, not if the block is
-    `broken`.
+    A recomputing block runs everything that the plain block runs. So it may help if memory was short, and not if the
+    block is `broken`.
     """
     if component == failed:
         return True

@@ -128,8 +128,8 @@ def expressible(
 def base_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
     """Return the candidates for the base (1.00x) in order of preference; the first that fits is the base.
 
-    What each dimension prefers varies fastest for those that come first in the list: recomputation before the number of
-    devices a sequence, and that before the level of sharding.
+    The dimensions that come first in the list vary fastest: recomputation before the number of devices a sequence, and
+    that before the level of sharding.
     """
     place, variant = reported_place(request, report, model), model.variant._asdict()
     columns = [dimension.bases(place) for dimension in DIMENSIONS][::-1]

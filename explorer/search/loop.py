@@ -1,4 +1,4 @@
-"""The search loop: what a space needs first, what is likely to be the best, comparisons, then whole models."""
+"""The search loop: first the needs of a space, then its likely best candidates, comparisons, and whole models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_COMPARISONS = 6
 
 
 class SearchLoop:
-    """Searches one space within the budget. Nothing that is stored is measured again, or told again."""
+    """Searches one space within the budget. Nothing that is stored is measured or reported again."""
 
     def __init__(self, context: VariantContext, space: SearchSpace, log: ProgressLog) -> None:
         self._context = context
@@ -80,7 +80,7 @@ class SearchLoop:
             yield from self._emit(self._scheduler.complete_next())
 
     def _begin_next(self) -> bool:
-        """Begin a trial that is due, else the one that the space suggests; returns whether there was one."""
+        """Begin a trial that is due, else the one that the space suggests; return whether there was one."""
         if self._scheduler.begin_due():
             return True
         if self._is_over():
@@ -93,9 +93,9 @@ class SearchLoop:
         return self._scheduler.begin_due()
 
     def _is_over(self) -> bool:
-        """Whether the search is over, whatever would be suggested.
+        """Return whether the search is over, whatever would be suggested.
 
-        It may overdraw its budget until there is one candidate to recommend.
+        The search may overdraw its budget until there is one candidate to recommend.
         """
         history, index = self._history, self._context.index
         if history.is_hopeless(self._context.variant) or self._space.ends_search or history.overdrawn(index):
@@ -190,7 +190,7 @@ class TrialScheduler:
         self._due.extend((part, 0.0) for part in others)
 
     def begin_due(self) -> bool:
-        """Begin the next queued trial; returns whether there was one."""
+        """Begin the next queued trial; return whether there was one."""
         if not self._due:
             return False
         suggestion, suggest_seconds = self._due.popleft()

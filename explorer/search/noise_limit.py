@@ -1,10 +1,10 @@
-"""What the noise between runs allows: the confidence that more runs could reach, and when a noisy search ends.
+"""Limits by the noise between runs: the confidence that more runs could reach, and when a noisy search ends.
 
-A run of a component that is measured for the n-th time says less than the first. So how far more runs narrow the
-differences between candidates is known beforehand: the variance of a component's seconds falls from v to 1 / (1/v +
-k/r^2) after k more runs with a standard deviation of r between them. The posterior samples are split accordingly, into
-what those runs would tell and what they would leave open (a preposterior analysis; Raiffa and Schlaifer, 1961). The
-composition's error stays open, because components do not show it.
+The n-th run of a component says less than the first. So it is known beforehand how far more runs narrow the differences
+between candidates: after k more runs with a standard deviation of r between them, the variance of a component's seconds
+falls from v to 1 / (1/v + k/r^2). The posterior samples are split accordingly, into what those runs would settle and
+what they would leave open (a preposterior analysis; Raiffa and Schlaifer, 1961). The composition's error stays open,
+because components do not show it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ this share of its variant's budget.
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """What is computed once for a version of the knowledge and a number of trials, some of which teach nothing.
+    """Whether noise limits the search, and whether it ends the search.
 
-    It is whether noise limits the search, and whether it ends it.
+    Both are computed once for a version of the knowledge and a number of trials, some of which teach nothing.
     """
 
     version: tuple[int, int]
@@ -62,13 +62,16 @@ class NoiseFigures:
 
 
 class NoiseLimit:
-    """Whether noise keeps the confidence in a variant's candidates below its target. It depends on trials alone."""
+    """Says whether noise keeps the confidence in a variant's candidates below its target.
+
+    It depends on trials alone.
+    """
 
     def __init__(self, posterior: Posterior, history: TrialHistory, variant: int) -> None:
         self._posterior = posterior
         self._history = history
         self._variant = variant
-        self._found: _Reach | None = None
+        self._reach: _Reach | None = None
 
     @property
     def is_reached(self) -> bool:
@@ -77,17 +80,17 @@ class NoiseLimit:
 
     @property
     def outweighs_whole_models(self) -> bool:
-        """Whether it is reached, or single runs differ by so much that whole models tell hardly more than components.
+        """Whether whole models tell hardly more than components: the limit is reached, or single runs differ much.
 
-        It stays true after whole models, whatever they say.
+        That stays true after whole models, whatever they say.
         """
         return self._is_noisy(WIDER_TOLERANCE) or self.is_reached
 
     @property
     def ends_search(self) -> bool:
-        """Whether it is reached, and the variant has used LIMITED_SHARE of its budget.
+        """Whether the limit is reached, and the variant has used LIMITED_SHARE of its budget.
 
-        It ends earlier if the confidence reaches its target for WIDER_TOLERANCE.
+        The search ends earlier if the confidence reaches its target for WIDER_TOLERANCE.
         """
         return self._now.ends_search
 
@@ -117,9 +120,9 @@ class NoiseLimit:
     @property
     def _now(self) -> _Reach:
         version = self._posterior.knowledge.version, len(self._history.trials)
-        if self._found is None or self._found.version != version:
-            self._found = self._compute(version)
-        return self._found
+        if self._reach is None or self._reach.version != version:
+            self._reach = self._compute(version)
+        return self._reach
 
     def _compute(self, version: tuple[int, int]) -> _Reach:
         posterior, request = self._posterior, self._posterior.request
@@ -154,12 +157,12 @@ def noise_figures(posterior: Posterior, row: int) -> NoiseFigures:
     """Return the noise between runs of a contender, and the confidence in it for each of LEVELS."""
     (position,) = map(int, np.flatnonzero(posterior.contenders.rows == row))
     contenders = posterior.contenders
-    found = {f"{level:.2f}": confidence_score(contenders.confidence(position, level)) for level in LEVELS}
-    return NoiseFigures(run_noise(posterior, row), found, contenders.expected_regret(position))
+    confidences = {f"{level:.2f}": confidence_score(contenders.confidence(position, level)) for level in LEVELS}
+    return NoiseFigures(run_noise(posterior, row), confidences, contenders.expected_regret(position))
 
 
 def shown_noise(posterior: Posterior, row: int) -> float:
-    """Return what the `run_noise` surely is, but no more than the scatter of components that were run several times.
+    """Return the least that the `run_noise` surely is, capped by the scatter of components that were run several times.
 
     Single runs do not tell noise from a device that is unlike what was expected.
     """
@@ -182,12 +185,12 @@ def reachable_confidence(posterior: Posterior, tolerance: float, seconds: float)
     is_best_A = np.bincount(contenders.tokens_NA.argmax(axis=1), minlength=contenders.rows.size) > 0
     is_best_A[incumbent] = True
     rivals = np.flatnonzero(is_best_A & ~contenders.undecided_A)
-    told_A = _share_told(posterior, contenders.rows[rivals], seconds)
-    return _lucky_confidence(contenders, rivals, told_A, tolerance)
+    removed_A = _share_removed(posterior, contenders.rows[rivals], seconds)
+    return _lucky_confidence(contenders, rivals, removed_A, tolerance)
 
 
-def _share_told(posterior: Posterior, rows: Ints, seconds: float) -> Floats:
-    """Return the share of the variance of each candidate's micro-step that further runs would take away, shape (A,)."""
+def _share_removed(posterior: Posterior, rows: Ints, seconds: float) -> Floats:
+    """Return the share of the variance of each candidate's micro-step that further runs would remove, shape (A,)."""
     table, surrogate = posterior.table, posterior.surrogate
     columns_AP = table.columns_CP[rows]
     used = np.unique(columns_AP[table.used_CP[rows]])
@@ -203,7 +206,7 @@ def _share_told(posterior: Posterior, rows: Ints, seconds: float) -> Floats:
     return np.asarray(1.0 - np.divide(after_A, before_A, out=np.ones_like(after_A), where=before_A > 0))
 
 
-def _lucky_confidence(contenders: Contenders, rivals: Ints, told_A: Floats, tolerance: float) -> float:
+def _lucky_confidence(contenders: Contenders, rivals: Ints, removed_A: Floats, tolerance: float) -> float:
     """Return the confidence after an outcome of the further runs that is lucky."""
     composed_NA, tokens_NA = contenders.composed_NA[:, rivals], contenders.tokens_NA[:, rivals]
     runs_NA = (composed_NA > 0.0) & (tokens_NA > 0.0)
@@ -212,12 +215,12 @@ def _lucky_confidence(contenders: Contenders, rivals: Ints, told_A: Floats, tole
     mean_A = np.where(runs_NA, log_NA, 0.0).sum(axis=0) / number_A
     around_NA = np.where(runs_NA, log_NA - mean_A, 0.0)
     error_NA = np.where(runs_NA, np.log(np.where(runs_NA, tokens_NA, 1.0)) - log_NA, -np.inf)
-    open_NA = np.sqrt(1.0 - told_A) * around_NA + error_NA
+    open_NA = np.sqrt(1.0 - removed_A) * around_NA + error_NA
     expected_A = mean_A + np.where(runs_NA, error_NA, 0.0).sum(axis=0) / number_A + np.log(runs_NA.mean(axis=0) + 1e-9)
-    found = []
-    for told in around_NA[:: max(1, len(around_NA) // NUM_OUTCOMES)]:
-        log_tokens_NA = mean_A + np.sqrt(told_A) * told + open_NA
-        best = int(np.argmax(expected_A + np.sqrt(told_A) * told))
+    shares = []
+    for outcome in around_NA[:: max(1, len(around_NA) // NUM_OUTCOMES)]:
+        log_tokens_NA = mean_A + np.sqrt(removed_A) * outcome + open_NA
+        best = int(np.argmax(expected_A + np.sqrt(removed_A) * outcome))
         least_N = log_tokens_NA.max(axis=1) + np.log1p(-tolerance)
-        found.append(float((np.isfinite(least_N) & (log_tokens_NA[:, best] >= least_N)).mean()))
-    return float(np.quantile(found, LUCKY))
+        shares.append(float((np.isfinite(least_N) & (log_tokens_NA[:, best] >= least_N)).mean()))
+    return float(np.quantile(shares, LUCKY))

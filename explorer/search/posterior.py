@@ -1,4 +1,4 @@
-"""What follows from the knowledge: seconds, bytes and throughput of every candidate, and which to recommend."""
+"""Conclusions from the knowledge: seconds, bytes and throughput of every candidate, and which to recommend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.
 
-The room below 1 is for composition errors. It grows as they are found to be larger.
+The room below 1 is for composition errors. It grows as larger ones are seen.
 """
 
 
@@ -53,7 +53,7 @@ class BestCandidate:
 
 @dataclass(frozen=True, slots=True)
 class _Derived:
-    """What was computed from a version of the knowledge, and from what is expected of trials in flight."""
+    """Values computed from a version of the knowledge, and from what is expected of trials in flight."""
 
     version: int
     surrogate: Surrogate
@@ -64,11 +64,10 @@ class _Derived:
 
 
 class Posterior:
-    """What the knowledge says of every candidate, measured or not. It is computed when it is asked for.
+    """The seconds, bytes and throughput of every candidate, measured or not. They are computed when they are asked for.
 
-    It depends on the seed and the set of trials, not on their order, so a resumed exploration goes the way it would
-    have gone. Candidates of the table that are not `legal` (a base outside the space) are only predicted. If real runs
-    needed more memory than composed, `limit_bytes` is lower by as much.
+    They depend on the seed and the set of trials, not on their order, so a resumed exploration goes the way it would
+    have gone. Candidates of the table that are not `legal` (a base outside the space) are only predicted.
     """
 
     def __init__(
@@ -81,6 +80,7 @@ class Posterior:
         self.request = request
         self.hardware = hardware
         self.limit_bytes = math.floor(memory_limit(request, hardware) / peak_factor(knowledge.reported))
+        """Below the memory limit by the factor by which real runs needed more than composed."""
         self._legal_C: Mask = np.array([c in legal_set for c in table.candidates], dtype=np.bool_)
         self._surrogate = Surrogate(table, hardware, num_samples=NUM_SAMPLES, rng=rng)
         self._errors = CompositionErrors(table.candidates, hardware.device_kind, request.seed, NUM_SAMPLES, rng)
@@ -273,7 +273,7 @@ class Posterior:
             self.memory,
             find_contenders(self.table, self.surrogate, rows, least_A),
             self._memory_errors,
-            np.flatnonzero(self._now.known_C).tolist() if self.is_whole else self.knowledge.whole_models.found.keys(),
+            np.flatnonzero(self._now.known_C).tolist() if self.is_whole else self.knowledge.whole_models.by_row.keys(),
         )
 
     # -- computing -----------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Posterior:
     def _derive(self, surrogate: Surrogate) -> _Derived:
         """Compute everything that follows from a surrogate, the failures and the whole models."""
         table, knowledge = self.table, self.knowledge
-        throughput = CandidateThroughput(table, surrogate, self._errors, knowledge.whole_models.found, self._reported)
+        throughput = CandidateThroughput(table, surrogate, self._errors, knowledge.whole_models.by_row, self._reported)
         memory = CandidateMemory(
             table,
             surrogate,
@@ -301,7 +301,7 @@ class Posterior:
         )
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         rejected_C = knowledge.failures.rejected(
-            table, memory.required_C, memory.explained, knowledge.whole_models.found
+            table, memory.required_C, memory.explained, knowledge.whole_models.by_row
         )
         return _Derived(
             version=knowledge.version,
@@ -331,9 +331,10 @@ def fastest_whole(contenders: Contenders, position: int, whole_models: WholeMode
 
 
 def smallest_position(contenders: Contenders, eligible: Ints, fastest: int, required_C: Floats, loss: float) -> int:
-    """Return the position of the smallest peak among the `eligible` that lose at most `loss` against the `fastest`.
+    """Return the position of the smallest peak among the `eligible` that are hardly slower than the `fastest`.
 
-    `loss` is a share of the expected tokens/s of the fastest; 0 gives the fastest itself, or an equal one.
+    They may fall short by a share `loss` of the expected tokens/s of the fastest; 0 gives the fastest itself, or an
+    equal one.
     """
     near = eligible[contenders.mean_A[eligible] >= (1.0 - loss) * contenders.mean_A[fastest]]
     return int(min(near, key=lambda i: (required_C[contenders.rows[i]], -contenders.mean_A[i])))

@@ -1,4 +1,4 @@
-"""What it takes before a component can be timed, to compile it or to start a command, learnt from the trials so far."""
+"""Preparation before a component can be timed, to compile it or to start a command, learnt from the trials so far."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WORTH_SECONDS = 100.0
 class PreparingSeconds:
     """The mean preparation of the components so far, trial by trial.
 
-    Of a model that `is_whole`, such as a training command, each measurement is prepared that had to build it, or to
-    start it. Of any other, those are prepared that are compiled.
+    For a model that `is_whole`, such as a training command, the trials count that had to build it, or to start it. For
+    any other, the components count that are compiled.
     """
 
     def __init__(self, device_kind: str, *, is_whole: bool = False) -> None:
@@ -32,7 +32,7 @@ class PreparingSeconds:
         self._by_trial: dict[int, tuple[float, int]] = {}
 
     def learn(self, number: int, measurement: Measurement) -> None:
-        """Learn what trial `number` took before it timed anything, if that is prepared."""
+        """Learn the seconds of trial `number` before it timed anything, if something was prepared."""
         if self._is_whole:
             if measurement.components:
                 self._by_trial[number] = (measurement.phases.build, 1)
@@ -49,7 +49,10 @@ class PreparingSeconds:
         return seconds / max(1, number)
 
     def of(self, prepared_K: Mask, known_K: Mask) -> Floats:
-        """The seconds that each component takes beside its own runs, shape (K,); 0 for those not in `prepared_K`."""
+        """The seconds that each component takes in addition to its own runs, shape (K,);
+
+        0 for those not in `prepared_K`.
+        """
         again = 1.0 if self._is_whole else AGAIN_SHARE
         return np.where(prepared_K, self.each * np.where(known_K, again, 1.0), 0.0)
 

@@ -35,7 +35,7 @@ class ProgressLog:
         self._space = summary if self._is_main else None
 
     def resume(self, recommendation: Recommendation | None) -> None:
-        """Take `recommendation` as emitted: an earlier lease has stored it."""
+        """Take `recommendation` as emitted, because an earlier lease has stored it."""
         if recommendation is not None:
             self._last_message = render_message(recommendation_event(recommendation))
 

@@ -51,22 +51,26 @@ def _collector_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PrunedSpace:
-    """The candidates of a variant that may fit and may pay; it depends on neither seed nor budget.
+    """The candidates of a variant that may fit and may pay. They depend on neither seed nor budget.
 
-    `legal` holds those that may be recommended. `num_predicted_out` counts those that are predicted not to fit, and
-    `num_dominated` those that recompute or tile to save memory where it is not short. `bases` are in order of
-    preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the `bases`
-    that may fit; it is None if nothing may. If the request
-    excludes untiled attention, or states a batch with few divisors, the candidates that it leaves out so and that may
-    fit have rows as well: the answer says what that gained or cost. If nothing may fit, and the request names no
-    policy, the candidates are those with activations in the host's memory, where these may fit.
+    If nothing may fit, and the request names no policy, the candidates are those with activations in the host's memory,
+    where these may fit.
     """
 
     legal: LegalSpace
+    """The candidates that may be recommended."""
     num_predicted_out: int
+    """Candidates that are predicted not to fit."""
     num_dominated: int
+    """Candidates that recompute or tile to save memory where it is not short."""
     bases: tuple[Candidate, ...]
+    """In order of preference, whether they may fit or not."""
     table: Composition | None
+    """A row for each candidate of `legal`, and for each of the `bases` that may fit. None if nothing may fit.
+
+    The request may exclude untiled attention, or state a batch with few divisors. Then the candidates that it so leaves
+    out have rows as well, if they may fit: the answer says what they would have gained or cost.
+    """
 
 
 PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
@@ -119,7 +123,7 @@ def _prune(model: ExploredModel, request: ExplorationRequest, report: DeviceRepo
 def _dominated(table: Composition, number: int, request: ExplorationRequest, report: DeviceReport, limit: int) -> Mask:
     """Return which of the first `number` candidates give throughput for memory that the same micro-batch has anyway.
 
-    What a request names is tried: this is of the tiles and policies that it leaves to the search.
+    Tiles and policies that a request names are tried in any case.
     """
     place = request.space.place
     unspent = [point for dimension in DIMENSIONS if (point := dimension.unspent(place))]

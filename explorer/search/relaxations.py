@@ -37,14 +37,15 @@ def find_relaxations(
     model: ExploredModel,
     smallest: SmallestCandidate | None = None,
 ) -> tuple[Relaxation, ...]:
-    """Return every single change after which something is predicted to fit.
+    """Return every single change after which something is predicted to fit, in order of preference.
 
-    The order is that of preference: a smaller micro-batch, a recomputation policy, an option that the request excludes
-    (the chunked loss, tiling, back ends), more of the profiler's devices for each sequence, more devices, a sharding
-    level. Only the nearest micro-batch size and the nearest number of devices are named, and every other change that
-    helps. If no single change helps, the result is the first combination of changes that does, without the tiles and
-    the trainer that the request names if they stand in the way; it may be empty. After a search, predictions count as
-    too low by as much as that of its `smallest` candidate was.
+    The order is: a smaller micro-batch, a recomputation policy, an option that the request excludes (the chunked loss,
+    tiling, back ends), more of the profiler's devices for each sequence, more devices, a sharding level. Of micro-batch
+    sizes and numbers of devices only the nearest is returned, of all else every change that helps.
+
+    If no single change helps, the result is the first combination that does; it may be empty. Combinations leave out
+    the tiles and the trainer that the request names if they stand in the way. After a search, predictions count as too
+    low by as much as that of its `smallest` candidate was.
     """
     relaxations: list[Relaxation] = []
     factor = 1.0 if smallest is None else _underestimate(request, report, model, smallest)
@@ -96,12 +97,12 @@ def smallest_requirement(request: ExplorationRequest, report: DeviceReport, mode
 def _underestimate(
     request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate
 ) -> float:
-    """Return how many times too low predicted peaks are; at least what explains that nothing fits."""
+    """Return the factor by which predicted peaks are too low: at least the one that explains why nothing fits."""
     predicted = _smallest_peak(request, report, model)
-    beside, needed = (required_bytes(peak, report.hardware, request.allocator) for peak in (0, predicted))
+    fixed, needed = (required_bytes(peak, report.hardware, request.allocator) for peak in (0, predicted))
     too_many = memory_limit(request, report.hardware) + 2  # one byte, and another for what is rounded
     reported = smallest.reported_factor * smallest.peak_bytes / predicted
-    return max(1.0, (too_many - beside) / (needed - beside), reported)
+    return max(1.0, (too_many - fixed) / (needed - fixed), reported)
 
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:

@@ -1,4 +1,4 @@
-"""Which reports of real runs say something about a search, and what they say."""
+"""Reports of real runs: which of them count for a search, and what they say."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def is_same_training(one: ExplorationRequest, other: ExplorationRequest) -> bool
 def summarize_reports(
     exploration_id: str, best: Recommendation, hardware: HardwareSpec, reports: Sequence[RunReport]
 ) -> tuple[ReportedRun, ...]:
-    """Return what real runs say about the composition of the candidates that `best` names.
+    """Return the errors of composition that real runs show, for the candidates that `best` names.
 
-    Trainers use the candidate that divides the batch where there is one, so their runs count as well as those of the
+    Trainers use the candidate that divides the batch where there is one, so its runs count as well as those of the
     recommended candidate. A candidate whose components were not all measured was not composed, and is left out.
 
-    A run counts if it used the candidate's micro-batch size and, as far as it says, its settings, on a device of the
-    same name with the same version of torch, and if its speed is within `FURTHEST_OFF` of the composed one.
+    A run counts if it used the candidate's micro-batch size and, as far as is known, its settings. Its device must have
+    the same name, and the same version of torch. Its speed must be within `FURTHEST_OFF` of the composed one.
     """
     known: list[CandidateFigures] = [best]
     other = best.alternative(Role.DIVIDING)

@@ -1,4 +1,4 @@
-"""What an exploration knows, computed again from what it has stored."""
+"""The knowledge of an exploration, computed again from its stored trials."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bexp.explorer.search.whole_models import WholeModels
 
 @dataclass(frozen=True, slots=True)
 class RestoredKnowledge:
-    """What the stored trials say of a variant's candidates, of its noise, and of its whole models.
+    """The knowledge about a variant's candidates, its noise and its whole models, as the stored trials give it.
 
     `base` was the base before a whole model was run; None if none was.
     """
@@ -32,7 +32,7 @@ class RestoredKnowledge:
 def restore_knowledge(
     space: PrunedSpace, request: ExplorationRequest, report: DeviceReport, history: TrialHistory, variant: int = 0
 ) -> RestoredKnowledge:
-    """Return what the stored trials of a job say of its variant number `variant`."""
+    """Return the knowledge about variant number `variant`, from the stored trials of a job."""
     assert space.table is not None, "at least one candidate may fit"
     posterior = Posterior.of(
         space.table, space.legal.candidates, request, report.hardware, report.reported_runs, report.earlier

@@ -1,4 +1,4 @@
-"""The runner-up: the candidate to run whole next, beside the recommended one."""
+"""The runner-up: the candidate to run whole next to the recommended one."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ MOST_WHOLE_RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """The row of a candidate to run whole.
-
-    `probability` is that of being faster than the recommended candidate by more than MATTERS of the tolerance. `gain`
-    is the expected improvement, as a share of the recommended candidate's throughput. `probability_fits` is the
-    probability that its whole model fits.
-    """
+    """The row of a candidate to run whole."""
 
     row: int
     probability: float
+    """That of being faster than the recommended candidate by more than MATTERS of the tolerance."""
     gain: float
+    """The expected improvement, as a share of the recommended candidate's throughput."""
     probability_fits: float
+    """That of the whole model to fit."""
 
 
 def find_runner_up(posterior: Posterior) -> RunnerUp | None:
     """Return the candidate whose whole model is expected to improve the answer most; None if there is none to run.
 
-    It is the contender with the highest expected gain over the recommended candidate (MOST_GAIN), in which what is not
-    known counts: the error of its composition, whether it fits, components that were predicted, and the noise of whole
-    models that ran. If two are equal, it is the faster one. If it was run whole more often than the recommended
-    candidate, the latter is returned, because another run of that tells more. Without a recommended candidate it is
-    the one that is most likely to fit.
+    It is the contender with the highest expected gain over the recommended candidate (MOST_GAIN), or the faster one of
+    two equal ones. The gain counts all that is not known: the error of composition, whether it fits, components that
+    were predicted, and the noise of whole models that ran.
+
+    The recommended candidate itself is returned if the contender was run whole more often, because another run of it
+    tells more. Without a recommended candidate, the contender that is most likely to fit is returned.
     """
     contenders, rows = posterior.contenders, posterior.contenders.rows
     recommended = posterior.recommended_position

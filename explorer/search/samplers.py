@@ -30,8 +30,8 @@ from bexp.explorer.search.suggestion import Suggestion
 class StockSampler:
     """How to make one of Optuna's samplers with a seed, and how many points it may propose for one trial.
 
-    A proposal may be no legal candidate, or one that was tried. Proposals of a sampler that draws at random differ;
-    those of one that maximises an acquisition function hardly do, and each takes long.
+    A proposal may be no legal candidate, or one that was tried. A sampler that draws at random then proposes others.
+    One that maximises an acquisition function proposes almost the same again, and each proposal takes long.
     """
 
     make: Callable[[int], BaseSampler]
@@ -46,11 +46,11 @@ STOCK_SAMPLERS: Mapping[str, StockSampler] = {
 
 
 class StockCandidateSampler(PointSampler):
-    """Lets one of Optuna's samplers choose among the legal candidates that can still be tried.
+    """Lets one of Optuna's samplers choose among the legal candidates that can still be tried. It sees the study alone.
 
-    It sees the study alone. A proposal that cannot be tried is drawn again; if none of the proposals can be, the
-    nearest candidate takes the place of the last. Each suggestion comes from a new sampler, whose seed follows from the
-    request's seed and the number of trials, so that a resumed search makes the same suggestions.
+    A proposal that cannot be tried is drawn again. If none of the proposals can be, the nearest candidate takes the
+    place of the last. Each suggestion comes from a new sampler, whose seed follows from the request's seed and the
+    number of trials. So a resumed search makes the same suggestions.
     """
 
     def __init__(self, posterior: Posterior, points: Points, stock: StockSampler) -> None:
@@ -141,9 +141,9 @@ class _Option:
 
 
 def suggest_measurement(posterior: Posterior) -> Suggestion | None:
-    """The better of a new candidate and a repeated run; None if no measurement is expected to change anything.
+    """Return the better of a new candidate and a repeated run; None if no measurement is expected to change anything.
 
-    With trials in flight, it is what would be suggested if each of them had measured what is expected of it.
+    The trials in flight count as if each of them had measured what is expected of it.
     """
     posterior = posterior.expecting_pending()
     if posterior.contenders.rows.size == 0:
@@ -210,8 +210,8 @@ def _repeated_run(posterior: Posterior, costs_K: Floats) -> _Option | None:
 def _composition_hides_more(contenders: Contenders, pair: tuple[int, int]) -> bool:
     """Return whether the error of composition hides more of the difference of two candidates than their components do.
 
-    Further runs of components then hardly raise the confidence. Whole models show both; without them (`verify: false`)
-    the difference stays open.
+    Further runs of components then hardly raise the confidence. Whole models show both errors; without them (`verify:
+    false`) the difference stays open.
     """
     columns = list(pair)
     tokens_N2, composed_N2 = contenders.tokens_NA[:, columns], contenders.composed_NA[:, columns]

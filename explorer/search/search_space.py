@@ -1,4 +1,4 @@
-"""What the loop searches: candidates of one device, or what an extension has."""
+"""The interface of a space to the loop: the candidates of one device, or the space of an extension."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class NextCheck:
-    """A row to run whole, and for a runner-up the probability that it is better than the recommended one.
-
-    `probability_fits` is that of fitting, for a candidate above the memory limit as composed.
-    """
+    """A row to run whole."""
 
     row: int
     probability_better: float | None = None
+    """For a runner-up, that it is better than the recommended one."""
     probability_fits: float | None = None
+    """For a candidate above the memory limit as composed, that it fits."""
 
 
 class SearchSpace(ABC):
-    """Enumerates what may be recommended, by rows, and knows what was measured of it.
+    """Enumerates what may be recommended, by rows, and keeps all measurements of it.
 
-    It says what to measure next, composes steps from measured components, and says which whole model to run. Budget,
-    trials in flight, contaminated trials and progress are the loop's. Stored trials are learnt when it is made.
+    A space says what to measure next, composes steps from measured components, and says which whole model to run.
+    Budget, trials in flight, contaminated trials and progress belong to the loop. A space learns the stored trials when
+    it is made.
     """
 
     # -- what to measure -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def prepare(self) -> Iterator[Suggestion]:
-        """What is measured before anything is suggested; each is learnt before the next is asked for."""
+        """Yield the measurements that come before any suggestion; each is learnt before the next is asked for."""
 
     @abstractmethod
     def suggest(self) -> Suggestion | None:
-        """What to measure next; None if the confidence target is reached, or nothing would change the answer."""
+        """Return the next measurement; None if the confidence target is reached, or nothing would change the answer."""
 
     @abstractmethod
     def compare(self) -> Suggestion | None:
-        """What the answer needs beside what the search has measured; None if it has all."""
+        """Return a measurement that the answer needs and the search has not made; None if there is none."""
 
     @abstractmethod
     def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
-        """A suggestion in at most so many parts, which can be in flight at once."""
+        """Return at most so many parts of a suggestion, which can be in flight at once."""
 
     @property
     @abstractmethod
@@ -80,56 +80,56 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
-        """Trial `number` is in flight: how to run it, and what is expected of its candidate."""
+        """Begin trial `number`; return how to run it, and what is expected of its candidate."""
 
     @abstractmethod
     def learn(
         self, number: int, suggestion: Suggestion, measurement: Measurement, awaited: Collection[Component]
     ) -> tuple[Measurement, StepFigures]:
-        """Learn what trial `number` measured: its outcome may change, and what it says of its candidate.
+        """Learn what trial `number` measured; return it, whose outcome may change, and its candidate's figures.
 
         `awaited` are components of trials in flight and of those that are due.
         """
 
     @abstractmethod
     def times_contaminated(self, component: Component) -> int:
-        """How many trials have measured a component on a shared or throttled device."""
+        """Return how many trials have measured a component on a shared or throttled device."""
 
     @abstractmethod
     def is_measured(self, component: Component) -> bool:
-        """Whether a component was measured well."""
+        """Return whether a component was measured well."""
 
     @abstractmethod
     def row_of(self, trial: Trial) -> int | None:
-        """The row of a stored trial of components; None if it is not known, or no row any more."""
+        """Return the row of a stored trial of components; None if it is not known, or no row any more."""
 
     @abstractmethod
     def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
-        """What a trial of components says."""
+        """Return the events of a trial of components."""
 
     def tell(self, trial: Trial) -> None:  # noqa: B027 - a space may have nobody to tell
-        """A trial of components is stored."""
+        """Take note that a trial of components is stored."""
 
     # -- whole models --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def next_whole_model(self) -> NextCheck | None:
-        """Which whole model to run next; None when the answer is settled."""
+        """Return the whole model to run next; None when the answer is settled."""
 
     @abstractmethod
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
-        """How to run a whole model, and what is expected of it."""
+        """Return how to run a whole model, and what is expected of it."""
 
     @abstractmethod
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
-        """Learn from a whole model; returns its trial with what was measured, and what it says."""
+        """Learn from a whole model; return its trial with what was measured, and its events."""
 
     # -- the answer ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def recommend(self, *, final: bool = False) -> Recommendation | None:
-        """What is recommended now; None while no candidate is known well enough."""
+        """Return the present recommendation; None while no candidate is known well enough."""
 
     @abstractmethod
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
-        """Why nothing can be recommended, and the changes that would mend it."""
+        """Return why nothing can be recommended, and the changes that would mend it."""

@@ -1,4 +1,4 @@
-"""The candidate that needs least memory: what it needs, and what says that it does not fit."""
+"""The candidate that needs least memory: its bytes, and the evidence that it does not fit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from bexp.explorer.search.reported_runs import peak_factor
 
 @dataclass(frozen=True, slots=True)
 class SmallestCandidate:
-    """The candidate that needs least memory, as its components compose its peak.
-
-    `is_measured` says that all of them are measured. `ran_out_of_memory` names what was tried and did not fit: its
-    whole model, or a component; None if neither was. `reported_factor` is how many times the composed memory real runs
-    of the model have needed at least; 1 without any.
-    """
+    """The candidate that needs least memory, as its components compose its peak."""
 
     candidate: Candidate
     peak_bytes: int
     required_bytes: int
     is_measured: bool = True
+    """Whether all of its components are measured."""
     ran_out_of_memory: str | None = None
+    """The part that was tried and did not fit: its whole model, or a component. None if neither was."""
     reported_factor: float = 1.0
+    """At least how many times the composed memory real runs of the model have needed; 1 without any."""
 
     def describe(self) -> str:
-        """Return what the candidate needs, and what else says that it does not fit."""
+        """Return the bytes that the candidate needs, and the evidence that it does not fit."""
         tried = f", and {self.ran_out_of_memory} ran out of memory" if self.ran_out_of_memory else ""
         if self.reported_factor > 1.0:
             tried += f", and real runs needed at least {self.reported_factor:.2f}x the composed memory"

@@ -23,8 +23,8 @@ FIRST_SHARE = 0.25
 class SearchStages:
     """Says which candidates the search looks at. A stage depends on the stored trials alone.
 
-    In the first stage they are those of the base's loss, in eager code with the model's own kernels. There is none if
-    these are all candidates, or if one of Optuna's own samplers searches.
+    The first stage has the candidates with the base's loss, in eager code with the model's own kernels. It is left out
+    if these are all candidates, or if one of Optuna's own samplers searches.
     """
 
     def __init__(self, posterior: Posterior, base: Candidate, trials: Sequence[Trial]) -> None:
@@ -36,17 +36,20 @@ class SearchStages:
 
     @property
     def posterior(self) -> Posterior:
-        """What the search decides by."""
+        """The posterior by which the search decides."""
         return self._posterior if self.is_last else self._posterior.among(self._first_C)
 
     @property
     def confidence_target(self) -> int:
-        """The confidence, among what it looks at, with which a stage is over."""
+        """The confidence, among the candidates of a stage, with which that stage is over."""
         target = self._posterior.request.budget.confidence_target
         return target if self.is_last else min(target, FIRST_CONFIDENCE)
 
     def is_spent(self, history: TrialHistory, *, noisy: bool) -> bool:
-        """Whether the first stage has had its share of the seconds; it is smaller if noise limits the confidence."""
+        """Return whether the first stage has had its share of the seconds;
+
+        it is smaller if noise limits the confidence.
+        """
         spent = history.seconds_of(self._posterior.table.model.variant)
         share = LIMITED_SHARE if noisy else FIRST_SHARE
         return not self.is_last and spent >= share * history.seconds_each

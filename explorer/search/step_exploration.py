@@ -41,11 +41,9 @@ _SOME_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepDescription:
-    """A step, its device, and the measurement of the first size.
+    """A step, its device, and the measurement of the first size. Bytes are zero where nothing counts them.
 
-    Bytes are zero where nothing counts them; memory then decides nothing. `held_bytes` is what the process holds
-    between two steps, without gradients. `sequences` is a process's share of the effective batch; without it the
-    optimizer's time counts for nothing.
+    Memory then decides nothing.
     """
 
     device_kind: Literal["cpu", "cuda"]
@@ -58,8 +56,10 @@ class StepDescription:
     memory_bytes: int = 0
     context_bytes: int = 0
     held_bytes: int = 0
+    """Held by the process between two steps, without gradients."""
     gradient_bytes: int = 0
     sequences: int | None = None
+    """A process's share of the effective batch; without it the optimizer's time counts for nothing."""
     optimizer_seconds: float = 0.0
 
 
@@ -122,9 +122,9 @@ def search_step(
 
 
 def _settle(best: Recommendation, measurer: _Measurer, predicted_out: tuple[int, ...]) -> StepAnswer:
-    """Return the answer, after the search's has been checked by the timings.
+    """Return the answer after a check of the search by the timings.
 
-    If the timings prefer another size than the search, that one is recommended. The confidence is the lower of both.
+    If the timings prefer another size than the search, that size is recommended. The confidence is the lower of both.
     """
     size, fitting = best.candidate.micro_batch_size, measurer.fitting_sizes()
     if size not in fitting:  # it was not measured, because the sizes around it say enough
@@ -327,8 +327,8 @@ def mean_and_error(seconds: Sequence[float]) -> tuple[float, float]:
 class StepTimings:
     """The posterior of the speed of S sizes, given one or more measurements of each.
 
-    `measurements` holds the seconds of the repeats of each measurement, by size. `overhead_seconds` are those that each
-    sequence adds beside them, its share of the optimizer's step.
+    `measurements` holds the seconds of the repeats of each measurement, by size. `overhead_seconds` are the seconds
+    that each sequence adds to them: its share of the optimizer's step.
     """
 
     def __init__(

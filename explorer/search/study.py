@@ -1,7 +1,8 @@
 """The Optuna study of a search: named parameters, tokens per second and a constraint, as any Optuna user expects.
 
-Nothing is learnt from it: our trials are the truth, and the study is rebuilt from them. A trial of components is asked
-from the study, which asks the sampler, and is told to it once it is stored. Whole models are no part of it.
+Nothing is learnt from it: our trials are the truth, and the study is rebuilt from them. The search asks the study for
+each trial of components, and the study asks the sampler. The study gets a trial as finished once it is stored. Whole
+models are no part of it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ class PointSampler(BaseSampler):
 
     @abstractmethod
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
-        """What to measure next; None if nothing is worth it. It depends on the seed and the finished trials alone."""
+        """Return the next measurement; None if nothing is worth it.
+
+        It depends on the seed and the finished trials alone.
+        """
 
     def take_suggestion(self, number: int) -> Suggestion | None:
         """The suggestion that trial `number` of the study was asked for with; None if there was none."""
@@ -194,7 +198,10 @@ def _state(trial: Trial) -> TrialState:
 
 
 def _value(trial: Trial) -> float | None:
-    """The objective of a finished trial: tokens/s, 0 for a candidate that cannot run; None if it tells nothing."""
+    """Return the objective of a finished trial:
+
+    tokens/s, 0 for a candidate that cannot run, None if the trial says nothing.
+    """
     return (trial.tokens_per_second or 0.0) if _state(trial) is TrialState.COMPLETE else None
 
 

@@ -60,5 +60,5 @@ class OneAtATime(TrialExecutor):
 
 
 def executor_of(measure: Measure) -> TrialExecutor:
-    """`measure` itself if it is an executor, else one that runs a trial at a time with it."""
+    """Return `measure` itself if it is an executor, else one that runs a trial at a time with it."""
     return measure if isinstance(measure, TrialExecutor) else OneAtATime(measure)

@@ -33,7 +33,7 @@ class VariantContext:
 
     @property
     def variant(self) -> Variant:
-        """What identifies a variant within its job."""
+        """The identity of the variant within its job."""
         return self.model.variant
 
     @property

@@ -57,23 +57,23 @@ def whole_model_tokens_per_second(posterior: Posterior, candidate: Candidate, wh
     return _whole_step(posterior, candidate, whole).tokens_per_second
 
 
-def expected_tokens_per_second(posterior: Posterior, row: int, beside: int) -> float:
-    """Return what a candidate's whole model has reached, else its composed figure, scaled as that of `beside` is.
+def expected_tokens_per_second(posterior: Posterior, row: int, other: int) -> float:
+    """Return the tokens/s of a candidate's whole model, else its composed figure, scaled as that of `other` is.
 
-    So no composed figure is above that of the whole model that it stands `beside`.
+    So no composed figure is above that of the `other` whole model, which it is compared with.
     """
     whole = posterior.knowledge.whole_models.tokens_per_second(row)
     if whole is not None:
         return whole
-    composed, of_other = (posterior.corrected_seconds(each).tokens_per_second for each in (row, beside))
-    reached = posterior.knowledge.whole_models.tokens_per_second(beside)
+    composed, of_other = (posterior.corrected_seconds(each).tokens_per_second for each in (row, other))
+    reached = posterior.knowledge.whole_models.tokens_per_second(other)
     return beside_whole(composed if reached is None else composed * reached / of_other, reached)
 
 
 def performance(posterior: Posterior, row: int, base: int) -> float:
     """Return the throughput relative to the base: of both whole models, or else of both as composed and corrected.
 
-    A base may be outside the space, so that it is no alternative, and what the space costs must show.
+    A base may be outside the space. It is then no alternative, so it counts in full, and the cost of the space shows.
     """
     reached, of_base = (posterior.knowledge.whole_models.tokens_per_second(each) for each in (row, base))
     if reached is None or of_base is None:

@@ -93,16 +93,17 @@ class WholeModels:
             knowledge.learn_whole_model(candidate, check.tokens_per_second, error, whole.peak_bytes, trial.number)
 
     def next(self) -> NextCheck | None:
-        """What to run whole next: the recommended candidate, then runners-up; None when the answer is settled.
+        """Return the next row to run whole, the recommended one and then runners-up; None when the answer is settled.
 
-        The recommended candidate is checked in any case. After a whole model that ran well, others are run if each is
-        expected to end within their share of the budget: the candidate that the answer has changed to, then runners-up.
-        A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. Last comes what
-        does not fit as composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate
-        fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
-        not in time, is the last. One on a shared or throttled device says nothing and is run again. On a CPU no
-        other is run once the answer is surely within several percent of the best. A model whose every measurement is
-        one of the whole needs none.
+        The recommended candidate is run in any case. After a whole model that ran well, others are run if each is
+        expected to end within their share of the budget: first the candidate that the answer has changed to, then
+        runners-up (`find_runner_up`) whose expected gain is worth it. Last comes a candidate that does not fit as
+        composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate fits as composed,
+        those that may fit are run, the likeliest first.
+
+        No other is run after a whole model that cannot be run here, or not in time. One on a shared or throttled device
+        says nothing and is run again. On a CPU no other is run once the answer is surely within several percent of the
+        best. A model that is always measured whole needs none.
         """
         posterior, trials = self._posterior, self.trials
         if posterior.is_whole:
@@ -133,7 +134,7 @@ class WholeModels:
         return NextCheck(rival.row, rival.probability, None if posterior.fits(rival.row) else rival.probability_fits)
 
     def _above_limit(self) -> NextCheck | None:
-        """A candidate above the memory limit as composed, if it is fast enough to make up for hardly fitting."""
+        """Return a candidate above the memory limit as composed, if its speed makes up for its small chance to fit."""
         above = find_above_limit(self._posterior)
         if above is None or above.gain < NEGLIGIBLE * self._posterior.request.tolerance:
             return None
@@ -142,7 +143,7 @@ class WholeModels:
         return NextCheck(above.row, above.probability, probability_fits=above.probability)
 
     def _has_time(self, row: int) -> bool:
-        """Whether the whole model of a candidate is expected to end within the share that whole models have."""
+        """Return whether the whole model of a candidate is expected to end within the share that whole models have."""
         share = SHARE * (LIMITED_SHARE if self._noise.outweighs_whole_models else 1.0)
         expected = self._posterior.whole_model_seconds(row)
         spent = sum(trial.seconds for trial in self.trials)
@@ -153,7 +154,7 @@ class WholeModels:
         return spent + expected <= most
 
     def _likeliest_to_fit(self) -> NextCheck | None:
-        """The candidate that is likeliest to fit as a whole model, because none fits as composed; None if hardly any.
+        """Return the likeliest candidate to fit as a whole model where none fits as composed; None if hardly any does.
 
         The search may overdraw its budget until there is one candidate to recommend.
         """
@@ -206,12 +207,12 @@ well. If it costs more than this, its throughput is predicted, and the answer sa
 
 
 def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
-    """The next measurement for the answer; None when it has all it needs, or the rest costs too much.
+    """Return the next measurement for the answer; None when it has all it needs, or the rest costs too much.
 
-    The recommended candidate is completed first, because the search leaves out what is predicted well enough. If memory
-    is preferred, the candidate follows that would be recommended for it, and if untiled attention is excluded, the best
-    candidate with it, whatever it costs. The largest untiled micro-batch and the best candidate with stock back ends
-    come last. `spent_seconds` are the device seconds so far.
+    The recommended candidate is completed first, because the search leaves out components that are predicted well
+    enough. If memory is preferred, the candidate follows that would be recommended for it. If untiled attention is
+    excluded, the best candidate with it is next, whatever it costs. The largest untiled micro-batch and the best
+    candidate with stock back ends come last. `spent_seconds` are the device seconds so far.
     """
     best = posterior.recommend()
     if best is None:

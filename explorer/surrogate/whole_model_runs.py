@@ -59,7 +59,7 @@ class WholeModelRuns:
         self._peaks: dict[int, int] = {}
 
     @property
-    def found(self) -> Mapping[int, WholeModelRun]:
+    def by_row(self) -> Mapping[int, WholeModelRun]:
         """The summary of the runs of each candidate."""
         return self._runs
 

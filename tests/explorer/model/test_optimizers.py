@@ -54,8 +54,8 @@ def test_any_other_optimizer_is_refused_with_ways_to_measure_it(name: Any) -> No
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"num_devices": 2}, "steps in the host's memory, beside one GPU"),
-        ({"device_kind": "cpu"}, "steps in the host's memory, beside one GPU"),
+        ({"num_devices": 2}, "steps in the host's memory, next to one GPU"),
+        ({"device_kind": "cpu"}, "steps in the host's memory, next to one GPU"),
         ({"trainer": "trl"}, "TRL cannot express the optimizer 'adamw_cpu_offload'; these can: bexp"),
     ],
 )
