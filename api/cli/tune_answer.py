@@ -248,6 +248,8 @@ def describe_training(stored: Explorations, job_id: str, answer: Candidate, most
         larger = describe_larger(parts.samples, fitting_size(peaks, failed, most_bytes), failed)
         if larger:
             yield row("larger sizes", larger)
+    if parts.gradients is not None and parts.gradients.agrees is False:
+        yield row("gradients", parts.gradients.text)
     if parts.evaluation is not None:
         yield row("evaluation", describe_evaluation(parts.evaluation, most_bytes))
     if parts.processes is not None:

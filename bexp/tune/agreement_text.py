@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 WIDTH = 80
 LABEL = 24
@@ -119,6 +121,27 @@ class AccumulationCheck:
         text = "\n".join([verdict, *(line for row in rows for line in _lines(*row))])
         cause = None if finding is None else finding.cause
         return cls(agrees, number, large, small, *norms, cosine, difference, spread, tolerance, cause, text)
+
+
+def in_short(check: Mapping[str, Any], kept_size: int | None) -> str:
+    """Return the verdict of an `AccumulationCheck`, given as a document, in a sentence or two for an answer's notes.
+
+    `kept_size` is the micro-batch that has to stay because its samples depend on each other, if it has to.
+    """
+    of = f"the gradients of {check['batch_size']} samples"
+    sizes = f"micro-batches of {check['large_micro_batch_size']} and of {check['micro_batch_size']}"
+    if check["agrees"]:
+        return f"{of} are the same in {sizes}, so the size changes no training"
+    cause = _SENTENCES.get(check["cause"], "no known cause fits")
+    if check["cause"] == Cause.SCALED:
+        cause = "the loss is divided by a wrong number of micro-batches"
+    text = f"{of} differ by {_share(check['difference'])} between {sizes}: {cause}"
+    if kept_size is None:
+        return f"{text}. Another size changes this training; `bexp check-accumulation` says more"
+    return (
+        f"{text}. So the micro-batch stays {kept_size}. Losses with a cache, such as sentence-transformers' Cached "
+        "ones, have a mini-batch size that changes memory and speed alone"
+    )
 
 
 def _scale(ratio: float, steps: float) -> str:

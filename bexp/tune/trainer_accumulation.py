@@ -71,6 +71,7 @@ class TrainerCheck:
         """Return the reply to the trial: the check as a document, or why there is none, as `refused`."""
         trainer = self._trainer
         before = {name: getattr(trainer, name, None) for name in ("train_dataset", *_OFF)}
+        steps = trainer.args.gradient_accumulation_steps
         try:
             if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
                 raise CannotCheckError("gradients that are spread over devices cannot be compared")  # noqa: TRY301 - caught below
@@ -87,6 +88,8 @@ class TrainerCheck:
         finally:
             for name, value in before.items():
                 setattr(trainer, name, value)
+            trainer.args.gradient_accumulation_steps = steps  # a trial may follow
+            trainer.model.zero_grad(set_to_none=True)
 
     def gradient(self, parts: Parts, *, rounds_otherwise: bool = False, is_swapped: bool = False) -> Gradient:
         """Return the gradient after all micro-batches, in the Trainer's own precision."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from bexp.explorer.dimensions.dimension import Change, Column, Dimension, Point, column_of
-from bexp.explorer.dimensions.place import Place, ReportedPlace
+from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace
 from bexp.explorer.model.base import Frozen, RuleError
 
 MAX_MICRO_BATCH_SIZE = 256
@@ -175,11 +175,14 @@ class MicroBatchSize(Dimension):
 
     def column(self, place: ReportedPlace) -> Column:
         """Return all sizes, whether or not they fit the memory."""
-        return column_of("micro_batch_size", self.considered(place))
+        sizes, fixed = self.considered(place), place.model.fixed_micro_batch_size
+        if fixed is not None and fixed not in sizes:
+            raise EmptySpaceError(f"the micro-batch has to stay {fixed}, because its samples depend on each other")
+        return column_of("micro_batch_size", sizes if fixed is None else (fixed,))
 
     def bases(self, place: ReportedPlace) -> Column:
         """Return the smallest size, or the one that the request names."""
-        stated = place.base_micro_batch_size
+        stated = place.model.fixed_micro_batch_size or place.base_micro_batch_size
 
         def smallest(known: Point) -> Iterable[Point]:
             sizes = self.considered_over(known["context_parallel_size"], place)

@@ -202,6 +202,7 @@ class ModelSpec(Frozen):
         return self
 
     rate_unit: ClassVar[RateUnit] = RateUnit.TOKENS
+    fixed_micro_batch_size: ClassVar[None] = None
 
     @property
     def title(self) -> str:

@@ -103,6 +103,14 @@ class ProcessSpread(Frozen):
     fuller: Annotated[float, Field(ge=1)]
 
 
+class GradientComparison(Frozen):
+    """The gradients of one batch in large and in small micro-batches, as a training command computes them."""
+
+    agrees: bool | None = Field(description="Null if they were not compared.")
+    keeps_size: bool = Field(False, description="Samples depend on the others of their micro-batch, which has to stay.")
+    text: Annotated[str, Field(max_length=1000)]
+
+
 class ModelParts(Frozen):
     """A model as the code that trains it defines it. The totals count shared parameters once."""
 
@@ -156,6 +164,9 @@ class ModelParts(Frozen):
         None, description="Of a training command, at its own size.", exclude_if=is_null
     )
 
+    gradients: GradientComparison | None = Field(
+        None, description="Whether the size may change without another training.", exclude_if=is_null
+    )
     switched_off: tuple[Annotated[str, Field(max_length=200)], ...] = Field(
         (),
         max_length=64,
@@ -177,6 +188,11 @@ class ModelParts(Frozen):
     def measured(self) -> str:
         """The measured code, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
         return describe_target(self.target, self.target_version, self.class_name)
+
+    @property
+    def fixed_micro_batch_size(self) -> int | None:
+        """The only size that leaves the training as it is; None if any does, or if that is not known."""
+        return self.micro_batch_size if self.gradients is not None and self.gradients.keeps_size else None
 
     @property
     def rate_unit(self) -> RateUnit:

@@ -197,6 +197,7 @@ class NoteCode(StrEnum):
     CONFIG = "config"
     WEIGHTS = "weights"
     NUMBERS = "numbers"
+    GRADIENTS = "gradients"
     LEFT_OUT = "left_out"
     MEASURED_LAYERS = "measured_layers"
     HOST_MEMORY = "host_memory"

@@ -264,6 +264,8 @@ def candidate_notes(
         notes.add(NoteCode.CONFIG, *unlike_the_config(request.hf_config, request.quantization))
     if report.parts is not None and report.parts.weights:
         notes.add(NoteCode.WEIGHTS, f"weights: {describe_weights(report.parts.weights)}")
+    if report.parts is not None and report.parts.gradients is not None:
+        notes.add(NoteCode.GRADIENTS, report.parts.gradients.text)
     if report.parts is not None and (float8 := report.parts.float8) is not None:
         plain = "; experts stay in bfloat16" if report.parts.has_experts else ""
         notes.add(

@@ -11,7 +11,7 @@ from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.parts import ModelParts, Part
+from bexp.explorer.model.parts import GradientComparison, ModelParts, Part
 from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
@@ -146,3 +146,22 @@ def test_rates_are_of_samples_where_nobody_knows_their_tokens() -> None:
     said += [row.text for row in text.rows]
     assert sum(" samples/s" in each for each in said) > len(command.tasks)
     assert not [each for each in said if "tokens/s" in each]
+
+
+@pytest.mark.parametrize("own", [1, 4])
+def test_a_size_that_has_to_stay_is_the_only_one(own: int) -> None:
+    command = Command(RISING, 0.003, own)
+    gradients = GradientComparison(agrees=False, keeps_size=True, text="they depend on each other")
+    report = command.report("cuda")
+    assert report.parts is not None
+    kept = report.model_copy(update={"parts": report.parts.model_copy(update={"gradients": gradients})})
+    request = ExplorationRequest.model_validate({"target": LOCAL})
+    [*_, last] = explore(request, kept, command, clock=lambda: 13.0 * len(command.tasks))
+    assert last.answer is not None
+    assert last.answer.recommendation is not None
+    assert {task.candidate.micro_batch_size for task in command.tasks} == {own}
+    assert "they depend on each other" in [note.text for note in last.answer.recommendation.notes]
+    asked = ExplorationRequest.model_validate({"target": LOCAL, "micro_batch_size": 16})
+    [*_, last] = explore(asked, kept, command, clock=lambda: 13.0 * len(command.tasks))
+    assert last.answer is not None
+    assert f"the micro-batch has to stay {own}" in str(last.answer.variants[0].reason)

@@ -30,6 +30,7 @@ import psutil
 
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.measurement import Outcome
+from bexp.tune.agreement_text import Cause, in_short
 from bexp.tune.environment import temporary_folder
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS, failures_in
 from bexp.tune.placeholders import APPLY
@@ -42,6 +43,8 @@ from bexp.workers.targets.custom.training_command import OtherBatchError, Traini
 TAIL_LINES, LAST_LINES = 100, 6
 MAX_BYTES = 1 << 62
 """The memory of a device of which nothing is known."""
+MOST_SAMPLES = 64
+"""Of a batch, for the comparison of its gradients."""
 EVALUATION_SECONDS = 60.0
 """How long one evaluation batch may take, so that its failure leaves time for the training."""
 END_SECONDS = 10.0
@@ -54,6 +57,17 @@ NO_SIZE = (
 )
 
 NO_APPLY = "--apply is for transformers' Trainer, and needs a size that does not stand in the command"
+
+
+PASSES = 12
+"""About so many times the samples of a comparison of gradients run: in both shapes, in two orders, and for causes."""
+MOST_TIMES = 3
+"""A comparison that takes this many times what it should is ended."""
+
+
+def _not_compared(reason: str) -> dict[str, Any]:
+    text = shortened(f"whether the size changes the gradients was not compared, because {reason}", 1000)
+    return {"agrees": None, "text": text}
 
 
 class CommandProcess:
@@ -73,7 +87,7 @@ class CommandProcess:
         self._line = TrainingLine(self._folder / "socket")
         self._kills = 0  # by the kernel, before the present wait
         self._data: dict[str, Any] = {}  # of the texts and the processes, as the measured size reports them
-        self._most_bytes = MAX_BYTES
+        self._most_bytes, self._compare_seconds = MAX_BYTES, 0.0
         self._has_ended = False
         self._has_begun = self._has_served = False  # this start has described itself, and has sent figures
 
@@ -138,8 +152,10 @@ class CommandProcess:
         choice: Mapping[str, Any] | None,
         memory_limit_bytes: int = MAX_BYTES,
         context_bytes: int = 0,
+        compare_seconds: float = 0.0,
         **_: Any,
     ) -> dict[str, Any]:
+        self._compare_seconds = compare_seconds
         self._most_bytes = memory_limit_bytes - context_bytes
         first = {name: values[0] for name, values in self._command.tries.items()}
         self._choice = dict(choice or first)
@@ -187,6 +203,7 @@ class CommandProcess:
             "samples": samples | {"tail": self._data["tail"]} if samples and self._data["ran_longest"] else None,
             "processes": self._data["processes"],
             "evaluation": self._evaluate(until),
+            "gradients": self._compare_gradients(own, until),
             "switched_off": [shortened(each, 200) for each in found.get("switched_off", ())[:64]],
         }
 
@@ -211,6 +228,35 @@ class CommandProcess:
         if outcome not in (Outcome.OK, Outcome.OUT_OF_MEMORY):
             return None
         return {"peak_bytes": None, **batch, **{name: value for name, value in reply.items() if name != "outcome"}}
+
+    def _compare_gradients(self, size: int, until: float) -> dict[str, Any]:
+        """Whether the size may change: by the gradients of one batch in large and in small micro-batches.
+
+        A batch is cut to as many samples as can be compared in that time.
+        """
+        if self._hello["kind"] != TRAINER:
+            kind = self._hello["kind"]
+            return _not_compared(f"the command has {kind}: bexp.check_accumulation compares those, from Python")
+        if self._popen is None:
+            return _not_compared("the size stands in the command: `bexp check-accumulation` compares them")
+        one = self._figures[size]["micro_step_seconds"] / size
+        number = min(size * (self._accumulation or 1), MOST_SAMPLES, int(self._compare_seconds / (PASSES * one)))
+        number -= number % size if number > size else 0
+        if number < 2:
+            is_one = self._compare_seconds > 2 * PASSES * one
+            return _not_compared("a batch has one sample" if is_one else "that takes too long")
+        self._line.send({"command": "check", "batch_size": number})
+        try:
+            reply = self._receive(min(until, time.monotonic() + MOST_TIMES * self._compare_seconds))
+            reason = None if reply["outcome"] == Outcome.OK else reply["reason"]
+        except TrialFailedError as error:
+            reply, reason = {}, str(error)
+        if reason is not None:
+            self._start(None, until)
+        if reason is not None or "refused" in reply:
+            return _not_compared(reason or reply["refused"])
+        keeps = reply["cause"] == Cause.TOGETHER and size == self._hello["micro_batch_size"]
+        return {"agrees": reply["agrees"], "keeps_size": keeps, "text": in_short(reply, size if keeps else None)}
 
     def _measure_first(self, size: int, until: float) -> int:
         """Measure the command's own size, or half of it and so on, until one fits the memory; return the size.

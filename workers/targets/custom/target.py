@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 PASSES = 3
 """A backward pass takes twice the operations of the forward pass."""
+COMPARE_SHARE = 0.1
+"""The share of the budget that a command may spend on the comparison of its gradients."""
 OPEN_SECONDS = 150.0
 """The longest that importing, building and describing may take; a profiler that reports has a deadline of 180 s."""
 
@@ -215,6 +217,7 @@ class CustomTarget:
             seed=self._request.seed,
             memory_limit_bytes=memory_limit(self._request, self._hardware),
             context_bytes=self._hardware.context_bytes,
+            **({} if self._start is None else {"compare_seconds": COMPARE_SHARE * self._request.budget.max_seconds}),
         )
 
     def _describe(self, introduction: Mapping[str, Any]) -> ModelParts:
@@ -247,6 +250,7 @@ class CustomTarget:
             samples=introduction.get("samples"),
             evaluation=introduction.get("evaluation"),
             switched_off=tuple(introduction.get("switched_off", ())),
+            gradients=introduction.get("gradients"),
             processes=introduction.get("processes"),
         )
 

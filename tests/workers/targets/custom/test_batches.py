@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from bexp.explorer.records.measurement import Outcome
+from bexp.tune.measuring import ACCUMULATION
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.training_command import OtherBatchError, TrainingCommand
 from tests.forked_trainings import SCRIPTS
@@ -107,3 +110,47 @@ def test_what_is_known_of_one_choice_of_settings_says_nothing_of_another() -> No
         command.expect({"fused": False}, 1)
     command.expect({"fused": True}, 1)
     command.expect({"fused": False}, 8)
+
+
+@pytest.mark.parametrize(
+    ("loss", "agrees", "keeps", "said"),
+    [
+        ("own", True, False, "are the same in micro-batches of 8 and of 2"),
+        (
+            "contrastive",
+            False,
+            True,
+            "others in its micro-batch: .* So the micro-batch stays 2. Losses with a cache",
+        ),
+        ("averaged", False, False, "the loss is averaged in each micro-batch.* Another size changes this training"),
+        ("router", False, False, "the loss that balances the routers.* Another size changes this training"),
+        ("masked", None, False, "was not compared, because the same samples in another order have gradients that"),
+    ],
+)
+def test_a_command_says_whether_its_size_may_change(
+    commands: Commands, loss: str, agrees: bool | None, keeps: bool, said: str
+) -> None:
+    process = commands(str(SCRIPTS / "with_losses.py"), "--loss", loss, "--output_dir", "out")
+    process.ask("open", PATIENCE_SECONDS, device="cpu", choice=None, compare_seconds=PATIENCE_SECONDS)
+    gradients = process.ask("describe", PATIENCE_SECONDS)["gradients"]
+    assert (gradients["agrees"], gradients.get("keeps_size", False)) == (agrees, keeps)
+    assert re.search(said, gradients["text"])
+    assert measure(process, 2).repeats > 1, "trials go on as if nothing had been compared"
+    assert process._data["accumulation"] == ACCUMULATION
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds", "said"),
+    [
+        (LOOP, PATIENCE_SECONDS, "because the command has a loop of its own: bexp.check_accumulation compares"),
+        ((str(SCRIPTS / "with_losses.py"), "--output_dir", "out"), 0.0, "because that takes too long"),
+    ],
+)
+def test_what_is_not_compared_says_why(
+    commands: Commands, arguments: tuple[str, ...], seconds: float, said: str
+) -> None:
+    process = commands(*arguments)
+    process.ask("open", PATIENCE_SECONDS, device="cpu", choice=None, compare_seconds=seconds)
+    gradients = process.ask("describe", PATIENCE_SECONDS)["gradients"]
+    assert gradients["agrees"] is None
+    assert said in gradients["text"]
