@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from bexp.tune.agreement import CannotCheckError, Parts, check, divisors
 from bexp.tune.agreement_text import AccumulationCheck, Cause
@@ -61,6 +61,7 @@ class TrainerCheck:
         self._ranks = ranks
         self._shares: list[list[int]] = []
         self._swapped: list[list[int]] = []
+        self._own: DataLoader[Any] | None = None
 
     @property
     def num_devices(self) -> int:
@@ -71,6 +72,7 @@ class TrainerCheck:
         """Return the reply to the trial: the check as a document, or why there is none, as `refused`."""
         trainer = self._trainer
         before = {name: getattr(trainer, name, None) for name in ("train_dataset", *_OFF)}
+        self._own = None
         steps = trainer.args.gradient_accumulation_steps
         try:
             if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -128,7 +130,7 @@ class TrainerCheck:
         Returns what these samples cannot show.
         """
         trainer, num_devices = self._trainer, self.num_devices
-        dataset, whole = trainer.train_dataset, number * num_devices
+        dataset, whole = trainer.train_dataset if self._own is None else self._own.dataset, number * num_devices
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             dataset = trainer.train_dataset = list(islice(dataset, whole))
         if len(dataset) < whole:
@@ -151,7 +153,8 @@ class TrainerCheck:
     ) -> float:
         """Run the micro-batches of one optimizer step; return the divisor of the gradients.
 
-        `note` is called after each micro-batch. With it, each process keeps its own gradients.
+        A Trainer that does not ask for its sampler has a loader of its own, as that of sentence-transformers. Then these
+        samples come in a loader of the same data with the same collator. `note` is called after each micro-batch. With it, each process keeps its own gradients.
         """
         from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
@@ -187,6 +190,10 @@ class TrainerCheck:
         before_step = BeforeStep()
         self._set(len(parts[0]), len(parts))
         trainer._get_train_sampler = lambda *_: order
+        if self._own is not None:
+            batches = [[share[place] for place in part] for part in parts for share in shares]
+            loader = DataLoader(self._own.dataset, batch_sampler=batches, collate_fn=self._own.collate_fn)
+            trainer.get_train_dataloader = lambda: accelerator.prepare(loader)
         trainer.training_step, accelerator.backward = counted, backward_scaled
         trainer.add_callback(before_step)
         seed_everything(int(rounds_otherwise))
@@ -199,9 +206,22 @@ class TrainerCheck:
                 trainer.remove_callback(before_step)
                 trainer._get_train_sampler, trainer.training_step = original, step
                 accelerator.backward = backward
-        if not order.is_taken or done < len(parts):
+                vars(trainer).pop("get_train_dataloader", None)
+        if not order.is_taken and self._own is None:
+            self._own = self._find_own_loader()
+            return self._run(parts, shares, note, rounds_otherwise=rounds_otherwise)
+        if done < len(parts):
             raise CannotCheckError("its loader of data does not use the Trainer's order of samples")
         return self._divisor(loss_scale if scaled else 1.0)
+
+    def _find_own_loader(self) -> DataLoader[Any]:
+        """Return the Trainer's own loader. Raises CannotCheckError if its samples have no places."""
+        loader = self._trainer.get_train_dataloader()
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise CannotCheckError("its loader of data does not use the Trainer's order of samples")
+        found: DataLoader[Any] = loader
+        return found
 
     def _set(self, size: int, steps: int) -> None:
         """Have the Trainer train from its beginning, with these sizes, for one step."""
