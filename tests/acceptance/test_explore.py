@@ -127,15 +127,3 @@ def test_of_four_gpus_as_many_are_taken_as_can_be_used(machine: Machine) -> None
     command = machine.start("explore", machine.configure(), "--num-devices", "2")
     assert command.wait(PATIENCE_SECONDS) == 3
     assert re.search("of {cuda:0, cuda:1} .*broken", machine.err(command)), machine.err(command)
-
-
-def test_a_mesh_of_two_devices_is_measured_and_run_whole(machine: Machine) -> None:
-    shared = {"num_devices": 2, "micro_batch_size": 1, "bta": {}, "budget": {"max_trials": 3}}
-    config = machine.configure(**shared, parallelism={"tensor": [1, 2], "sharding": "zero1"})
-    lines = machine.run("explore", config, "--device", "cpu,cpu").partition("\n\n")[0]
-    assert re.search(r"BEXP201 .* what devices exchange, \d+ measurements", lines)
-    assert re.search(r"BEXP203 .* Whole model with tensor=\d", lines)
-    best = json.loads(machine.run("best", "latest", "--json"))["recommendation"]
-    assert best["plan"]["tokens_per_second"] == pytest.approx(2 * best["tokens_per_second"])
-    assert best["whole_model"]["measurement"]["num_micro_batches"] == 4
-    assert re.search(r"--tensor-model-parallel-size [12]", machine.run("best", "latest", "--format", "megatron"))

@@ -211,6 +211,7 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
     found = done.recommendation
     assert found is not None
     assert found.whole_model is not None
+    assert found.whole_model.measurement.num_micro_batches == 4, "both devices share each sequence"
     assert (found.candidate, found.composed_tokens_per_second) == (
         composed.candidate,
         composed.composed_tokens_per_second,
