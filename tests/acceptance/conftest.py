@@ -30,7 +30,7 @@ TINY = {
     "micro_batch_size": [1, 2, 4],
     "recompute": ["none"],
     "bta": {"enable": False},
-    "budget": {"max_trials": 4, "confidence_target": 99},
+    "budget": {"max_trials": 2, "confidence_target": 99},
 }
 
 

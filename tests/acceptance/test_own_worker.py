@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -63,6 +64,9 @@ def test_a_device_that_a_command_names_is_the_one_that_measures(
         answer = printed.rpartition("\n\n")[2]
         assert answer.startswith("Recommended micro_batch_size: ")
         assert "on NVIDIA H200, replayed" in " ".join(answer.splitlines()[:2])
+    codes = re.findall(r"^BEXP([14]\d\d)", resumed, re.MULTILINE)
+    assert codes == ["101", "404", "101", "102", "110", "401"], "it reuses what the first has measured"
+    assert f"`bexp best {job.id} --json > best.json`" in " ".join(resumed.split())
     assert "begin" not in idle.calls
     assert {job.device_name for job in list_jobs(queue.database)[0]} == {"NVIDIA H200, replayed"}
 

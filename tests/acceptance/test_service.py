@@ -32,9 +32,7 @@ def client(url: str) -> Iterator[Client]:
         yield client
 
 
-def test_submit_watch_resume_the_stream_and_explore_beside_the_idle_worker(
-    machine: Machine, url: str, client: Client
-) -> None:
+def test_submit_watch_and_resume_the_stream(machine: Machine, url: str, client: Client) -> None:
     job_id = machine.run("submit", machine.configure()).strip()
     worker = machine.start("worker", "--device", "cpu")
     watched = machine.run("watch", job_id)
@@ -52,9 +50,6 @@ def test_submit_watch_resume_the_stream_and_explore_beside_the_idle_worker(
     best = json.loads(machine.run("best", job_id, "--json"))["recommendation"]
     assert best["candidate"]["micro_batch_size"] in {1, 2, 4}
 
-    lines = machine.run("explore", machine.configure(budget={"max_trials": 1}), "--device", "cpu").splitlines()
-    (began,) = (line for line in lines if line.startswith("BEXP102"))
-    assert f"-{worker.pid}-" not in began, "the command's own worker measures"
     profilers = profilers_of(psutil.Process(worker.pid))
     worker.send_signal(signal.SIGINT)
     assert worker.wait(PATIENCE_SECONDS) == 0

@@ -37,6 +37,7 @@ class Chromium:
         inner_read, inner_write = (fcntl.fcntl(low, fcntl.F_DUPFD, 10) for low in (low_read, low_write))
         command = [executable, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--disable-background-networking", "--no-first-run", "--remote-debugging-pipe"]
+        command += ["--disable-extensions", "--disable-component-update", "--disable-sync", "--disable-default-apps"]
         # The browser reads from its file 3 and writes to its file 4.
         redirect = f'exec "$@" 3<&{inner_read} 4>&{inner_write}'
         self._process = subprocess.Popen(
@@ -51,6 +52,7 @@ class Chromium:
             os.close(file)
         self._numbers = itertools.count(1)
         self._rest = b""
+        self._target: str | None = None
         self._session: str | None = None
         self.problems: list[str] = []
         self.requests: list[str] = []
@@ -70,15 +72,19 @@ class Chromium:
         os.close(self._write)
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open `url` in a page of its own, with storage of its own."""
-        context = self._call("Target.createBrowserContext", own=False)["browserContextId"]
-        target = self._call("Target.createTarget", own=False, url="about:blank", browserContextId=context)["targetId"]
+        """Open `url` in a page of its own, with storage of its own, in place of the page before."""
+        if self._target is not None:  # whose page would go on reading and painting
+            self._call("Target.closeTarget", own=False, targetId=self._target)
+        self._target = target = self._call("Target.createTarget", own=False, url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", own=False, targetId=target, flatten=True)
         self._session = attached["sessionId"]
         self.problems, self.requests, self.received_bytes = [], [], 0
         for domain in ("Page", "Runtime", "Network", "Log"):
             self._call(f"{domain}.enable")
         self._call("Performance.enable", timeDomain="threadTicks")
+        origin = "/".join(url.split("/")[:3])
+        self._call("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+        self._call("Network.clearBrowserCache")
         self.resize(width, height)
         self.use_dark(dark)
         self._call("Page.navigate", url=url)

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.meshes.plan import MeshPlan
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.budget import Budget
@@ -211,6 +212,9 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
     found = done.recommendation
     assert found is not None
     assert found.whole_model is not None
+    assert found.whole_model.measurement.num_micro_batches == 4, "both devices share each sequence"
+    assert isinstance(found.plan, MeshPlan)
+    assert found.plan.tokens_per_second == pytest.approx(2 * found.tokens_per_second)
     assert (found.candidate, found.composed_tokens_per_second) == (
         composed.candidate,
         composed.composed_tokens_per_second,
