@@ -15,7 +15,7 @@ from bexp.explorer.dimensions.parallelism import Schedule
 
 
 class Pass(StrEnum):
-    """What a rank does with one micro-batch in one stage."""
+    """The work of a rank on one micro-batch in one stage."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -121,14 +121,14 @@ def _counts(model: ModelSpec, routes_TK: Tensor) -> Tensor:
 
 
 class LocalPeers:
-    """One of `size` ranks that have equal routes, without the others. Exchanges are copies on its own device.
+    """One of `size` ranks that have equal routes, without the others: exchanges are copies on its own device.
 
     Rows from another rank are replaced by those that this rank sends to itself. So its experts get as many rows, with
-    the same routes, as in a group whose ranks have such tokens. A copy takes a fraction of an exchange's time. It can
-    be subtracted where the exchange is added, because `bexp.explorer.meshes.layers` knows its bytes.
+    the same routes, as in a group whose ranks have such tokens.
 
-    The host reads counts once, and knows them afterwards, because routes stay the same. The host then runs ahead of the
-    device, so that the seconds of both can be measured.
+    A copy takes a fraction of an exchange's time. `bexp.explorer.meshes.layers` knows its bytes, and subtracts it where
+    the exchange is added. The host reads counts once, and knows them afterwards, because routes stay the same. It then
+    runs ahead of the device, so that the seconds of both can be measured.
     """
 
     def __init__(self, size: int, rank: int) -> None:

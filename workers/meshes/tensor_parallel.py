@@ -40,8 +40,9 @@ WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
 class SequenceParallel:
     """The ranks of a group, each of which has a part of a micro-batch's tokens between blocks.
 
-    The tokens (B, S) count row by row. Rank r of N has those from r * B * S / N on, with the shape (B, S / N, D). A row
-    of a part is a row of the micro-batch only if B is 1. Operations between blocks treat each token alike.
+    Tokens (B, S) are counted row by row. Rank r of N has those from r * B * S / N on, with the shape (B, S / N, D). A
+    row of a part is a row of the micro-batch only if B is 1. That does not matter, because operations between blocks
+    treat each token alike.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -139,7 +140,7 @@ class TensorParallel(SequenceParallel):
 def spread_loss_alone(head: Head) -> None:
     """Make a head with a part of the vocabulary run its code for several ranks, without the exchange.
 
-    A rank's head is timed by itself like this. Targets are tokens of this part.
+    A rank's head is timed by itself in this way. Targets are tokens of this part.
     """
     head.shared_loss = partial(_vocabulary_loss, head, first=0, end=head.w_vocab.shape[0], group=None)
 
@@ -221,10 +222,10 @@ class _SharedExperts(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of tokens `first` to `end`, which is zero for all others.
+    """An embedding of tokens `first` to `end`, which is zero for all others. `ranks` have the other tokens.
 
-    `ranks` have the other tokens. Without `ranks` the embedding runs the same code for all tokens, without the
-    exchange. A rank's embedding is timed by itself like this.
+    Without `ranks` the embedding runs the same code for all tokens, without the exchange, so that a rank's embedding
+    can be timed by itself.
     """
 
     def __init__(self, embedding: Embedding, vocabulary: tuple[int, int], ranks: SequenceParallel | None) -> None:
