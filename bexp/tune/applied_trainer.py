@@ -99,7 +99,7 @@ class _Answer:
         return True
 
     def check_kept(self, arguments: Any) -> None:
-        """Raise if something of the command has changed the sizes that these arguments were given."""
+        """Raise if the command has changed the sizes that these arguments were given."""
         sizes, given = _sizes_of(arguments), self._given.get(id(arguments))
         if given not in (None, sizes):
             raise promise.CannotApplyError(

@@ -141,7 +141,7 @@ def follow(sized: SizedLoader) -> DataLoader[Any]:
 
 
 def _worst_first(loader: Any) -> SizedLoader | None:
-    """The loader that replaces another; None if the other serves the Trainer, accelerate or no training."""
+    """Return the loader that replaces another; None if the other serves the Trainer, accelerate or no training."""
     from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
 
     from bexp.tune.lengths import Lengths  # noqa: PLC0415 - needs torch
