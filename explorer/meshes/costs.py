@@ -83,7 +83,7 @@ class BlockCost:
 
 Costs = Mapping[Component, BlockCost]
 Makeup = Mapping[Component | None, float]
-"""What seconds hang on: each component, and None for what devices exchange."""
+"""Shares of seconds by part: a component, or None for the exchanges between devices."""
 
 
 @dataclass(frozen=True, slots=True)

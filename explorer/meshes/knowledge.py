@@ -127,7 +127,7 @@ class MeshKnowledge:
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
         self.expected: Callable[[MeshCandidate], Expected] = _as_composed
-        """What whole models say of the seconds of a candidate, over those that it composes to."""
+        """The ratio of a candidate's seconds by whole models to its composed ones."""
         self._costs = _CostTable(self)
         self.composer = self._compose()
 

@@ -15,8 +15,8 @@ from bexp.explorer.cost.parameters import (
     count_head,
     count_moe_ffn,
     count_norm,
-    repeated_beside_experts,
     repeated_in_attention,
+    repeated_in_moe_ffn,
 )
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import recomputed_layers
@@ -345,7 +345,7 @@ class MeshDecomposer:
         routed = component(experts, policy(experts), candidate.expert_backend, capacity_factor=factor)
         has_shared = moe.shared_expert_ffn_hidden_size > 0
         if mesh.expert == 1:
-            yield spread(routed, count_moe_ffn(shard), repeated_beside_experts(shard) + bias * has_shared)
+            yield spread(routed, count_moe_ffn(shard), repeated_in_moe_ffn(shard) + bias * has_shared)
             return
         yield self.expert_block(mesh, routed)
         if has_shared:
@@ -363,7 +363,7 @@ class MeshDecomposer:
         component = block.model_copy(update={"part": SPREAD_EXPERTS, **mesh.expert_sizes})
         rows, group, item = expert_rows(component, model, self._request), Group(mesh.expert, 1), model.dtype.itemsize
         expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
-        beside = repeated_beside_experts(model)
+        repeated = repeated_in_moe_ffn(model)
         row_bytes = model.hidden_size * item
         copied = shadowed * expert * item
         num_copies = 2 * min(mesh.expert, shadowed)  # two matrices of each owner
@@ -379,8 +379,8 @@ class MeshDecomposer:
         return Block(
             component,
             overlap=overlap,
-            parameters=beside,
-            repeated_parameters=beside,
+            parameters=repeated,
+            repeated_parameters=repeated,
             expert_parameters=moe.num_experts // mesh.expert * expert,
         )
 

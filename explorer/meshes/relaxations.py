@@ -19,7 +19,7 @@ from bexp.explorer.request.request import ExplorationRequest
 MOST_DEVICES = 4096
 SIZES = ("tensor", "pipeline", "expert")
 Change = tuple[RelaxationKind, str, dict[str, Any]]
-"""What is changed, in words, and the fields of the request with their new values."""
+"""A change in words, and the fields of the request with their new values."""
 
 
 def find_mesh_relaxations(request: ExplorationRequest, report: DeviceReport) -> tuple[Relaxation, ...]:
