@@ -26,7 +26,10 @@ class Schedule(StrEnum):
 
 
 class ParallelismSpec(ExpertModes):
-    """How devices share the model. Each size is a number, a list, or `explore`; data parallelism takes the rest."""
+    """The sizes in which devices share the model. Each is a number, a list, or `explore`;
+
+    data parallelism takes the rest.
+    """
 
     tensor: Sizes = 1
     pipeline: Sizes = 1

@@ -150,8 +150,8 @@ class ExpertRows:
 def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> ExpertRows:
     """Return the rows of an expert-parallel group, for a micro-batch.
 
-    The group of `expert_parallel_size` devices routes the tokens of as many devices together, each of which has the
-    1 / `tensor_parallel_size` of a micro-batch that sequence parallelism leaves it.
+    The group of `expert_parallel_size` devices routes the tokens of as many devices together. Sequence parallelism
+    leaves each of them 1 / `tensor_parallel_size` of a micro-batch.
     """
     assert model.moe is not None, "a model with experts"
     size, busiest = component.expert_parallel_size, _busiest(component, model, request)

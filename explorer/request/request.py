@@ -188,7 +188,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def batching_of_texts(self) -> Batching | None:
-        """How texts of unequal length become micro-batches; None if every sequence is full."""
+        """The way in which texts of unequal length become micro-batches; None if every sequence is full."""
         return None if self.lengths is None else self.batching or "padded"
 
     @property
@@ -198,7 +198,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def quantized(self) -> Quantization | None:
-        """How the weights of a transformers model are quantised; None for plain ones."""
+        """The quantisation of a transformers model's weights; None for plain ones."""
         return quantization_of(self.quantization, self.hf_config) if self.target_name == TRANSFORMERS else None
 
     @property

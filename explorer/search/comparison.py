@@ -42,7 +42,7 @@ class ComparedSide(Frozen):
 
 
 class Comparison(Frozen):
-    """How likely it is that candidate B is faster than candidate A."""
+    """The probability that candidate B is faster than candidate A."""
 
     a: ComparedSide
     b: ComparedSide
