@@ -117,5 +117,5 @@ def refusing() -> Iterator[None]:
 
 def choice() -> dict[str, Any]:
     """The settings that this trial tries."""
-    found: dict[str, Any] = json.loads(os.environ.get(CHOICE) or "{}")
-    return found
+    settings_tried: dict[str, Any] = json.loads(os.environ.get(CHOICE) or "{}")
+    return settings_tried

@@ -76,10 +76,10 @@ class Ranks:
 
     def gather(self, figures: dict[str, float]) -> list[dict[str, float]]:
         """Return the figures of all processes."""
-        found: list[Any] = [figures] * self.number
+        gathered: list[Any] = [figures] * self.number
         if self.number > 1:
-            dist.all_gather_object(found, figures)
-        return found
+            dist.all_gather_object(gathered, figures)
+        return gathered
 
 
 class Clock:
