@@ -47,14 +47,12 @@ class ContextParallelSpec(Frozen):
     sizes: (
         Literal["explore"]
         | Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=16)]
-    ) = Field(
-        (1,),
-        description="Divisors of num_devices; the remaining factor is data parallelism. `explore` tries each divisor "
-        "that the sequence length and the batch admit, up to the number of devices that the worker has.",
-    )
-    layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = Field(
-        LAYOUTS, description="The layouts to try where several devices share a sequence."
-    )
+    ) = (1,)
+    """Divisors of num_devices; the remaining factor is data parallelism. `explore` tries each divisor that the sequence
+    length and the batch admit, up to the number of devices that the worker has.
+    """
+    layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = LAYOUTS
+    """The layouts to try where several devices share a sequence."""
 
     def sizes_at(self, place: Place) -> tuple[int, ...]:
         """Return how many devices may share a sequence, ascending."""

@@ -30,9 +30,10 @@ from bexp.explorer.trainers.trainer import Trainer
 
 
 class ExplorationRequest(DimensionsAsked):
-    """An exploration to run. A dimension that is left out is explored in full.
+    """An exploration to run.
 
-    Context parallelism and sharding are exceptions: they are explored where the request asks for it.
+    A dimension that is left out is explored in full. Context parallelism and sharding are exceptions: they are explored
+    where the request asks for it.
 
     The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
     micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
@@ -77,9 +78,8 @@ class ExplorationRequest(DimensionsAsked):
     mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
     batch_size: Count | None = Field(
         None,
-        description="The effective batch of an optimizer step in sequences, over all devices. `auto` and "
-        "`bta.max_tile` refer to it. Null: the optimizer is weighed as in a batch of "
-        f"{WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
+        description="The effective batch of an optimizer step in sequences, over all devices. Null: the optimizer is "
+        f"weighed as in a batch of {WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
     )
     num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
