@@ -25,9 +25,10 @@ class Budget(Frozen):
     max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
     """Each variant has an equal share of both limits, and what earlier variants left over."""
     max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    """The time of all trials together, those of earlier leases included. A trial counts from its choice until its
-    result is learnt. Trials in flight at once each count in full. Starting a job, enumerating the space and storing results
-    come on top, and a running trial is not cut short. After a whole model that ran well, whole models have a third of
-    it. A search that noise keeps from its confidence has an eighth.
+    """The time of all trials together, those of earlier leases included.
+
+    A trial counts from its choice until its result is learnt. Trials in flight at once each count in full. Starting a
+    job, enumerating the space and storing results come on top, and a running trial is not cut short. After a whole
+    model that ran well, whole models have a third of it. A search that noise keeps from its confidence has an eighth.
     """
     trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
