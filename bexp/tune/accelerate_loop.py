@@ -41,10 +41,8 @@ def patch(module: ModuleType) -> None:
 def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_compiled: bool) -> Any:
     """Return a loader of the trial's size for the first loader of a training; anything else as it is.
 
-    `first` takes the first loader. If its size cannot be set, the command must state it: no other loader takes its
-    place.
-
-    A compiled model would be compiled for any size once it meets a second one, so it gets one size in each process.
+    `first` receives the first loader. If its size cannot be set, the command must state the size: no other loader takes
+    its place. A compiled model gets one size in each process. With a second size it would be compiled for any size.
     """
     if not isinstance(given, DataLoader) or first or asked or serving:
         return given

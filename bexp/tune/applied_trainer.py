@@ -47,11 +47,11 @@ def patch(module: ModuleType) -> None:
         is_used.set()
         dataset = (dict(zip(parameters, (self, *given), strict=False)) | named).get("train_dataset")
         has_data = dataset is not None or type(self).get_train_dataloader is not module.Trainer.get_train_dataloader
-        found = [each for each in (*given, *named.values()) if isinstance(each, module.TrainingArguments)]
-        if not found:
-            found = [module.TrainingArguments(output_dir="tmp_trainer")]  # as the Trainer makes them
-            named["args"] = found[0]
-        taken = [arguments for arguments in found if answer.apply(arguments, has_data=has_data)]
+        all_arguments = [each for each in (*given, *named.values()) if isinstance(each, module.TrainingArguments)]
+        if not all_arguments:
+            all_arguments = [module.TrainingArguments(output_dir="tmp_trainer")]  # as the Trainer makes them
+            named["args"] = all_arguments[0]
+        taken = [arguments for arguments in all_arguments if answer.apply(arguments, has_data=has_data)]
         init(self, *given, **named)
         if self.args in taken:
             apply_choice(self.model, choice(), self.args.per_device_train_batch_size)
@@ -99,7 +99,7 @@ class _Answer:
         return True
 
     def check_kept(self, arguments: Any) -> None:
-        """Raise if something of the command has changed the sizes that these arguments were given."""
+        """Raise if the command has changed the sizes that these arguments were given."""
         sizes, given = _sizes_of(arguments), self._given.get(id(arguments))
         if given not in (None, sizes):
             raise promise.CannotApplyError(

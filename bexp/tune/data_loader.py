@@ -105,8 +105,8 @@ def patch(module: ModuleType) -> None:
 
     @wraps(iterate)
     def iterate_worst_first(self: Any) -> Any:
-        found = _worst_first(self)
-        return iterate(self) if found is None else followed.follow(partial(iterate, found.loader), found)
+        ours = _worst_first(self)
+        return iterate(self) if ours is None else followed.follow(partial(iterate, ours.loader), ours)
 
     module.DataLoader.__iter__ = iterate_worst_first
 
@@ -141,7 +141,7 @@ def follow(sized: SizedLoader) -> DataLoader[Any]:
 
 
 def _worst_first(loader: Any) -> SizedLoader | None:
-    """The loader that replaces another; None if the other serves the Trainer, accelerate or no training."""
+    """Return the loader that replaces another; None if the other serves the Trainer, accelerate or no training."""
     from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
 
     from bexp.tune.lengths import Lengths  # noqa: PLC0415 - needs torch
@@ -154,8 +154,8 @@ def _worst_first(loader: Any) -> SizedLoader | None:
             return None
         lengths = Lengths.of(loader.dataset)
         vars(loader)[_OURS] = _replaced(loader, lengths) if lengths.is_known else None
-    found: SizedLoader | None = vars(loader)[_OURS]
-    return found
+    ours: SizedLoader | None = vars(loader)[_OURS]
+    return ours
 
 
 def _replaced(loader: DataLoader[Any], lengths: Lengths) -> SizedLoader:

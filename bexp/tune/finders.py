@@ -1,4 +1,7 @@
-"""accelerate's finder of batch sizes, switched off: after an error it would train with another batch."""
+"""accelerate's search for the largest batch that fits, switched off:
+
+it would train with another batch after an error.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ NAME = "find_executable_batch_size"
 
 
 def patch(module: ModuleType) -> None:
-    """Have functions that the finder calls from now on get the first size alone."""
+    """Have each function that accelerate would call with smaller and smaller batch sizes get the first size alone."""
 
     @wraps(module.find_executable_batch_size)
     def find_nothing(function: Any = None, starting_batch_size: int = 128, *_: Any, **__: Any) -> Callable[..., Any]:

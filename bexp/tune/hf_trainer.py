@@ -63,7 +63,7 @@ _OFF = {
 }
 _FIXED = ("bf16", "fp16", "tf32", "torch_compile", "fsdp", "fsdp_config", "deepspeed", "use_cpu", "parallelism_config")
 _UNSAID = ("disable_tqdm", "do_eval")
-"""What is switched off without a word: a bar, and what eval_strategy says."""
+"""Switched off without a note: a progress bar, and an argument that follows from eval_strategy."""
 _NEVER = ("save_strategy", "eval_strategy", "logging_strategy")
 
 
@@ -111,7 +111,7 @@ def patch(module: ModuleType) -> None:
 
 
 def _no_evaluation(*_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-    """Metrics that a script may read of an evaluation that is not run."""
+    """Return metrics that a script may read of an evaluation that is not run."""
     return defaultdict(float, {f"{metric_key_prefix}_loss": 0.0})
 
 
@@ -121,7 +121,7 @@ def _no_prediction(*_: Any, metric_key_prefix: str = "test", **__: Any) -> Predi
 
 
 def _refuse_model_init(trainer: Any) -> None:
-    """Raise CannotSetError if the present model is not the one that is trained."""
+    """Raise CannotSetError if the Trainer would train another model than the present one."""
     if trainer.model_init is not None:
         raise CannotSetError("--apply sets up the model that the Trainer is given, and model_init makes another one")
 
@@ -200,7 +200,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
 
 
 def _usable(trainer: Any) -> list[str] | None:
-    """The values of APPLY that this model can have, if the trial asks for them with a model as the command has it."""
+    """Return the values of APPLY that this model can have, if the trial asks and the model is as the command has it."""
     if choice().get(APPLY) != "none":
         return None
     found: list[str] = import_module("bexp.tune.applied_trainer").usable(trainer.model)
@@ -208,10 +208,11 @@ def _usable(trainer: Any) -> list[str] | None:
 
 
 def _evaluate(trainer: Any, ranks: Ranks, most_bytes: int) -> dict[str, Any]:
-    """The memory of an evaluation in the fullest process, and what would fit `most_bytes` if that does not.
+    """Return the memory of an evaluation in the fullest process. If that exceeds `most_bytes`, add a change that fits.
 
-    `fitting_size` is the largest of the size's halves whose batch alone fits. Several processes try none.
-    `fitting_steps` are the eval_accumulation_steps with which the outputs fit that stay on a GPU.
+    `fitting_size` is the first batch size, halved again and again, whose batch fits without what the Trainer keeps.
+    Several processes try no other size. `fitting_steps` are the eval_accumulation_steps with which the outputs on a GPU
+    fit.
     """
     arguments = trainer.args
     own: int = arguments.per_device_eval_batch_size
@@ -237,7 +238,7 @@ def _evaluate(trainer: Any, ranks: Ranks, most_bytes: int) -> dict[str, Any]:
 
 
 def _evaluate_if_possible(trainer: Any) -> dict[str, float] | None:
-    """The bytes of an evaluation; None if there is no memory for it."""
+    """Return the bytes of an evaluation; None if there is no memory for it."""
     try:
         return evaluate_longest(trainer)
     except Exception as error:
@@ -247,7 +248,7 @@ def _evaluate_if_possible(trainer: Any) -> dict[str, float] | None:
 
 
 def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
-    """The training's order of the samples that were read; None for a sampler that makes whole batches."""
+    """Return the training's order of the samples that were read; None for a sampler that makes whole batches."""
     if not isinstance(order, LengthGroupedSampler):
         return epoch_of(order, lengths)
     number = len(lengths.tokens)
@@ -322,7 +323,7 @@ def _measure(
 
 
 def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
-    """The longest batch of an evaluation; None if no dataset can be read in any order."""
+    """Return the longest batch of an evaluation; None if no dataset can be read in any order."""
     found = _datasets(trainer)
     if not found:
         return None
@@ -336,8 +337,8 @@ def evaluate_longest(trainer: Any) -> dict[str, float]:
     """Return the bytes of an evaluation's longest batch, while the optimizer has the state that the training left.
 
     For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added to the peak.
-    Several datasets are evaluated one by one, and the highest peak counts. Of that dataset, `kept_rows` are the rows
-    whose outputs are kept, and `batch_bytes` is what each batch adds to them.
+    Several datasets are evaluated one by one, and the one with the highest peak is returned. `kept_rows` is the number
+    of its rows whose outputs are kept, and `batch_bytes` are those that each batch adds.
     """
     each = (_evaluated(trainer, dataset, lengths) for dataset, lengths in _datasets(trainer))
     return max(each, key=lambda figures: figures["peak_bytes"])
@@ -369,7 +370,10 @@ def _evaluated(trainer: Any, dataset: Any, lengths: Lengths) -> dict[str, float]
 
 
 def _kept_bytes(trainer: Any, logits: Any, labels: Any) -> int:
-    """Bytes that stay of each batch's outputs, if all are as long; concatenating them takes a second copy."""
+    """Return the bytes that stay of each batch's outputs, if all are as long;
+
+    concatenating them takes a second copy.
+    """
     arguments = trainer.args
     if logits is not None and trainer.preprocess_logits_for_metrics is not None:
         logits = trainer.preprocess_logits_for_metrics(logits, labels)
@@ -390,7 +394,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _datasets(trainer: Any) -> list[tuple[Any, Lengths]]:
-    """The datasets that can be read in any order, each with the lengths of its samples."""
+    """Return the datasets that can be read in any order, each with the lengths of its samples."""
     found = trainer.eval_dataset
     each = found.values() if isinstance(found, dict) else [found]
     readable = [one for one in each if hasattr(one, "__len__") and hasattr(one, "__getitem__") and len(one)]

@@ -93,7 +93,7 @@ class Lengths:
         return [order[i % len(order)] for i in range(number)]
 
     def describe(self) -> dict[str, Any]:
-        """Return what the trial should know of the lengths."""
+        """Return the lengths as the trial reports them."""
         found = {"number": self.number, "num_read": len(self.tokens), "longest": max(self.widths, default=0)}
         return {"mean": self.mean, "samples": found | {"rows": self.rows} if self.is_known else None}
 
@@ -101,8 +101,9 @@ class Lengths:
 class WorstFirst(Sampler[int]):
     """The longest micro-batch WORST_TIMES, then the order of another sampler, again and again.
 
-    `size` is that of a micro-batch over all processes. The longest comes in two optimizer steps, of which one meets the
-    optimizer's state and accumulated gradients. `longest_at` are its numbers, by default the first ones.
+    `size` is that of a micro-batch over all processes. `longest_at` are the numbers of the longest micro-batch, by
+    default the first ones. It comes in two optimizer steps, the second of which meets the optimizer's state and
+    accumulated gradients.
     """
 
     def __init__(

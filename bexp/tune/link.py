@@ -29,17 +29,17 @@ PROMISE = "BEXP_TUNE_PROMISE"
 SCRATCH = "BEXP_TUNE_SCRATCH"
 """The variable that names a folder for files that the command would write elsewhere."""
 asked: dict[str, Any] = {}
-"""Kind, size, accumulation and lengths as the command asked a library's loop, if its size can be set from within.
+"""The loop of a library, if its size can be set from within: kind, size, accumulation and lengths as in the command.
 
 `given_steps` are the accumulation steps that the trial has set.
 """
 
 switched_off: list[str] = []
-"""What this process has switched off of the command, in the order in which it came to that."""
+"""Parts of the command that this process has switched off, in order."""
 
 
 def switch_off(what: str) -> None:
-    """Note that something of the command is off: for the trial, or for the person whose command runs with an answer."""
+    """Note that a part of the command is off, for the trial; in a run with an answer, say so on stderr."""
     if what not in switched_off:
         switched_off.append(what)
         if PROMISE in os.environ:
@@ -61,7 +61,7 @@ class Link:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
-        """The next message."""
+        """Return the next message."""
         return self._messages.get()
 
     def _read(self) -> None:
@@ -117,5 +117,5 @@ def refusing() -> Iterator[None]:
 
 def choice() -> dict[str, Any]:
     """The settings that this trial tries."""
-    found: dict[str, Any] = json.loads(os.environ.get(CHOICE) or "{}")
-    return found
+    settings_tried: dict[str, Any] = json.loads(os.environ.get(CHOICE) or "{}")
+    return settings_tried

@@ -54,7 +54,7 @@ serving: list[Any] = []
 
 
 class Ranks:
-    """The processes of one training. One process is its own first."""
+    """The processes of one training. A single process counts as the first."""
 
     @property
     def number(self) -> int:
@@ -75,20 +75,15 @@ class Ranks:
         return box[0]
 
     def gather(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """The figures of all processes."""
-        found: list[Any] = [figures] * self.number
+        """Return the figures of all processes."""
+        gathered: list[Any] = [figures] * self.number
         if self.number > 1:
-            dist.all_gather_object(found, figures)
-        return found
+            dist.all_gather_object(gathered, figures)
+        return gathered
 
 
 class Clock:
-    """A clock of the micro-steps and the optimizer steps of one size, and their peak; the first steps do not count.
-
-    `micro_batches` are those of the steps, if they vary in length and are known. The trial learns `ran_longest`.
-    `are_alike` is False if samples vary in length. With `forgets_first_peak` the peak counts from the second step on.
-    `accumulation_given` is what the trial has set for the loop's own accumulation steps.
-    """
+    """A clock of the micro-steps and the optimizer steps of one size, and their peak; the first steps do not count."""
 
     def __init__(self, device: torch.device, ranks: Ranks, warm_up_steps: int) -> None:
         self._device = torch.device(device)
@@ -105,10 +100,15 @@ class Clock:
         self._num_restarts = 0
         self.is_over = False
         self.micro_batches: MicroBatches | None = None
+        """Those of the steps, if they vary in length and are known."""
         self.ran_longest = False
+        """Whether the longest micro-batch was run; the trial reports it."""
         self.are_alike = True
+        """False if samples vary in length."""
         self.forgets_first_peak = False
+        """Whether the peak counts only from the second step on."""
         self.accumulation_given: int | None = None
+        """The loop's own accumulation steps as the trial has set them."""
         reset_peak(self._device)
 
     def begin_micro_step(self) -> None:
@@ -166,7 +166,7 @@ class Clock:
         self.is_over = agreed["is_over"]
 
     def end_early(self) -> None:
-        """Time all that followed the first optimizer step, because the loop has ended before it was warm."""
+        """Count every step after the first, because the loop has ended before it was warm."""
         self.is_over = True
         if not self.has_figures:
             after = self._step_ends[0] if self._step_ends else len(self._micro_steps)
@@ -182,9 +182,10 @@ class Clock:
 
     @property
     def accumulation(self) -> int | None:
-        """The micro-batches of an optimizer step, as most of the steps after the first had; None before the second.
+        """The micro-batches of an optimizer step: the commonest number after the first step. None before the second.
 
-        A loop may call backward several times for a micro-batch. Where its data loader numbers them, each counts once.
+        A loop may call backward several times for a micro-batch. Where its data loader numbers micro-batches, each
+        counts once.
         """
         steps = [self._micro_steps[begin:end] for begin, end in pairwise(self._step_ends)]
         counts = [
@@ -289,7 +290,10 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _spread(each: Sequence[dict[str, float]]) -> dict[str, Any] | None:
-    """The slowest process, by micro-steps in which it waits for no other, and the fullest; None for a single one."""
+    """Return the slowest process, by micro-steps in which it waits for no other, and the fullest;
+
+    None for a single one.
+    """
     if len(each) == 1:
         return None
     seconds, peaks = [[figures[name] for figures in each] for name in ("alone", "peak_bytes")]

@@ -130,7 +130,7 @@ class _Loop:
         self._measure_next()
 
     def _end_early(self) -> None:
-        """Send what was timed until the loop ended by itself, which no error did."""
+        """Send the figures of the steps so far if the loop has ended by itself, without an error."""
         if self._clock is not None and not self._clock.is_over and getattr(sys, "last_value", None) is None:
             self._clock.end_early()
             if self._clock.has_figures:
@@ -154,13 +154,13 @@ class _Loop:
 
 
 def _parameters(kind: type) -> list[Any]:
-    """Return the parameters of all optimizers there are: a loop may have several, of which one steps first."""
+    """Return the parameters of all optimizers: a loop may have several, and the first to step has only a part."""
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
 def _refuse_choice(kind: str) -> None:
-    """Raise CannotSetError if there is a setting to try: outside transformers' Trainer no loop can take one."""
+    """Raise CannotSetError if there is a setting to try: only transformers' Trainer can take one."""
     for name in choice().keys() - {APPLY}:  # the trial says whom that is for
         raise CannotSetError(f"{kind} has no '{name}' that could be set: put {{{name}}} where the command takes it")

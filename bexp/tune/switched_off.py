@@ -22,30 +22,30 @@ Setting = tuple[Any, str]
 @contextmanager
 def nothing_random(model: nn.Module) -> Iterator[None]:
     """Set every dropout and noise of a model to zero, and leave it in training mode otherwise."""
-    found = [
+    switched = [
         (owner, name)
         for owner in _owners(model)
         for name, value in vars(owner).items()
         if isinstance(value, float) and value != 0.0 and any(word in name.lower() for word in RANDOM)
     ]
-    found += [
+    switched += [
         (module, "p")
         for module in model.modules()
         if "dropout" in type(module).__name__.lower() and isinstance(getattr(module, "p", None), float)
     ]
-    with _zero(found):
+    with _zero(switched):
         yield
 
 
 def without_router_loss(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
     """Return a context without the losses that balance a model's routers; None if it has none."""
-    found = [
+    switched = [
         (owner, name)
         for owner in _owners(model)
         for name in ROUTER
         if isinstance(vars(owner).get(name), float) and vars(owner)[name] != 0.0
     ]
-    return partial(_zero, found) if found else None
+    return partial(_zero, switched) if switched else None
 
 
 def without_batch_statistics(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:

@@ -42,10 +42,10 @@ def count_moe_ffn(model: ModelSpec) -> int:
         return 0
     expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
     shared = moe.shared_expert_ffn_hidden_size
-    return repeated_beside_experts(model) + moe.num_experts * expert + (_mlp(model, shared) if shared else 0)
+    return repeated_in_moe_ffn(model) + moe.num_experts * expert + (_mlp(model, shared) if shared else 0)
 
 
-def repeated_beside_experts(model: ModelSpec) -> int:
+def repeated_in_moe_ffn(model: ModelSpec) -> int:
     """Return the parameters of an expert FFN block without its experts: norm, router, and the gate of shared experts.
 
     Every tensor-parallel or expert-parallel device has them whole.

@@ -17,13 +17,12 @@ from bexp.explorer.model.lengths import PACKED
 class BTASpec(Frozen):
     """Batch tiling on attention: which tiles may be tried."""
 
-    enable: bool | None = Field(
-        None, description="True excludes untiled attention, false excludes tiling. Null: both are explored."
-    )
-    max_tile: MicroBatch | None = Field(None, description="The largest tile; it must divide a stated batch_size.")
-    tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = Field(
-        None, description="The only tiles to try."
-    )
+    enable: bool | None = None
+    """True excludes untiled attention, false excludes tiling; None explores both."""
+    max_tile: MicroBatch | None = None
+    """The largest tile; it must divide a stated batch_size."""
+    tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = None
+    """The only tiles to try."""
 
     @property
     def is_named(self) -> bool:

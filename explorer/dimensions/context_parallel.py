@@ -1,8 +1,9 @@
-"""Context parallelism: which devices share a sequence, and how much work each layout gives to the busiest of them.
+"""Context parallelism: the devices that share a sequence, and how much work each layout gives to the busiest of them.
 
 Attention passes keys and values around a ring of devices (Ring Attention, Liu et al., 2023, arXiv:2310.01889). The
-layout `ring` gives each device a contiguous piece, `striped` every N-th token (Brandon et al., 2023, arXiv:2311.09431),
-and `zigzag` one piece from either end (Grattafiori et al., 2024, arXiv:2407.21783, section 3.3.2).
+layout `ring` gives each device a contiguous piece, and `striped` every N-th token (Brandon et al., 2023,
+arXiv:2311.09431). `zigzag` gives it one piece from either end (Grattafiori et al., 2024, arXiv:2407.21783, section
+3.3.2).
 """
 
 from __future__ import annotations
@@ -41,19 +42,17 @@ ALONE = Sharing()
 
 
 class ContextParallelSpec(Frozen):
-    """How many devices each sequence may be spread over, and how."""
+    """The numbers of devices that each sequence may be spread over, and their layouts."""
 
     sizes: (
         Literal["explore"]
         | Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=16)]
-    ) = Field(
-        (1,),
-        description="Divisors of num_devices; the remaining factor is data parallelism. `explore` tries each divisor "
-        "that the sequence length and the batch admit, up to the number of devices that the worker has.",
-    )
-    layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = Field(
-        LAYOUTS, description="The layouts to try where several devices share a sequence."
-    )
+    ) = (1,)
+    """Divisors of num_devices; the remaining factor is data parallelism. `explore` tries each divisor that the sequence
+    length and the batch admit, up to the number of devices that the worker has.
+    """
+    layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1, max_length=len(LAYOUTS))] = LAYOUTS
+    """The layouts to try where several devices share a sequence."""
 
     def sizes_at(self, place: Place) -> tuple[int, ...]:
         """Return how many devices may share a sequence, ascending."""
@@ -110,7 +109,7 @@ class CausalPairs:
 def busiest_pairs(sharing: Sharing, seq_length: int) -> CausalPairs:
     """Return the pairs of the busiest device, for which the others wait in every step of the ring.
 
-    With L = S / N tokens a device, the last device of `ring` attends to all of N - 1 blocks and to half of its own. A
+    A device has L = S / N tokens. The last device of `ring` attends to all of N - 1 blocks and to half of its own. A
     device of `striped` attends to half of each block. A device of `zigzag` attends to half of its own block. Of every
     other block it attends to half, too: one half of each is older than one of the device's two pieces.
     """

@@ -79,9 +79,9 @@ class Dimension(ABC):
     row: Callable[[Candidate], Row | None] = field(default=lambda candidate: None)
     """How an answer names the value; None where nothing is said of it."""
     term: Term | None
-    """What it asks of a trainer; None if every trainer can express it, or if it is the target's own."""
+    """The term of a trainer for it; None if every trainer can express it, or if it is the target's own."""
     least: Change | None = None
-    """What it contributes to a request that needs as little memory as it can."""
+    """Its part of a request that needs as little memory as it can."""
 
     def asked_of_trainer(self, candidate: Candidate, place: Place) -> Any:
         """Return the value that a candidate asks of its trainer."""
@@ -146,15 +146,15 @@ class Choice(Dimension, Generic[V]):
     values: tuple[V, ...]
     """All there are, in the order in which they are tried. The base has the first that is admitted."""
     plain: V
-    """What a person has who chose nothing."""
+    """The values of a person who chose nothing."""
     explored: Callable[[Place], Sequence[V]]
     """The values explored by default. What changes numerics is never among them."""
     words: Callable[[V], str]
-    """What a trainer is asked to do, in words: `the chunked loss`."""
+    """The term of a trainer for a value, in words: `the chunked loss`."""
     term: Term | None = None
     """By default, that of its values: a trainer that says nothing of it has the plain one."""
     part: CodePart
-    """What of a model's own code the value changes."""
+    """The part of a model's own code that the value changes."""
     mark: Callable[[V], str | None]
     """How a component's text names the value; None where it is the same code as the plain one's."""
     of_mark: Callable[[str], V | None]

@@ -71,10 +71,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 def exclusions_after(columns: Sequence[Sequence[str]]) -> list[list[Exclusion]]:
     """Return, for each of the columns of fields, the rules that can be asked once its fields are known."""
     known: set[str] = set()
-    found = []
+    rules_after = []
     for fields in columns:
         known |= set(fields)
-        found.append([rule for rule in EXCLUSIONS if rule.fields <= known and not rule.fields.isdisjoint(fields)])
-    if {rule for rules in found for rule in rules} != set(EXCLUSIONS):
+        rules_after.append([rule for rule in EXCLUSIONS if rule.fields <= known and not rule.fields.isdisjoint(fields)])
+    if {rule for rules in rules_after for rule in rules} != set(EXCLUSIONS):
         raise TypeError(f"rules name fields that are none of {sorted(known)}")
-    return found
+    return rules_after

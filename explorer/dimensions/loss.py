@@ -35,8 +35,8 @@ class LossFunction:
 def _liger_chunks(tokens: float, parts: ModelParts) -> int:
     """Return in how many chunks liger-kernel computes the loss; each reads all weights of the head.
 
-    A chunk has as many tokens as make its logits as large as the inputs of all, rounded up to a power of two (Hsu et
-    al., 2024, "Liger Kernel", arXiv 2410.10989). With few tokens, reading the weights takes most of the time.
+    A chunk's logits are as large as the inputs of all tokens. Its number of tokens is rounded up to a power of two (Hsu
+    et al., 2024, "Liger Kernel", arXiv 2410.10989). With few tokens, reading the weights takes most of the time.
     """
     hidden = parts.output_bytes_per_token / parts.dtype.itemsize
     fewest = math.ceil(parts.head_parameters / hidden**2)

@@ -26,7 +26,10 @@ class Schedule(StrEnum):
 
 
 class ParallelismSpec(ExpertModes):
-    """How devices share the model. Each size is a number, a list, or `explore`; data parallelism takes the rest."""
+    """The sizes in which devices share the model. Each is a number, a list, or `explore`;
+
+    data parallelism takes the rest.
+    """
 
     tensor: Sizes = 1
     pipeline: Sizes = 1
@@ -35,12 +38,12 @@ class ParallelismSpec(ExpertModes):
         Literal["explore"] | Schedule | Annotated[tuple[Schedule, ...], Field(min_length=1, max_length=len(Schedule))]
     ) = "explore"
     expert: Sizes = 1
-    context: Sizes | None = Field(
-        None, description="Another way to write context_parallel.sizes; null in a stored request."
-    )
+    context: Sizes | None = None
+    """Another way to write context_parallel.sizes; None in a stored request."""
     sharding: (
         Literal["explore"] | Sharding | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))]
-    ) | None = Field(None, description="Another way to write training.sharding; null in a stored request.")
+    ) | None = None
+    """Another way to write training.sharding; None in a stored request."""
 
     @property
     def shares_model(self) -> bool:

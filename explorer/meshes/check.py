@@ -1,4 +1,4 @@
-"""Whole models on the devices of a mesh: which to run, and what they say about composed steps."""
+"""Whole models on the devices of a mesh: which to run, and the corrections of composed steps that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bexp.explorer.search.whole_models import REFUTING
 MOST_RUN = 6
 """The most whole models of an exploration."""
 LEAST_CHANCE = 0.05
-"""A candidate that is less likely than this to be the best is not run whole beside the recommended one."""
+"""A candidate that is less likely than this to be the best is not run whole in addition to the recommended one."""
 MOST_TIMED_OUT = 2
 """Whole models that pass the trial's deadline before no other is run, since another mesh would hardly be faster."""
 MOST_MICRO_BATCHES = 4
@@ -58,10 +58,10 @@ class MeshChecks:
                 self._timed_out += outcome is Outcome.TIMED_OUT
 
     def next(self, ranked: list[MeshCandidate], best: MeshCandidate, chances: list[float]) -> MeshCandidate | None:
-        """Return what to run whole next: the recommended candidate, then the likeliest to be better; None at the end.
+        """Return the next row to run whole: the recommended one, then the likeliest to be better; None at the end.
 
         `ranked` are candidates whose blocks are measured, and `chances` their probabilities to be the best. A mesh that
-        ranks cannot run, or not before the trial's deadline, says nothing of other meshes.
+        ranks cannot run, or not before the trial's deadline, does not exclude other meshes.
         """
         is_over = self._number >= MOST_RUN or self._timed_out >= MOST_TIMED_OUT
         if is_over or self._contaminated >= CONTAMINATED_ATTEMPTS:
@@ -87,7 +87,10 @@ class MeshChecks:
         )
 
     def expected(self, point: MeshCandidate) -> Expected:
-        """Return what the whole model of a candidate says of its seconds, or else what those of others say."""
+        """Return the expected seconds of a candidate:
+
+        by its own whole model if that was run, else by those of others.
+        """
         check = self.of(point)
         if check is not None:
             whole = check.measurement
@@ -101,7 +104,7 @@ class MeshChecks:
         return Expected(math.exp(-mean), math.hypot(COMPOSITION_ERROR, spread))
 
     def of(self, point: MeshCandidate) -> WholeModelCheck | None:
-        """Return the whole model of a candidate beside what its blocks compose to; None if it did not run."""
+        """Return the whole model of a candidate, compared with its composed step; None if it did not run."""
         key = (point, self._number, len(self._space.measured))
         if key not in self._compared:
             self._compared[key] = self._compare(point)

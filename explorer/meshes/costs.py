@@ -44,11 +44,7 @@ class TogetherCost:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds and bytes of a component; the bytes may be smaller by `spared_share`, which is 0 if measured.
-
-    Experts that devices share have run on them `together`, once they are measured. These seconds contain the transfers,
-    and the host's wait for the device in forward; the others are of a device alone.
-    """
+    """Seconds and bytes of a component on one device."""
 
     device_seconds: float
     host_seconds: float
@@ -58,13 +54,18 @@ class BlockCost:
     backward_peak_bytes: int
     relative_error: float
     spared_share: float = 0.0
+    """The share by which the bytes may be smaller; 0 if they are measured."""
     together: TogetherCost | None = None
+    """For experts that devices share, once these were measured on them.
+
+    These seconds contain the transfers, and the host's wait for the device in forward.
+    """
 
     @property
     def host_ahead(self) -> float:
         """The host's seconds for forward.
 
-        A host that is slower than the device has both directions measured in the device's shares: it is the device.
+        A host that is slower than the device sets the measured pace, so the shares of both directions are its own.
         """
         if self.together is not None:
             return self.together.host_forward
@@ -82,27 +83,27 @@ class BlockCost:
 
 Costs = Mapping[Component, BlockCost]
 Makeup = Mapping[Component | None, float]
-"""What seconds hang on: each component, and None for what devices exchange."""
+"""Shares of seconds by part: a component, or None for the exchanges between devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Seconds and bytes of a layer for one micro-batch. The transfers are part of `forward` and `backward`.
-
-    The host needs `host_ahead` for forward and `host_behind` for backward. If it needs longer for a stage than the
-    device, it sets the stage's pace. `waits` says that it waits for the device in each forward. `output_bytes` are
-    those that a device passes on to the next layer, and receives as their gradient.
-    """
+    """Seconds and bytes of a layer for one micro-batch."""
 
     forward: float
+    """The device's seconds. Like those of `backward`, they contain the transfers."""
     backward: float
     transfers: float
     host_ahead: float
+    """The host's seconds for forward. A host that is slower than the device sets the pace of a stage."""
     host_behind: float
+    """The host's seconds for backward."""
     waits: bool
+    """Whether the host waits for the device in each forward."""
     saved_bytes: int
     transient_bytes: int
     output_bytes: int
+    """Passed on to the next layer by a device, and received as their gradient."""
     makeup: Makeup
 
     @property
@@ -128,7 +129,7 @@ class LayerCosts:
     head: LayerCost
 
     def parts(self, sorts: Counter[Sort], stage: int, num_stages: int) -> list[tuple[LayerCost, int]]:
-        """Return what a stage consists of, and how often."""
+        """Return the parts of a stage, each with its number."""
         parts = [(self.by_sort[sort], count) for sort, count in sorts.items()]
         if stage == 0:
             parts.append((self.embedding, 1))
@@ -139,23 +140,21 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What a tensor-parallel device has of a micro-batch.
-
-    `hidden_bytes` are those that a layer passes on over all these devices, and `bandwidth` the bytes that one of them
-    reads and writes a second.
-    """
+    """The share that a tensor-parallel device has of a micro-batch."""
 
     hidden_bytes: int
+    """Those that a layer passes on over all tensor-parallel devices."""
     bandwidth: float
+    """Bytes that a device reads and writes a second."""
 
     def spared_seconds(self, block: Block, tensor: int) -> tuple[float, float]:
-        """Return what a block takes less than measured, in forward and in backward.
+        """Return by how much a block is faster than measured, in forward and in backward.
 
-        It is measured with norm and residual sum over all tokens, and sequence parallelism leaves a device a part of
-        them. What they read and write at the device's bandwidth is taken off, which is the least that they can take.
-        Experts that devices share are measured with copies in place of exchanges, which are taken off in the same way,
-        and so is the norm of shared experts, which use that of the others. Whatever runs again in backward is taken off
-        there once more.
+        A block is measured with norm and residual sum over all tokens, and sequence parallelism leaves a device a part
+        of the tokens. At the device's bandwidth their reads and writes take the least time that they can; it is taken
+        off. Experts that devices share are measured with copies in place of exchanges. The copies are taken off in the
+        same way, and so is the norm of shared experts, which use that of the others. Operations that run again in
+        backward are taken off there once more.
         """
         if block.overlap is not None:
             first = rest = block.overlap.local_bytes / self.bandwidth
@@ -233,10 +232,10 @@ def stage_costs(
     sent: Transfer,
     layers: LayerCosts,
 ) -> StageCosts:
-    """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
+    """Return the costs of a stage; its host issues the exchanges with neighbours in `issued` seconds.
 
     The longer of host and device sets the pace: see `_paces`. While a layer runs, the head has freed what it saves of
-    the same micro-batch, and while the embedding runs, all others have.
+    the same micro-batch. While the embedding runs, all other parts have.
     """
     of_head = sum(count * part.saved_bytes for part, count in parts if part is layers.head)
     of_layers = sum(count * part.saved_bytes for part, count in parts if part is not layers.embedding) - of_head
@@ -262,10 +261,10 @@ def stage_costs(
 
 
 def _paces(parts: Sequence[tuple[LayerCost, int]], issued: float, layers: LayerCosts) -> tuple[float, float]:
-    """Return how many times slower the host makes the device of a stage, before the head and from there on.
+    """Return how many times slower the host makes the device of a stage: before the head, and from there on.
 
-    The host runs ahead of the device, so that the longer of the two over both directions sets the pace. If it waits for
-    the device in each layer's forward, it cannot save time there for later; the head and backward follow the last wait.
+    The host runs ahead of the device, so the longer of the two over both directions sets the pace. A host that waits
+    for the device in each layer's forward cannot save time there for later. The head and backward follow the last wait.
     """
     passes = [
         (count * part.forward, count * part.backward, count * part.host_ahead, count * part.host_behind, part)

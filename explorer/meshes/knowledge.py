@@ -1,4 +1,4 @@
-"""Meshes with the ways to run a share of a micro-batch, and what is known about their blocks."""
+"""Candidates of meshes, each with a way to run a share of a micro-batch, and the knowledge about their blocks."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     """Return every mesh and candidate with expert mode `plain`, whether it fits or not.
 
     Meshes take the device's default kernels unless the request names others, and micro-batches that divide the batch.
-    If the request names a trainer, it can be told all of them.
+    If the request names a trainer, that trainer can express all of them.
 
     Raises:
-        EmptySpaceError: no back end that the request names can be used here, or the trainer can be told none of them.
+        EmptySpaceError: no back end that the request names can be used here, or the trainer can express no candidate.
     """
     where = "on this device"
     attention = [report.default_attention]
@@ -103,14 +103,14 @@ class RankedCandidate:
         """The tokens/s to expect of a device."""
         return self.step.tokens_per_second / self.expected.factor
 
-    def beside(self, best: RankedCandidate) -> float:
-        """The tokens/s to state of it in comparison with the best."""
+    def compared_with(self, best: RankedCandidate) -> float:
+        """The tokens/s to state of this candidate in comparison with the best."""
         is_composed = best.expected.is_own and not self.expected.is_own
         return beside_whole(self.tokens_per_second, best.tokens_per_second if is_composed else None)
 
 
 class MeshKnowledge:
-    """The candidates of meshes with what is known about their blocks: measured, or predicted and calibrated."""
+    """The candidates of meshes, with the measured costs of their blocks, or predicted and calibrated ones."""
 
     def __init__(self, request: ExplorationRequest, report: DeviceReport) -> None:
         self.request = request
@@ -127,7 +127,7 @@ class MeshKnowledge:
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
         self.expected: Callable[[MeshCandidate], Expected] = _as_composed
-        """What whole models say of the seconds of a candidate, over those that it composes to."""
+        """The ratio of a candidate's seconds by whole models to its composed ones."""
         self._costs = _CostTable(self)
         self.composer = self._compose()
 
@@ -204,7 +204,7 @@ class MeshKnowledge:
         return self._costs[component].relative_error
 
     def predicted(self, component: Component) -> BlockCost:
-        """Return what formulas say about a component."""
+        """Return the cost of a component by formulas alone."""
         if component not in self._predicted:
             seconds = predict_shard_seconds(component, self.request.shapes, self.request, self.hardware)
             sizes = predict_shard_bytes(component, self.request.shapes, self.request)
@@ -222,7 +222,7 @@ class MeshKnowledge:
         return self._predicted[component]
 
     def counted(self, cost: BlockCost) -> BlockCost:
-        """Return a cost as steps count it: a CPU has no host beside it, so that none sets the pace there."""
+        """Return a cost as steps count it. On a CPU host and device are one, and the longer seconds count."""
         if self.hardware.device_kind != "cpu":
             return cost
         return replace(cost, device_seconds=max(cost.device_seconds, cost.host_seconds), host_seconds=0.0)
@@ -272,7 +272,7 @@ class _CostTable(dict[Component, BlockCost]):
 
 @dataclass(frozen=True, slots=True)
 class _Correction:
-    """What formulas say of a measured block is this much too fast, and too small."""
+    """The factors by which formulas of a measured block are too fast, and too small."""
 
     component: Component
     slower: float
@@ -333,7 +333,7 @@ SPARED = 0.01
 class ExpertModeChoice:
     """Turns a candidate in plain mode into one for each expert mode that the request explores.
 
-    Routing decides how many experts are worth a copy, and the links how many chunks are worth their smaller matrix
+    Routing decides how many experts are worth a copy. The links decide how many chunks are worth their smaller matrix
     products. Both depend on the expert block alone, which formulas time for every number that the request allows.
     """
 

@@ -15,8 +15,8 @@ from bexp.explorer.cost.parameters import (
     count_head,
     count_moe_ffn,
     count_norm,
-    repeated_beside_experts,
     repeated_in_attention,
+    repeated_in_moe_ffn,
 )
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import recomputed_layers
@@ -40,28 +40,28 @@ Task = tuple[float, int | None]
 
 @dataclass(frozen=True, slots=True)
 class ExpertOverlap:
-    """The exchanges of a layer's experts for one micro-batch, one way.
-
-    `moved` is one of `degree` chunks of rows, and `paired` the routing weights of its pairs of token and expert.
-    The weights of the shadowed experts, or the sums of their gradients, pass in `num_copies` exchanges like `copied`.
-    The shadowed experts take `home_share` of the computation. `local_bytes` are those that the measured device reads
-    and writes in one direction in place of exchanges of rows.
-    """
+    """The exchanges of a layer's experts for one micro-batch, one way."""
 
     degree: int
+    """Chunks of rows."""
     moved: Transfer
+    """The transfer of one chunk."""
     copied: Transfer
+    """One exchange of weights of shadowed experts, or of sums of their gradients. There are `num_copies` of them."""
     home_share: float
+    """The share of the computation that the shadowed experts take."""
     paired: Transfer = NOTHING
+    """The transfer of the routing weights of a chunk's pairs of token and expert."""
     num_copies: int = 1
     local_bytes: int = 0
+    """Read and written in one direction by the measured device, in place of exchanges of rows."""
 
     @property
     def issued_seconds(self) -> tuple[float, float]:
-        """Return the seconds in which the host issues the exchanges of forward, and those of backward.
+        """The seconds in which the host issues the exchanges of forward, and those of backward.
 
-        Forward exchanges counts, and of each chunk rows, weights and routes, and what returns. Backward exchanges the
-        gradients of rows and weights, and of what returned.
+        Forward exchanges counts once. Of each chunk it exchanges rows, weights and routes, and the results. Backward
+        exchanges the gradients of rows, weights and results.
         """
         once, copied = self.moved.host_seconds, self.num_copies * self.copied.host_seconds
         return (1 + 4 * self.degree) * once + copied, 3 * self.degree * once + copied
@@ -93,7 +93,7 @@ class ExpertOverlap:
             computed.append((home, self.degree))
             moves.append((self._copied, None))
         moves += [(moved, chunk) for chunk in chunks]
-        return run_beside(computed, moves)
+        return run_overlapped(computed, moves)
 
     def backward_seconds(self, computation: float) -> float:
         """Return the seconds of backward, in which the host waits for nothing."""
@@ -106,7 +106,7 @@ class ExpertOverlap:
             moves.append((self._copied, 0))
             first = 1
         moves += [(moved, first + chunk) for chunk in chunks]
-        return run_beside(computed, moves)
+        return run_overlapped(computed, moves)
 
     def _home(self, computation: float) -> float:
         return self.home_share * computation
@@ -115,7 +115,7 @@ class ExpertOverlap:
         return (1.0 - self.home_share) * computation / self.degree
 
 
-def run_beside(computed: Sequence[Task], moved: Sequence[Task], slowdown: float = ASSUMED_SLOWDOWN) -> float:
+def run_overlapped(computed: Sequence[Task], moved: Sequence[Task], slowdown: float = ASSUMED_SLOWDOWN) -> float:
     """Return when both resources have run their tasks, each in its order and as early as it can.
 
     While something is moved, computation is slower by `slowdown`.
@@ -159,7 +159,7 @@ class MeshCandidate:
 
     @property
     def sharded(self) -> Candidate:
-        """The candidate with the sharding of its mesh, which a trainer has to be told."""
+        """The candidate with the sharding of its mesh, as a trainer needs it."""
         return self.candidate.model_copy(update={"sharding": self.mesh.sharding})
 
     def describe(self) -> str:
@@ -169,27 +169,34 @@ class MeshCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of one device, which a micro-batch passes once in each direction.
-
-    `transfers` pass in forward, and as many in backward; nothing hides them. Experts that devices share have `overlap`
-    instead, whose transfers run beside the component. `expert_parameters` are those that fewer devices hold than the
-    other `parameters`, of which each tensor-parallel device has `repeated_parameters` whole. `sharded_outputs` counts
-    the tensors of the size of the hidden states that the block saves whole when it is measured by itself, and of which
-    sequence parallelism leaves a device a part. `repeated_outputs` counts those that another block of the layer saves
-    as well: shared experts are measured with a norm, and have none.
-    """
+    """A block of one device, which a micro-batch passes once in each direction."""
 
     component: Component
     transfers: tuple[Transfer, ...] = ()
+    """Those of forward. As many pass in backward, and nothing hides them."""
     parameters: int = 0
+    """All but the `expert_parameters`, which fewer devices hold."""
     repeated_parameters: int = 0
+    """Those of `parameters` that each tensor-parallel device has whole."""
     expert_parameters: int = 0
     sharded_outputs: int = 0
+    """Tensors of the size of the hidden states that the block saves whole when it is measured by itself.
+
+    Sequence parallelism leaves a device a part of them.
+    """
     repeated_outputs: float = 0.0
+    """Those of them that another block of the layer saves as well:
+
+    shared experts are measured with a norm, and have none.
+    """
     overlap: ExpertOverlap | None = None
+    """The transfers of experts that devices share, which run while the component computes.
+
+    These experts have no `transfers`.
+    """
 
     def exposed_seconds(self, forward: float, backward: float) -> tuple[float, float]:
-        """Return what transfers add to so many seconds of computation, in forward and in backward."""
+        """Return the seconds that transfers add to so many seconds of computation, in forward and in backward."""
         if self.overlap is not None:
             ahead, behind = self.overlap.forward_seconds(forward), self.overlap.backward_seconds(backward)
             return ahead - forward, behind - backward
@@ -198,7 +205,7 @@ class Block:
 
     @property
     def issued_seconds(self) -> tuple[float, float]:
-        """Return the seconds in which the host issues the transfers of forward, and those of backward."""
+        """The seconds in which the host issues the transfers of forward, and those of backward."""
         if self.overlap is not None:
             return self.overlap.issued_seconds
         issued = sum(transfer.host_seconds for transfer in self.transfers)
@@ -271,7 +278,7 @@ class MeshDecomposer:
             ),
             head=Block(
                 component(ComponentKind.HEAD, none, None),
-                (gathered, *self._lost(m, size)),
+                (gathered, *self._loss_transfers(m, size)),
                 count_head(shard),
                 count_norm(shard),
             ),
@@ -282,10 +289,10 @@ class MeshDecomposer:
             },
         )
 
-    def _lost(self, m: int, size: int) -> tuple[Transfer, ...]:
-        """Return what ranks exchange for the loss: two numbers of each token, chunk by chunk, in forward alone.
+    def _loss_transfers(self, m: int, size: int) -> tuple[Transfer, ...]:
+        """Return the exchanges of ranks for the loss: two numbers of each token, chunk by chunk, in forward alone.
 
-        A block's transfers pass in both directions, so that this is one half of it.
+        A block's transfers pass in both directions, so each of these is one half of an exchange.
         """
         if size == 1:
             return ()
@@ -294,8 +301,8 @@ class MeshDecomposer:
         once, half = self.transfers.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
         return (Transfer(half * once.seconds, half * once.host_seconds),)
 
-    def _normed(self, m: int, size: int) -> tuple[Transfer, ...]:
-        """Return what ranks exchange for norms over all heads: two numbers of each token."""
+    def _norm_transfers(self, m: int, size: int) -> tuple[Transfer, ...]:
+        """Return the exchanges of ranks for norms over all heads: two numbers of each token."""
         if size == 1 or self._model.qk_norm != "full":
             return ()
         return (self.transfers.gather(2 * FLOAT32_BYTES * m * self._model.seq_length * size, Group(size, 1)),)
@@ -326,7 +333,7 @@ class MeshDecomposer:
 
         attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
         attending = component(attention, policy(attention), candidate.attention_backend)
-        normed = self._normed(candidate.micro_batch_size, mesh.tensor)
+        normed = self._norm_transfers(candidate.micro_batch_size, mesh.tensor)
         yield spread(attending, count_attention(shard), repeated_in_attention(shard), *normed)
         bias = shard.hidden_size if shard.mlp_bias else 0
         if kind is LayerKind.DENSE:
@@ -338,7 +345,7 @@ class MeshDecomposer:
         routed = component(experts, policy(experts), candidate.expert_backend, capacity_factor=factor)
         has_shared = moe.shared_expert_ffn_hidden_size > 0
         if mesh.expert == 1:
-            yield spread(routed, count_moe_ffn(shard), repeated_beside_experts(shard) + bias * has_shared)
+            yield spread(routed, count_moe_ffn(shard), repeated_in_moe_ffn(shard) + bias * has_shared)
             return
         yield self.expert_block(mesh, routed)
         if has_shared:
@@ -356,7 +363,7 @@ class MeshDecomposer:
         component = block.model_copy(update={"part": SPREAD_EXPERTS, **mesh.expert_sizes})
         rows, group, item = expert_rows(component, model, self._request), Group(mesh.expert, 1), model.dtype.itemsize
         expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
-        beside = repeated_beside_experts(model)
+        repeated = repeated_in_moe_ffn(model)
         row_bytes = model.hidden_size * item
         copied = shadowed * expert * item
         num_copies = 2 * min(mesh.expert, shadowed)  # two matrices of each owner
@@ -372,8 +379,8 @@ class MeshDecomposer:
         return Block(
             component,
             overlap=overlap,
-            parameters=beside,
-            repeated_parameters=beside,
+            parameters=repeated,
+            repeated_parameters=repeated,
             expert_parameters=moe.num_experts // mesh.expert * expert,
         )
 

@@ -1,4 +1,4 @@
-"""Which meshes a request admits: sizes that divide what they cut, and schedules that have enough micro-batches."""
+"""The meshes that a request admits: sizes that divide what they cut, and schedules that have enough micro-batches."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def _meshes_of(
 def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: Sharding) -> bool:
     """Return whether ranks run such a mesh.
 
-    Spread experts are not sharded as well, so sharding goes with them only where each expert is on one device of a
-    stage. torch's pipelines reduce gradients once, after the last micro-batch, so that a rank would hold and exchange
-    with ZeRO-2 and 3 what it does with ZeRO-1.
+    Spread experts are not sharded as well. So sharding goes with them only where each expert is on one device of a
+    stage. torch's pipelines reduce gradients once, after the last micro-batch. With ZeRO-2 and 3 a rank would therefore
+    hold and exchange the same as with ZeRO-1.
     """
     if pipeline > 1 and data > 1 and sharding.level > Sharding.ZERO1.level:
         return False

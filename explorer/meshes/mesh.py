@@ -11,10 +11,7 @@ from bexp.explorer.records.plan import SharedRun
 
 
 class Mesh(Parallelism):
-    """One mesh. `schedule` is null without a pipeline; `virtual_stages` is above 1 for `interleaved` alone.
-
-    `overlap_degree` is above 1 if the expert mode is `overlapped`, and `shadowed_experts` above 0 if it is `shadowed`.
-    """
+    """The devices of a request by axes: its sizes, with their number, and the groups within it."""
 
     @property
     def num_devices(self) -> int:
@@ -28,7 +25,7 @@ class Mesh(Parallelism):
 
     @property
     def expert_sizes(self) -> dict[str, int]:
-        """What a component of the experts says of the mesh."""
+        """The sizes of the mesh that a component of the experts names."""
         return {
             "expert_parallel_size": self.expert,
             "overlap_degree": self.overlap_degree,
@@ -37,7 +34,7 @@ class Mesh(Parallelism):
 
     @property
     def block_key(self) -> tuple[int, ...]:
-        """What decides the blocks of a device: pipeline and data parallelism do not."""
+        """The sizes on which the blocks of a device depend; pipeline and data parallelism are not among them."""
         return self.tensor, self.expert, self.overlap_degree, self.shadowed_experts
 
     @property

@@ -14,20 +14,18 @@ SETTLED_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Seconds and bytes of one stage for one micro-batch.
-
-    `saved_bytes` are held from the beginning of forward to the end of backward, and `transient_bytes` are alive beside
-    them while a pass runs.
-    `hand_over` are the seconds in which the output, or its gradient, reaches the next stage. `host_bound` says that
-    the host, not the device, sets the pace.
-    """
+    """Seconds and bytes of one stage for one micro-batch."""
 
     forward: float
     backward: float
     saved_bytes: int = 0
+    """Held from the beginning of forward to the end of backward."""
     transient_bytes: int = 0
+    """Alive in addition to the saved ones while a pass runs."""
     hand_over: float = 0.0
+    """Seconds in which the output, or its gradient, reaches the next stage."""
     host_bound: bool = False
+    """Whether the host, not the device, sets the pace."""
 
     @property
     def seconds(self) -> float:
@@ -47,14 +45,14 @@ class TimedPass:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """What a simulated step shows. `peak_bytes` are those of each rank.
-
-    `seconds` is the time until the last rank is done, `busy_seconds` what each rank computes of it.
-    """
+    """A simulated step."""
 
     seconds: float
+    """The time until the last rank is done."""
     busy_seconds: tuple[float, ...]
+    """The time of it in which each rank computes."""
     peak_bytes: tuple[int, ...]
+    """Those of each rank."""
     passes: tuple[TimedPass, ...]
 
     @property

@@ -1,6 +1,6 @@
 """The order in which each rank of a pipeline runs forward and backward passes.
 
-A pipeline of p ranks cuts the model into p * v stages, of which rank r holds r, r + p, r + 2p and so on: its v local
+A pipeline of p ranks cuts the model into p * v stages. Rank r holds the stages r, r + p, r + 2p and so on: its v local
 stages. The orders are those of `torch.distributed.pipelining`: 1F1B (Narayanan et al., 2021, arXiv:2104.04473, section
 2.2.1) and interleaved 1F1B (the same, section 2.2.2).
 """
@@ -15,7 +15,7 @@ from bexp.explorer.dimensions.parallelism import Schedule
 
 
 class Pass(StrEnum):
-    """What a rank does with one micro-batch in one stage."""
+    """The work of a rank on one micro-batch in one stage."""
 
     FORWARD = "F"
     BACKWARD = "B"

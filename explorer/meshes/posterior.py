@@ -1,4 +1,4 @@
-"""Which meshes may be the best, given the errors of what their steps are made of."""
+"""The meshes that may be the best, given the errors of the parts that their steps are composed of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_SAMPLES = 512
 EXCHANGE_ERROR = 0.05
 """Expected relative error of what devices exchange, which is measured by itself."""
 COMPOSITION_ERROR = 0.01
-"""Expected relative error of a candidate's composed step, beside those of its parts."""
+"""Expected relative error of a candidate's composed step, in addition to those of its parts."""
 
 HOST_ERROR = 0.12
 """The same where the host sets the pace, which varies between processes that issue the same operations.
@@ -31,9 +31,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The seconds to expect of a step over those that it composes to, and the relative error of that.
+    """The ratio of a step's expected seconds to its composed ones, and the relative error of that ratio.
 
-    `is_own` says that a whole model of this very candidate tells it, so that the errors of its parts do not matter.
+    `is_own` says that a whole model of this very candidate shows the ratio, so that the errors of its parts do not
+    matter.
     """
 
     factor: float = 1.0

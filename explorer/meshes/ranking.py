@@ -1,4 +1,4 @@
-"""Which candidates of meshes are likeliest to be the best, before and after blocks are measured."""
+"""The ranking of candidates by how likely they are to be the best, before and after blocks are measured."""
 
 from __future__ import annotations
 
@@ -40,15 +40,13 @@ class Ranking:
 
 
 class MeshRanker:
-    """Ranks the candidates of a space by its formulas, its measured blocks, and the whole models that ran.
-
-    `smallest` is what the candidate that needs least of a device needs, in bytes, as of the last screening.
-    """
+    """Ranks the candidates of a space by its formulas, its measured blocks, and the whole models that ran."""
 
     def __init__(self, space: MeshKnowledge, checks: MeshChecks) -> None:
         self._space = space
         self._checks = checks
         self.smallest = 0
+        """The fewest bytes that a candidate needs of a device, as of the last screening."""
 
     def screen(self) -> list[MeshCandidate]:
         """Return the candidates that formulas rank first, and the plainest, of those that may fit."""
@@ -86,7 +84,7 @@ class MeshRanker:
         return sorted(fits, key=lambda pair: -pair[1].tokens_per_second)
 
     def _least_bytes(self, point: MeshCandidate, step: MeshStep) -> int:
-        """Return what a candidate needs at least: all of it if its blocks are measured."""
+        """Return the least bytes that a candidate needs: all of them if its blocks are measured."""
         required = self._space.required_bytes(step)
         share = self._space.spared_share(point)
         return required - round(share * (step.memory.activations + step.memory.transient))

@@ -19,14 +19,15 @@ from bexp.explorer.request.request import ExplorationRequest
 MOST_DEVICES = 4096
 SIZES = ("tensor", "pipeline", "expert")
 Change = tuple[RelaxationKind, str, dict[str, Any]]
-"""What is changed, in words, and the fields of the request with their new values."""
+"""A change in words, and the fields of the request with their new values."""
 
 
 def find_mesh_relaxations(request: ExplorationRequest, report: DeviceReport) -> tuple[Relaxation, ...]:
     """Return the single changes after which a mesh is predicted to fit, or the first combination that helps.
 
-    The preferred one comes first: recomputation, a sharding level, more tensor, pipeline or expert parallelism, a
-    smaller micro-batch, more devices. Of each field, the nearest value that helps is named. The result may be empty.
+    The preferred change comes first. The order is: recomputation, a sharding level, more tensor, pipeline or expert
+    parallelism, a smaller micro-batch, more devices. Of each field, the nearest value that helps is returned. The
+    result may be empty.
     """
     relaxations: list[Relaxation] = []
     named: set[str] = set()

@@ -108,7 +108,7 @@ def _dropped_share(request: ExplorationRequest, point: MeshCandidate) -> float |
 def _others(
     space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate, checks: MeshChecks
 ) -> Iterable[tuple[Role, RankedCandidate]]:
-    """Yield what the best is compared with: itself, which divides the batch, and the best of other meshes."""
+    """Yield the rows to compare the best with: itself, with a batch that it divides, and the best of other meshes."""
     yield Role.DIVIDING, best
     runner_up = checks.runner_up_of(best.point)
     if runner_up is not None:
@@ -127,7 +127,7 @@ def _compare(
     space: MeshKnowledge, checks: MeshChecks, role: Role, one: RankedCandidate, best: RankedCandidate, score: int | None
 ) -> Alternative:
     """Return the figures of a candidate, compared with the best; `score` is its confidence, where it has one."""
-    tokens_per_second, whole_model = one.beside(best), checks.of(one.point)
+    tokens_per_second, whole_model = one.compared_with(best), checks.of(one.point)
     return Alternative(
         role=role,
         candidate=one.point.sharded,
@@ -232,8 +232,8 @@ def compare_expert_modes(
 ) -> tuple[RankedCandidate, ...]:
     """Return the best candidate of each other mode on the mesh of `best`, and the best whose experts are not spread.
 
-    If the experts of `best` itself are not spread, the best ranked mesh of each mode is named. Only what fits is named.
-    The result is empty if one mode is explored.
+    If the experts of `best` itself are not spread, the best ranked mesh of each mode is returned. Only candidates that
+    fit are returned, and none if one mode is explored.
     """
     own = best.point.mesh
     if len(space.request.parallelism.expert_modes) == 1:
@@ -258,7 +258,7 @@ def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], bes
     plain = next((one for one in ranked if one.point.mesh.expert_mode is ExpertMode.PLAIN), None)
     if plain is None:
         plain = _step_of(space, MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate))
-    tokens_per_second = plain.beside(best)
+    tokens_per_second = plain.compared_with(best)
     return PlainMesh(
         mesh=plain.point.mesh,
         candidate=plain.point.sharded,

@@ -28,14 +28,14 @@ from bexp.explorer.request.trainer_rules import check_trainer
 
 
 def check_single_device(request: ExplorationRequest) -> None:
-    """A single device forms no mesh; the model must admit the sizes all the same."""
+    """Check that the model admits the sizes, although a single device forms no mesh."""
     if request.model is None:
         raise RuleError(f"a mesh of devices needs target '{BEXP}', the reference layers", "parallelism", "target")
     check_sizes(request)
 
 
 def check_mesh(request: ExplorationRequest) -> None:
-    """A mesh is for the training of a model that is described, and uses nothing that its shards do not have."""
+    """Check that a mesh is for the training of a described model, and uses nothing that its shards do not have."""
     if request.target_name != BEXP or request.model is None:
         raise RuleError(f"a mesh of devices needs target '{BEXP}'", "parallelism", "target")
     refused = (
@@ -67,7 +67,7 @@ def check_mesh(request: ExplorationRequest) -> None:
 
 
 def check_whole_layers(request: ExplorationRequest) -> None:
-    """No policy names a number of layers, because a pipeline cuts them."""
+    """Check that no policy names a number of layers, because a pipeline cuts them."""
     numbered = next((policy for policy in request.recompute or () if policy.is_numbered), None)
     if numbered is not None:
         raise RuleError(
@@ -79,7 +79,7 @@ def check_whole_layers(request: ExplorationRequest) -> None:
 
 
 def check_dimensions(request: ExplorationRequest) -> None:
-    """The dimensions that meshes have admit what the request says of them."""
+    """Check that the dimensions that meshes have admit what the request says of them."""
     place = request.space.place
     for dimension in (KERNELS, SHARDING, EXPERTS, ATTENTION, RECOMPUTE):
         dimension.check(place)

@@ -1,4 +1,4 @@
-"""Predicted seconds and bytes of what one device has of a block that several devices share."""
+"""Predicted seconds and bytes of the part that one device has of a block that several devices share."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def predict_shard_seconds(
 def predict_shard_bytes(component: Component, model: ModelSpec, request: ExplorationRequest) -> ComponentBytes:
     """Return the bytes of a component.
 
-    Shared experts keep those of all chunks, and copies of shadowed experts, of which backward has the gradients
-    besides. Buffers are what a device sends and gets back, and what the other devices send it.
+    Shared experts keep those of all chunks, and copies of shadowed experts with their gradients in backward. Buffers
+    are what a device sends and gets back, and what the other devices send to it.
     """
     if component.part != SPREAD_EXPERTS:
         return predict_component_bytes(component, *shard_of(component, model, request))

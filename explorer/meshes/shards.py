@@ -1,10 +1,12 @@
-"""What one device has of a block that several devices share, as a block that can be built and timed by itself.
+"""The part that one device has of a block that several devices share, as a block that can be built and timed by itself.
 
 A tensor-parallel device has a part of the heads, of the FFN's hidden width and of the vocabulary (Shoeybi et al., 2019,
-arXiv:1909.08053); what comes in and goes out is as wide as ever. An expert-parallel device has a part of the experts,
-and the rows that routing sends to the busiest such device, each for one of its experts. Fewer rows travel: a token goes
-once to each device that has any of its experts, as `bexp.kernels.expert_parallel` sends it. The device that is timed
-has its own tokens and routes them as in training; `expert_chunk` is what formulas take its experts for.
+arXiv:1909.08053). The block's input and output are as wide as without parallelism.
+
+An expert-parallel device has a part of the experts. It has the rows that routing sends to the busiest such device, each
+for one of its experts. Fewer rows travel: a token goes once to each device that has any of its experts, as
+`bexp.kernels.expert_parallel` sends it. The device that is timed has its own tokens and routes them as in training.
+Formulas take its experts for an `expert_chunk`.
 """
 
 from __future__ import annotations
@@ -33,23 +35,22 @@ DRAWN_TOKENS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """The busiest of several devices with experts.
-
-    All devices together send it `share` of their pairs of token and expert. Each keeps `home_share` of its own pairs
-    for copies of shadowed experts. `routing` says how the busiest one's pairs fall on its experts, and then on those
-    copies. A token goes to `visited` devices on average, and `visiting` is the largest share of the tokens that go to
-    any one device.
-    """
+    """The busiest of several devices with experts."""
 
     share: float
+    """Of all pairs of token and expert, those that all devices together send to it."""
     home_share: float
+    """Of its own pairs, those that each device keeps for copies of shadowed experts."""
     routing: RoutingSpec
+    """How its pairs fall on its experts, and then on the copies."""
     visited: float
+    """Devices that a token goes to on average."""
     visiting: float
+    """The largest share of the tokens that go to any one device."""
 
 
 def is_shard(component: Component) -> bool:
-    """Return whether a component is what one of several devices has of a block."""
+    """Return whether a component is the part that one of several devices has of a block."""
     return component.tensor_parallel_size > 1 or component.part in {SHARED_EXPERTS, SPREAD_EXPERTS}
 
 
@@ -92,7 +93,7 @@ def expert_chunk(
 
 
 def tensor_shard(model: ModelSpec, size: int) -> ModelSpec:
-    """Return what one of `size` tensor-parallel devices has of each block; the vocabulary is padded to divide."""
+    """Return the part of each block on one of `size` tensor-parallel devices; the vocabulary is padded to divide."""
     if size == 1:
         return model
     moe = model.moe
@@ -126,17 +127,19 @@ def spread_expert_model(model: ModelSpec, size: int) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Rows of a micro-batch.
+    """Rows of a micro-batch, in pairs of token and expert, and as tokens that travel.
 
-    The busiest device receives `received` pairs of token and expert, and each device keeps `home` of its own for
-    shadowed experts. A token travels once to each device that has any of its other experts, and once back: a device
-    sends `moved_out` such rows, and the one that most tokens go to receives `moved_in`.
+    A token travels once to each device that has any of its experts, other than shadowed ones, and once back.
     """
 
     received: int
+    """Pairs that the busiest device receives."""
     home: int
+    """Pairs of its own that each device keeps for shadowed experts."""
     moved_out: int
+    """Tokens that a device sends."""
     moved_in: int
+    """Tokens that the device receives which most of them go to."""
 
     @property
     def computed(self) -> int:
@@ -147,8 +150,8 @@ class ExpertRows:
 def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> ExpertRows:
     """Return the rows of an expert-parallel group, for a micro-batch.
 
-    The group of `expert_parallel_size` devices routes the tokens of as many devices together, each of which has the
-    1 / `tensor_parallel_size` of a micro-batch that sequence parallelism leaves it.
+    The group of `expert_parallel_size` devices routes the tokens of as many devices together. Sequence parallelism
+    leaves each of them 1 / `tensor_parallel_size` of a micro-batch.
     """
     assert model.moe is not None, "a model with experts"
     size, busiest = component.expert_parallel_size, _busiest(component, model, request)

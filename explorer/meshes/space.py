@@ -68,7 +68,7 @@ class MeshSpace(SearchSpace):
     # -- what to measure -----------------------------------------------------------------------------------------
 
     def prepare(self) -> Iterator[Suggestion]:
-        """What the devices exchange, then the base: the plainest candidate."""
+        """Yield the exchanges of the devices, then the base: the plainest candidate."""
         space, is_resumed = self._space, bool(self._context.trials)
         transfers = tuple(c for c in space.transfers if c not in space.measured)
         if transfers and space.candidates:
@@ -86,7 +86,7 @@ class MeshSpace(SearchSpace):
             yield self._complete(self._base, "a base")
 
     def suggest(self) -> Suggestion | None:
-        """The candidate that is likeliest to be the best, of those not known; the space is ranked anew in between."""
+        """Return the likeliest candidate to be the best of those not known; the space is ranked anew in between."""
         if self._in_flight or self._base is None:
             return None
         if self._num_screened < 0:
@@ -104,7 +104,10 @@ class MeshSpace(SearchSpace):
         return None
 
     def _likeliest(self) -> MeshCandidate | None:
-        """Of the candidates not known, the one that is likeliest to be the best; None if one known is likely enough."""
+        """Return the likeliest candidate to be the best of those not known;
+
+        None if one that is known is likely enough.
+        """
         ranking, target = self._ranking, self._request.budget.confidence_target
         if ranking.best is not None and 100 * ranking.confidence >= target:
             return None
@@ -118,11 +121,11 @@ class MeshSpace(SearchSpace):
         return Suggestion(self._rows[point], self._space.missing(point), reason=reason)
 
     def compare(self) -> Suggestion | None:
-        """Nothing: an answer is compared with what the search has measured."""
+        """Return None: an answer is compared with the measurements of the search."""
         return None
 
     def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
-        """One trial: the next suggestion follows from all of it."""
+        """Return the suggestion as one part, because the next suggestion follows from all of it."""
         return (suggestion,)
 
     @property
@@ -138,7 +141,7 @@ class MeshSpace(SearchSpace):
     # -- trials of blocks and transfers --------------------------------------------------------------------------
 
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
-        """The blocks of a candidate, or transfers, which belong to no candidate."""
+        """Begin a trial of the blocks of a candidate, or of transfers, which belong to no candidate."""
         self._in_flight.add(number)
         task = self._task(number, suggestion.row, suggestion.components)
         return task.model_copy(update={"again": suggestion.again}), self._figures(suggestion)
@@ -157,19 +160,19 @@ class MeshSpace(SearchSpace):
         self._space.learn_failure(measurement)
 
     def times_contaminated(self, component: Component) -> int:
-        """How many trials have measured a component on a shared or throttled device."""
+        """Return how many trials have measured a component on a shared or throttled device."""
         return self._space.contaminated[component]
 
     def is_measured(self, component: Component) -> bool:
-        """Whether a component was measured well."""
+        """Return whether a component was measured well."""
         return component in self._space.measured
 
     def row_of(self, trial: Trial) -> int | None:
-        """None: a stored trial does not name its mesh, and what is missing is suggested again."""
+        """Return None: a stored trial does not name its mesh, and what is missing is suggested again."""
         return None
 
     def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
-        """What a trial of blocks, or of transfers, says."""
+        """Return the events of a trial of blocks, or of transfers."""
         number = len(suggestion.components)
         if _is_transfer(suggestion):
             return [transfers_event(trial, number)]
@@ -197,7 +200,7 @@ class MeshSpace(SearchSpace):
     # -- whole models --------------------------------------------------------------------------------------------
 
     def next_whole_model(self) -> NextCheck | None:
-        """The recommended candidate, then others that may be better."""
+        """Return the recommended candidate, then others that may be better."""
         ranking = self._ranking
         if ranking.best is None:
             return None
@@ -211,14 +214,14 @@ class MeshSpace(SearchSpace):
         return NextCheck(self._rows[wanted], chance)
 
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
-        """The whole model of a candidate on its mesh, and its composed step."""
+        """Return the whole model of a candidate on its mesh, and its composed step."""
         point = self._space.candidates[check.row]
         run = self._checks.run_of(point, self._space.step(point, simulate=True))
         composed = self._space.step(point, simulate=True, run=run)
         return self._task(number, check.row, (), run), StepFigures(composed.memory.total, composed.tokens_per_second)
 
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
-        """Rank the candidates anew with what the whole model says."""
+        """Rank the candidates anew with the figures of the whole model."""
         point = self._space.candidates[check.row]
         self._checks.learn((trial,))
         ran = self._checks.of(point)
@@ -231,7 +234,7 @@ class MeshSpace(SearchSpace):
     # -- the answer ----------------------------------------------------------------------------------------------
 
     def recommend(self, *, final: bool = False) -> Recommendation | None:
-        """The best of the candidates whose blocks are all measured; None if there is none."""
+        """Return the best of the candidates whose blocks are all measured; None if there is none."""
         ranking = self._ranking
         if ranking.best is None or self._base is None:
             return None
@@ -246,7 +249,7 @@ class MeshSpace(SearchSpace):
         )
 
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
-        """Memory is short, a block failed, or the budget was too small."""
+        """Return the reason: memory is short, a block failed, or the budget was too small."""
         if self._base is None:
             remedies = find_mesh_relaxations(self._request, self._context.report)
             return explain_no_mesh_fits(self._ranker.smallest, self._space.limit_bytes, remedies), remedies
@@ -264,7 +267,7 @@ GIGA = 1e9
 
 
 def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) -> list[EventDraft]:
-    """Return what the space of meshes is, how many candidates are considered at first, and its base."""
+    """Return the events of the space of meshes: how many candidates are considered at first, and its base."""
     request = space.request
     summary = space.summarize()
     events = [
@@ -285,7 +288,7 @@ def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) 
 
 
 def transfers_event(trial: Trial, number: int) -> EventDraft:
-    """Return what a trial of `number` transfers says: the highest rate of each."""
+    """Return the event of a trial of `number` transfers: the highest rate of each."""
     measurement = trial.measurement
     data = {"trial": trial.number, "outcome": measurement.outcome.value}
     if measurement.outcome is not Outcome.OK:
@@ -308,7 +311,7 @@ def transfers_event(trial: Trial, number: int) -> EventDraft:
 
 
 def blocks_event(trial: Trial, point: MeshCandidate, number: int) -> EventDraft:
-    """Return what a trial says that measured `number` blocks of a candidate."""
+    """Return the event of a trial that measured `number` blocks of a candidate."""
     measurement = trial.measurement
     data = {
         "trial": trial.number,

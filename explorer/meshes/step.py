@@ -41,33 +41,35 @@ NONE_GATHERED = GatheredBytes(0, 0)
 class MeshStep:
     """A step of a candidate.
 
-    `micro_step_seconds` are those of the slowest rank, without `communication_seconds`, which are what data parallelism
-    adds to all micro-steps of a step, and sums of gradients once. Without a pipeline, `num_micro_batches` micro-steps,
-    the optimizer and the communication add up to `seconds`. Bubbles and what stages hand over come on top with one.
-
-    `compute_share`, `exchange_share` and `bubble_share` are those of all devices' time; the optimizer counts as
-    computation. `makeup` has the share of the step that hangs on each part, bubbles included. `layers`
-    has the number of layers of each stage, `memory` the parts of the fullest rank. `run` is the pipeline as it was
-    simulated, None if there is none or if it was estimated; `exact` says that nothing was estimated. `host_bound` says
-    that a stage waits for its host.
+    Without a pipeline, `num_micro_batches` micro-steps, the optimizer and the communication add up to `seconds`. With
+    one, bubbles and the hand-overs of stages come on top.
     """
 
     seconds: float
     tokens_per_second: float
     micro_step_seconds: float
+    """Those of the slowest rank, without the communication."""
     optimizer_seconds: float
     communication_seconds: float
+    """Added by data parallelism to all micro-steps of a step, and once for sums of gradients."""
     num_micro_batches: int
     compute_share: float
+    """Of all devices' time, as are `exchange_share` and `bubble_share`; the optimizer counts as computation."""
     exchange_share: float
     bubble_share: float
     memory: MemoryParts
+    """The parts of the fullest rank."""
     fullest_rank: int
     layers: tuple[int, ...]
+    """The number of layers of each stage."""
     makeup: Makeup
+    """The share of the step that each part takes, bubbles included."""
     exact: bool
+    """Whether nothing was estimated."""
     run: PipelineRun | None = None
+    """The pipeline as it was simulated; None if there is none or if it was estimated."""
     host_bound: bool = False
+    """Whether a stage waits for its host."""
 
 
 class MeshComposer:
@@ -94,14 +96,13 @@ class MeshComposer:
         self._optimizer_parameters = count_parameters(decompose.shard(optimizer.tensor_parallel_size))
 
     def components(self, point: MeshCandidate) -> tuple[Component, ...]:
-        """Return what a candidate's step is made of; the optimizer is the same for all of them."""
+        """Return the components of a candidate's step; the optimizer is the same for all of them."""
         return (*self._decompose(point).components, self._optimizer)
 
     def step(self, point: MeshCandidate, costs: Costs, *, simulate: bool, run: MeshRun | None = None) -> MeshStep:
-        """Return the step of a candidate; with `run`, with its layers of each stage, and its number of
-        micro-batches.
+        """Return the step of a candidate; `run` gives the layers of each stage and the number of micro-batches.
 
-        Without `simulate` the pipeline's time and memory are those of its closed forms, with the slowest rank's pace.
+        Without `simulate`, closed forms give the pipeline's time and memory, at the pace of the slowest rank.
         """
         mesh, candidate = point.mesh, point.candidate
         layers = self._layers(point, costs)
@@ -204,7 +205,7 @@ class MeshComposer:
         return self._balanced[key]
 
     def _data_parallel(self, mesh: Mesh, held: HeldParameters, stages: Sequence[StageCosts]) -> tuple[float, float]:
-        """Return what data parallelism adds to each micro-step and once to a step of a rank."""
+        """Return the cost of data parallelism, for each micro-step and once for a step of a rank."""
         if mesh.data == 1 and mesh.expert_data == 1:
             return 0.0, 0.0
         item = self._model.dtype.itemsize
@@ -278,8 +279,8 @@ class MeshComposer:
                 activations = max(0, run.peak_bytes[rank] - transient)
             spec = self._request.training.optimizer
             activations += received * number * _num_received(mesh, rank)
-            beside = transient + self._workspaces
-            memory.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
+            while_running = transient + self._workspaces
+            memory.append(rank_memory(held[rank], mesh, self._model, spec, activations, while_running))
         fullest = max(range(mesh.pipeline), key=lambda r: memory[r].total)
         return memory[fullest], fullest
 
@@ -292,7 +293,7 @@ class MeshComposer:
         pipeline: float,
         step: float,
     ) -> Makeup:
-        """Return the share of the step that hangs on each part; bubbles are shared out like work."""
+        """Return the share of the step that each part takes; bubbles are shared out like work."""
         seconds_by_key: defaultdict[Component | None, float] = defaultdict(float)
         for part, count in (each for stage in parts for each in stage):
             for key, spent in part.makeup.items():
@@ -316,7 +317,7 @@ def _num_received(mesh: Mesh, rank: int) -> int:
 
 
 def reduces_late(mesh: Mesh) -> bool:
-    """Whether gradients are reduced over replicas after the last micro-batch, when no backward hides it.
+    """Return whether gradients are reduced over replicas after the last micro-batch, when no backward hides it.
 
     Whole models of pipelines do so, because torch's schedules reduce when all micro-batches are through. So do those of
     shared experts, unless they are sharded. Other replicas reduce while backward goes on. Tensor-parallel devices that
@@ -328,7 +329,7 @@ def reduces_late(mesh: Mesh) -> bool:
 
 
 def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
-    """Return what belongs to the stages of a rank."""
+    """Return the entries of a rank's stages."""
     return of_stages[rank :: mesh.pipeline]
 
 
@@ -337,19 +338,20 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class HeldParameters:
-    """The parameters of a stage, or of all stages of a rank.
-
-    `experts` are those that expert parallelism spreads, `dense` all others. Tensor-parallel devices have `repeated` of
-    these whole, each of them: norms, routers, and biases of sums. `largest` are those of the largest unit that sharding
-    gathers at a time, `layer` those of the largest layer, and `head` those of the unit with the head.
-    """
+    """The parameters of a stage, or of all stages of a rank."""
 
     dense: int
+    """All but the spread experts."""
     experts: int
+    """Those that expert parallelism spreads."""
     repeated: int
+    """Those of `dense` that each tensor-parallel device has whole: norms, routers, and biases of sums."""
     largest: int
+    """Those of the largest unit that sharding gathers at a time."""
     layer: int
+    """Those of the largest layer."""
     head: int
+    """Those of the unit with the head."""
 
     @property
     def number(self) -> int:
@@ -365,7 +367,7 @@ class HeldParameters:
         return self.dense + (self.experts if mesh.expert_data > 1 else 0)
 
     def gathered(self, mesh: Mesh, model: ModelSpec, spec: OptimizerSpec) -> GatheredBytes:
-        """Return what sharding holds whole for a moment, of a stage."""
+        """Return the parameters of a stage that sharding holds whole for a moment."""
         item, reduced = model.dtype.itemsize, spec.gradient_dtype(model.dtype).itemsize
         head, layer = Unit(self.head, self.head), Unit(self.layer, self.layer)
         is_tied = model.tie_embeddings and mesh.pipeline == 1

@@ -15,22 +15,20 @@ Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Budget(Frozen):
-    """When the search ends: at the confidence target, or when a limit is reached.
+    """The end of a search: at the confidence target, or when a limit is reached.
 
-    The limits have exceptions, so that every search has an answer. The base is measured in any case. Twice the limits
-    hold until there is a candidate to recommend, and for the comparisons of the answer. Whole models of recommended
-    candidates come on top, until one has run well; then whole models have a third of the seconds. If noise keeps the
-    confidence below its target whatever is measured again, the search has an eighth of the seconds.
+    The base is measured in any case. Twice the limits hold until there is a candidate to recommend, and for the
+    comparisons of the answer. Whole models of recommended candidates come on top, until one has run well.
     """
 
     confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
-    max_trials: Annotated[int, Field(ge=1, le=2000)] = Field(
-        200, description="Each variant has an equal share of both limits, and what earlier variants left over."
-    )
-    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
-        600.0,
-        description="The time of all trials together, those of earlier leases included. A trial counts from its choice "
-        "until its result is learnt. Trials in flight at once each count in full. Starting a job, enumerating the "
-        "space and storing results come on top, and a running trial is not cut short.",
-    )
+    max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
+    """Each variant has an equal share of both limits, and what earlier variants left over."""
+    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """The time of all trials together, those of earlier leases included.
+
+    A trial counts from its choice until its result is learnt. Trials in flight at once each count in full. Starting a
+    job, enumerating the space and storing results come on top, and a running trial is not cut short. After a whole
+    model that ran well, whole models have a third of it. A search that noise keeps from its confidence has an eighth.
+    """
     trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0

@@ -30,9 +30,10 @@ from bexp.explorer.trainers.trainer import Trainer
 
 
 class ExplorationRequest(DimensionsAsked):
-    """An exploration to run. A dimension that is left out is explored in full.
+    """An exploration to run.
 
-    Context parallelism and sharding are exceptions: they are explored where the request asks for it.
+    A dimension that is left out is explored in full. Context parallelism and sharding are exceptions: they are explored
+    where the request asks for it.
 
     The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
     micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
@@ -77,9 +78,8 @@ class ExplorationRequest(DimensionsAsked):
     mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
     batch_size: Count | None = Field(
         None,
-        description="The effective batch of an optimizer step in sequences, over all devices. `auto` and "
-        "`bta.max_tile` refer to it. Null: the optimizer is weighed as in a batch of "
-        f"{WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
+        description="The effective batch of an optimizer step in sequences, over all devices. Null: the optimizer is "
+        f"weighed as in a batch of {WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
     )
     num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
@@ -188,7 +188,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def batching_of_texts(self) -> Batching | None:
-        """How texts of unequal length become micro-batches; None if every sequence is full."""
+        """The way in which texts of unequal length become micro-batches; None if every sequence is full."""
         return None if self.lengths is None else self.batching or "padded"
 
     @property
@@ -198,7 +198,7 @@ class ExplorationRequest(DimensionsAsked):
 
     @property
     def quantized(self) -> Quantization | None:
-        """How the weights of a transformers model are quantised; None for plain ones."""
+        """The quantisation of a transformers model's weights; None for plain ones."""
         return quantization_of(self.quantization, self.hf_config) if self.target_name == TRANSFORMERS else None
 
     @property

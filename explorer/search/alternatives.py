@@ -172,12 +172,12 @@ def memory_rows(posterior: Posterior, recommended: int) -> dict[Role, int]:
     reached = {i: expected_tokens_per_second(posterior, int(contenders.rows[i]), recommended) for i in clear.tolist()}
     if posterior.request.prefer == "memory" and reached[incumbent] > reached[fastest]:
         fastest = incumbent
-    found = {Role.FASTEST: int(contenders.rows[fastest])}
+    by_role = {Role.FASTEST: int(contenders.rows[fastest])}
     for role, within in WITHIN.items():
         near = [i for i in reached if reached[i] >= (1.0 - within) * reached[fastest]]
         position = smallest_position(contenders, np.array(near), fastest, posterior.memory.required_C, within)
-        found[role] = int(contenders.rows[position])
-    return found
+        by_role[role] = int(contenders.rows[position])
+    return by_role
 
 
 def largest_untiled(posterior: Posterior, among: Collection[int]) -> int | None:

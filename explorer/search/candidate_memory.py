@@ -130,19 +130,19 @@ class CandidateMemory:
         return float(probability_below(self._exceeded(self._peak_C[row]), self._errors_of_peaks, self._bounds).mean())
 
     def is_tight(self, rows: Ints) -> Mask:
-        """Which of `rows` might not fit, shape (A,):
-
-        those that do not with `MOST_DEVIATIONS` more than the predicted bytes.
-        """
+        """Mark those of `rows` that do not fit with `MOST_DEVIATIONS` more than the predicted bytes, shape (A,)."""
         worst = self._activations(rows) * np.exp(MOST_DEVIATIONS * self._log_std(rows))
         return np.asarray(self._required(worst, rows) > self.limit_bytes)
 
     def surely_fits(self, rows: Ints) -> Mask:
-        """Which of `rows` fit even with more bytes than expected, shape (A,). None of these needs to be measured."""
+        """Mark those of `rows` that fit even with more bytes than expected, shape (A,).
+
+        None of these needs to be measured.
+        """
         return np.asarray(self.fits_C[rows] & ~self.is_tight(rows))
 
     def is_near_limit(self, rows: Ints) -> Mask:
-        """Which of `rows` may fail although they fit by definition, shape (A,)."""
+        """Mark those of `rows` that may fail although they fit by definition, shape (A,)."""
         return np.asarray(self.is_tight(rows) | (self.required_C[rows] > NEAR_LIMIT * self.limit_bytes))
 
     def sample_fits(self, rows: Ints, normal_N: Floats) -> Mask:

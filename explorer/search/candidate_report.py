@@ -391,7 +391,7 @@ def _peaks(posterior: Posterior, row: int, batches: TextBatches) -> list[int]:
     """Return the composed peak of each of the micro-batches that are measured of a size."""
     table, longest = posterior.table, batches.longest.positions
     own = table.columns_CP[row][table.used_CP[row]]
-    static, found = int(table.static_bytes_C[row]), []
+    static, peaks_of_size = int(table.static_bytes_C[row]), []
     for place, batch in enumerate(batches.measured):
         bytes_3K = posterior.surrogate.bytes_3K.copy()
         for column in own:
@@ -406,5 +406,5 @@ def _peaks(posterior: Posterior, row: int, batches: TextBatches) -> list[int]:
             one = figures[place]
             bytes_3K[:, column] = one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes
         saved_C, over_C = table.activation_bytes(*bytes_3K, share_of_longest=batch.positions / longest)
-        found.append(static + round(float(saved_C[row] + over_C[row])))
-    return found
+        peaks_of_size.append(static + round(float(saved_C[row] + over_C[row])))
+    return peaks_of_size

@@ -135,9 +135,9 @@ class CandidateSpace(SearchSpace):
         """
         done = self._whole_models.ends_search
         spent = 0.0 if done else self._history.device_seconds
-        found = next_comparison(self._posterior, self._context.report, spent)
-        if found is not None or done or self._base is None:
-            return found
+        following = next_comparison(self._posterior, self._context.report, spent)
+        if following is not None or done or self._base is None:
+            return following
         return self._base_runs.again(self._base, LAST_RUNS)
 
     def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:

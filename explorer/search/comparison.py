@@ -42,7 +42,7 @@ class ComparedSide(Frozen):
 
 
 class Comparison(Frozen):
-    """How likely it is that candidate B is faster than candidate A."""
+    """The probability that candidate B is faster than candidate A."""
 
     a: ComparedSide
     b: ComparedSide
@@ -81,14 +81,14 @@ class MeasuredCandidate:
                 run_noise=noise,
                 degrees=COMPOSED_DEGREES,
             )
-        found = WholeModelRun.of([speed for speed, _ in runs], [_relative_error(run) for _, run in runs])
-        error = float(WholeModelNoise(self.device_kind, [found], np.array([noise])).of_means[0])
+        summary = WholeModelRun.of([speed for speed, _ in runs], [_relative_error(run) for _, run in runs])
+        error = float(WholeModelNoise(self.device_kind, [summary], np.array([noise])).of_means[0])
         return ComparedSide(
-            tokens_per_second=math.exp(found.log_tokens),
-            num_runs=found.number,
+            tokens_per_second=math.exp(summary.log_tokens),
+            num_runs=summary.number,
             standard_error=error,
-            run_noise=error * math.sqrt(found.number),
-            degrees=_degrees(found.number),
+            run_noise=error * math.sqrt(summary.number),
+            degrees=_degrees(summary.number),
         )
 
 

@@ -1,9 +1,9 @@
 """Subjects of components: equal subjects say that the time of one request's component serves another request.
 
-A subject is a hash of all that the time of a component depends on beyond the component itself, the hardware and the
-versions of libraries. That is the shapes, number formats and code of its part of the model, the training, the routing,
-the lengths of texts and the allocator. Names of people and models are no part of it. Fields that are not known to be
-irrelevant count, so a new field of a model or of a request keeps components apart until it is listed here.
+A subject is a hash of all that an equal component's time depends on, except the hardware and the versions of libraries.
+That is the shapes, number formats and code of its part of the model, the training, the routing, the lengths of texts
+and the allocator. Names of people and models are left out. Fields that are not known to be irrelevant count. So a new
+field of a model or of a request keeps components apart until it is listed here.
 """
 
 from __future__ import annotations

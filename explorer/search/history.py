@@ -60,7 +60,7 @@ class TrialHistory:
         return self._spent(variant, GRACE)
 
     def trials_left(self, variant: int) -> int:
-        """How many more trials variant number `variant` may begin; negative when it has overdrawn."""
+        """Return how many more trials variant number `variant` may begin; negative when it has overdrawn."""
         share = (variant + 1) / self._num_variants
         return int(share * self._budget.max_trials) - len(self._trials) - len(self._in_flight)
 

@@ -174,7 +174,7 @@ class TrialScheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """How many trials have begun and not ended."""
+        """The number of trials that have begun and not ended."""
         return len(self._in_flight)
 
     @property

@@ -1,10 +1,10 @@
 """Limits by the noise between runs: the confidence that more runs could reach, and when a noisy search ends.
 
 The n-th run of a component says less than the first. So it is known beforehand how far more runs narrow the differences
-between candidates: after k more runs with a standard deviation of r between them, the variance of a component's seconds
-falls from v to 1 / (1/v + k/r^2). The posterior samples are split accordingly, into what those runs would settle and
-what they would leave open (a preposterior analysis; Raiffa and Schlaifer, 1961). The composition's error stays open,
-because components do not show it.
+between candidates. After k more runs, with a standard deviation of r between them, the variance of a component's
+seconds has fallen from v to 1 / (1/v + k/r^2). The posterior samples are split accordingly, into what those runs would
+settle and what they would leave open (a preposterior analysis; Raiffa and Schlaifer, 1961). The composition's error
+stays open, because components do not show it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ NUM_OUTCOMES = 32
 LUCKY = 0.9
 """So many outcomes of the further runs are imagined. The confidence that they can reach is this quantile of theirs."""
 WIDER_TOLERANCE = 0.05
+"""It ends earlier once it is surely within this tolerance of the best."""
 LIMITED_SHARE = 0.125
-"""If noise limits the confidence, a search ends once it is surely within this tolerance of the best, and it has at most
-this share of its variant's budget.
-"""
+"""A search that noise limits has at most this share of its variant's budget."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,10 @@ class Posterior:
         return self.table.missing(row, self.surrogate.known_K)
 
     def count_attempts(self, component: Component) -> int:
-        """How often a component was run; one that is expected from a trial in flight counts as run often enough."""
+        """Return how often a component was run;
+
+        one that is expected from a trial in flight counts as run often enough.
+        """
         return sys.maxsize if component in self._expected else self.knowledge.log.count_attempts(component)
 
     def seconds(self, row: int) -> StepSeconds:
@@ -316,8 +319,8 @@ class Posterior:
 def fastest_whole(contenders: Contenders, position: int, whole_models: WholeModelRuns, tolerance: float) -> int:
     """Return `position`, unless another clear contender ran faster as a whole model by more than the tolerance.
 
-    Both must have been run whole. It is then the fastest of those that were: on a noisy device the posterior may take
-    a whole model for a matter of luck, and nobody would believe an answer that its own figures contradict.
+    Both must have been run whole. The fastest of those that were is then returned. On a noisy device the posterior may
+    take a whole model for a matter of luck. But nobody would believe an answer that its own figures contradict.
     """
     reached = {
         int(i): speed

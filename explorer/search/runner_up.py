@@ -13,8 +13,8 @@ MATTERS = 0.25
 MOST_GAIN = 0.1
 """A candidate's improvement counts as at most this share when runner-ups are ranked.
 
-Without a limit, those that hardly fit and would be several times as fast go first, and none of the few whole models are
-left for one that is sure to fit and likely to be better.
+Without a limit, candidates that hardly fit and would be several times as fast go first. Then none of the few whole
+models are left for one that is sure to fit and likely to be better.
 """
 MOST_WHOLE_RUNS = 3
 """The most whole models of one candidate, unless it is the recommended one."""

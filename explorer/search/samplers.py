@@ -28,7 +28,7 @@ from bexp.explorer.search.suggestion import Suggestion
 
 @dataclass(frozen=True, slots=True)
 class StockSampler:
-    """How to make one of Optuna's samplers with a seed, and how many points it may propose for one trial.
+    """The way to make one of Optuna's samplers with a seed, and how many points it may propose for one trial.
 
     A proposal may be no legal candidate, or one that was tried. A sampler that draws at random then proposes others.
     One that maximises an acquisition function proposes almost the same again, and each proposal takes long.
@@ -48,9 +48,8 @@ STOCK_SAMPLERS: Mapping[str, StockSampler] = {
 class StockCandidateSampler(PointSampler):
     """Lets one of Optuna's samplers choose among the legal candidates that can still be tried. It sees the study alone.
 
-    A proposal that cannot be tried is drawn again. If none of the proposals can be, the nearest candidate takes the
-    place of the last. Each suggestion comes from a new sampler, whose seed follows from the request's seed and the
-    number of trials. So a resumed search makes the same suggestions.
+    Each suggestion comes from a new sampler, whose seed follows from the request's seed and the number of trials. So a
+    resumed search makes the same suggestions.
     """
 
     def __init__(self, posterior: Posterior, points: Points, stock: StockSampler) -> None:
@@ -59,7 +58,11 @@ class StockCandidateSampler(PointSampler):
         self._stock = stock
 
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
-        """A proposal of Optuna's sampler, with every component of it that is not measured."""
+        """Return a proposal of Optuna's sampler, with every component of it that is not measured.
+
+        A proposal that cannot be tried is drawn again. If none of the proposals can be, the nearest candidate takes the
+        place of the last.
+        """
         others = [each for each in study.get_trials(deepcopy=False) if each.number != trial.number and each.params]
         tried = {self.points.row(each.params) for each in others if each.state is not TrialState.FAIL}
         left = {int(row) for row in self._posterior.open_rows()} - tried
@@ -93,7 +96,7 @@ class StockCandidateSampler(PointSampler):
         return params
 
     def _distance(self, one: Params, other: Params) -> float:
-        """How far two points are apart: by the ratio of numbers, and 1 for each other value that differs."""
+        """Return how far two points are apart: by the ratio of numbers, and 1 for each other value that differs."""
         apart = 0.0
         for name, distribution in self.points.distributions.items():
             if one[name] == other[name]:

@@ -186,7 +186,7 @@ def frozen_trial(trial: Trial, params: Params, space: Mapping[str, BaseDistribut
 
 
 def _state(trial: Trial) -> TrialState:
-    """How Optuna sees a finished trial.
+    """Return the state of a finished trial for Optuna.
 
     A candidate that ran has a value. One that cannot run is complete as well, with its constraint violated, so that no
     sampler asks for it again. A contaminated trial, and one that measured what all candidates share, tells samplers

@@ -17,7 +17,7 @@ class TrialExecutor(ABC):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """How many trials may be in flight, at least 1. It may change while a job runs."""
+        """The number of trials that may be in flight, at least 1. It may change while a job runs."""
 
     @abstractmethod
     def submit(self, task: TrialTask) -> None:

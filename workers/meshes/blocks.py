@@ -1,4 +1,4 @@
-"""What one device of a mesh has of a block, as a module that is timed by itself."""
+"""The part of a block that one device of a mesh has, as a module that is timed by itself."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def build_shard(
     w_tied: nn.Parameter | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Return the share of a device that runs without the others. `model` is that of `shard_of`.
+    """Return the part of a block that one device runs without the others. `model` is that of `shard_of`.
 
-    Where several devices share experts, the share is that of the busiest one. Within the context of its `waiting`, the
-    block is that of this rank of `group`.
+    Where several devices share experts, the part is that of the busiest device. Within the context of its `waiting`, it
+    is the block of this rank of `group`.
     """
     size = component.tensor_parallel_size
     if component.part == SPREAD_EXPERTS:

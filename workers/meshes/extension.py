@@ -1,4 +1,4 @@
-"""What the profiler asks of meshes. `bexp.workers.targets.extensions` names this module, and no other file does."""
+"""The interface of meshes to the profiler. Only `bexp.workers.targets.extensions` names this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["build_shard", "measure_exchange", "run_whole_model", "serves", "shar
 
 
 def serves(subject: Component | TrialTask) -> bool:
-    """Return whether it is a shard or an exchange, or a whole model on a mesh."""
+    """Return whether a component is a shard or an exchange, or a task is a whole model on a mesh."""
     if isinstance(subject, Component):
         return subject.kind is ComponentKind.EXCHANGE or is_shard(subject)
     return isinstance(subject.shared_run, MeshRun)

@@ -121,14 +121,11 @@ def _counts(model: ModelSpec, routes_TK: Tensor) -> Tensor:
 
 
 class LocalPeers:
-    """One of `size` ranks that have equal routes, without the others. Exchanges are copies on its own device.
+    """One of `size` ranks that have equal routes, without the others: exchanges are copies on its own device.
 
     Rows from another rank are replaced by those that this rank sends to itself. So its experts get as many rows, with
-    the same routes, as in a group whose ranks have such tokens. A copy takes a fraction of an exchange's time. It can
-    be subtracted where the exchange is added, because `bexp.explorer.meshes.layers` knows its bytes.
-
-    The host reads counts once, and knows them afterwards, because routes stay the same. The host then runs ahead of the
-    device, so that the seconds of both can be measured.
+    the same routes, as in a group whose ranks have such tokens. A copy takes a fraction of an exchange's time, which
+    `bexp.explorer.meshes.layers` subtracts.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -161,7 +158,11 @@ class LocalPeers:
         return sent[self.rank].expand_as(sent).contiguous()
 
     def read(self, counts: Tensor) -> list[int]:
-        """Return the numbers; the host waits for them the first time."""
+        """Return the numbers, for which the host waits the first time.
+
+        The host knows them afterwards, because routes stay the same. It then runs ahead of the device, so that the
+        seconds of both can be measured.
+        """
         if self._known is None:
             self._known = counts.tolist()
         return self._known

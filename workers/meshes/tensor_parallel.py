@@ -38,10 +38,10 @@ WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
 
 
 class SequenceParallel:
-    """The ranks of a group, each of which has a part of a micro-batch's tokens between blocks.
+    """The ranks of a group, each of which has a part of a micro-batch's tokens (B, S) between blocks.
 
-    The tokens (B, S) count row by row. Rank r of N has those from r * B * S / N on, with the shape (B, S / N, D). A row
-    of a part is a row of the micro-batch only if B is 1. Operations between blocks treat each token alike.
+    Tokens are counted row by row. Rank r of N has those from r * B * S / N on, with the shape (B, S / N, D). Its rows
+    are those of the micro-batch only if B is 1. Operations between blocks treat each token alike.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -139,7 +139,7 @@ class TensorParallel(SequenceParallel):
 def spread_loss_alone(head: Head) -> None:
     """Make a head with a part of the vocabulary run its code for several ranks, without the exchange.
 
-    A rank's head is timed by itself like this. Targets are tokens of this part.
+    A rank's head is timed by itself in this way. Targets are tokens of this part.
     """
     head.shared_loss = partial(_vocabulary_loss, head, first=0, end=head.w_vocab.shape[0], group=None)
 
@@ -221,10 +221,10 @@ class _SharedExperts(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of tokens `first` to `end`, which is zero for all others.
+    """An embedding of tokens `first` to `end`, which is zero for all others. `ranks` have the other tokens.
 
-    `ranks` have the other tokens. Without `ranks` the embedding runs the same code for all tokens, without the
-    exchange. A rank's embedding is timed by itself like this.
+    Without `ranks` the embedding runs the same code for all tokens, without the exchange, so that a rank's embedding
+    can be timed by itself.
     """
 
     def __init__(self, embedding: Embedding, vocabulary: tuple[int, int], ranks: SequenceParallel | None) -> None:
@@ -266,9 +266,9 @@ class _CollectiveFunction(Function):
 class _VocabularyLoss(Function):
     """The mean cross entropy of logits whose vocabulary is spread over ranks, chunk by chunk of the tokens.
 
-    As in `bexp.kernels.loss`, gradients are computed while a chunk's logits exist, and scaled in backward. Gradients of
-    the hidden states are this rank's part of a sum. `targets_T` count from this rank's first token, so that other
-    ranks' targets are negative or too large. Logits from `num_valid` on are padding.
+    Gradients are computed and scaled as in `bexp.kernels.loss`; those of the hidden states are this rank's part of a
+    sum. `targets_T` count from this rank's first token, so targets of other ranks are negative or too large. Logits
+    from `num_valid` on are padding.
     """
 
     @staticmethod

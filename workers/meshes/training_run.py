@@ -259,11 +259,10 @@ class DecoderStage(nn.Module):
     """Layers `first` to `end` of `model` as a rank of a pipeline has them, with random weights.
 
     The first stage has the embedding and takes tokens. The last has the head and returns the loss as a tensor of one
-    element. All others take and return hidden states. A model that ties embedding and head has one matrix if a stage
-    has both, and otherwise two, whose gradients must be summed: see `tied`.
+    element. All others take and return hidden states.
 
-    `ranks` share the blocks; with one seed they draw unsharded parameters alike. `take_unit` is that of `DecoderModel`.
-    `experts` builds the blocks whose experts are spread over ranks.
+    With one seed, `ranks` draw unsharded parameters alike. `experts` builds blocks whose experts are spread over ranks.
+    `take_unit` is that of `DecoderModel`.
     """
 
     def __init__(
@@ -336,7 +335,10 @@ class DecoderStage(nn.Module):
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """This stage's copy of a matrix that embedding and head share, if another stage has the other copy."""
+        """This stage's copy of a matrix that embedding and head share, if another stage has the other copy.
+
+        The gradients of both copies must be summed. A stage that has embedding and head has a single matrix.
+        """
         ends = [end for end in (self.embedding, self.head) if end is not None]
         if not self._has_copy or not ends:
             return None

@@ -9,7 +9,7 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.dimensions.expert_modes import ExpertMode
-from bexp.explorer.meshes.layers import ExpertOverlap, run_beside
+from bexp.explorer.meshes.layers import ExpertOverlap, run_overlapped
 from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.shards import SPREAD_EXPERTS, busiest_device
 from bexp.explorer.meshes.transfers import Transfer
@@ -21,8 +21,8 @@ SHARES = RoutingSpec(kind="shares", shares=(50, 10, 10, 10, 5, 5, 5, 5))
 
 
 def test_computation_is_slower_beside_an_exchange_and_only_then() -> None:
-    assert run_beside([(10.0, None)], [(3.0, None)], slowdown=0.5) == pytest.approx(3.0 + (10.0 - 2.0))
-    assert run_beside([(10.0, None)], [(3.0, 0)], slowdown=0.5) == pytest.approx(13.0)
+    assert run_overlapped([(10.0, None)], [(3.0, None)], slowdown=0.5) == pytest.approx(3.0 + (10.0 - 2.0))
+    assert run_overlapped([(10.0, None)], [(3.0, 0)], slowdown=0.5) == pytest.approx(13.0)
 
 
 def test_the_first_exchange_passes_while_the_device_waits_for_the_host() -> None:

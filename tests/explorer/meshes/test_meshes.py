@@ -116,7 +116,7 @@ def test_a_mesh_that_was_not_run_whole_is_no_faster_than_one_that_was(best_ran: 
     space.expected = lambda _: Expected(1.0, is_own=ran["best"])
     best = space.ranked(point)
     space.expected = lambda _: Expected(0.8, is_own=ran["other"])
-    ratio = best.tokens_per_second / space.ranked(point).beside(best)
+    ratio = best.tokens_per_second / space.ranked(point).compared_with(best)
     assert ratio == pytest.approx(1.0 if best_ran and not other_ran else 0.8)
 
 

@@ -71,7 +71,10 @@ def _not_compared(reason: str) -> dict[str, Any]:
 
 
 class CommandProcess:
-    """One start of the command, or one for each size. A start that has failed in any way is ended for good."""
+    """The processes of the command: one start for all sizes, or one for each.
+
+    A start that has failed is ended for good.
+    """
 
     def __init__(self, command: TrainingCommand) -> None:
         self._command = command
@@ -174,7 +177,7 @@ class CommandProcess:
         return {"dimensions": found}
 
     def _applicable(self) -> list[str]:
-        """The values of APPLY that the model of this command can have."""
+        """Return the values of APPLY that the model of this command can have."""
         values: list[str] | None = self._hello.get(APPLY)
         if values is None:
             raise TrialFailedError(Outcome.UNSUPPORTED, NO_APPLY)
@@ -209,11 +212,17 @@ class CommandProcess:
 
     @property
     def _first_size(self) -> int:
-        """The size to measure first if the command has none of its own: smaller ones take long, and show less."""
+        """Return the size to measure first if the command has none of its own:
+
+        smaller ones take long, and show less.
+        """
         return math.gcd(FIRST_SIZE, self._command.batch_size or FIRST_SIZE)
 
     def _evaluate(self, until: float) -> dict[str, Any] | None:
-        """The memory of the Trainer's evaluation, if it can be measured. Its failure is none of the training."""
+        """Return the memory of the Trainer's evaluation, if it can be measured.
+
+        A failure of it is none of the training.
+        """
         batch = self._hello.get("evaluation")
         if batch is None or self._popen is None:
             return None
@@ -259,10 +268,10 @@ class CommandProcess:
         return {"agrees": reply["agrees"], "keeps_size": keeps, "text": in_short(reply, size if keeps else None)}
 
     def _measure_first(self, size: int, until: float) -> int:
-        """Measure the command's own size, or half of it and so on, until one fits the memory; return the size.
+        """Measure the command's own size, then half of it and so on, until one fits the memory; return the size.
 
         The first trial of this size takes these figures. If the command trains with another batch than the stated one,
-        the size with which it would train with that is tried.
+        the size is tried next with which it would train with the stated batch.
         """
         other: OtherBatchError | None = None
         while True:
@@ -302,7 +311,7 @@ class CommandProcess:
         return reply | {"grad_accum_steps": self._accumulation}
 
     def _check_batch(self, size: int) -> None:
-        """Raise TrialFailedError if a command that takes its size in braces has another batch than is stated."""
+        """Raise TrialFailedError if a command with its size in braces trains with another batch than the stated one."""
         own, steps = self._hello.get("micro_batch_size"), self._accumulation
         if self._command.has_size and own not in (None, size):
             what = f"with {size} for {{micro_batch_size}}, {self._hello['kind']} has a size of {own}"
@@ -312,7 +321,7 @@ class CommandProcess:
 
     @property
     def _accumulation(self) -> int | None:
-        """The micro-batches of an optimizer step without what a trial has set, as they were counted."""
+        """The accumulation steps of the command, as they were counted, without those that a trial has set."""
         counted: int | None = self._data.get("accumulation")
         own: int | None = self._hello.get("grad_accum_steps")
         given: int | None = self._data.get("accumulation_given")
@@ -372,7 +381,7 @@ class CommandProcess:
             self._coming = size or int(self._hello["micro_batch_size"])
 
     def _receive(self, until: float) -> dict[str, Any]:
-        """The next message of the training, while its process is watched."""
+        """Return the next message of the training, while its process is watched."""
         self._kills = count_kernel_oom_kills()
         while (message := self._line.take()) is None:
             if time.monotonic() >= until:
@@ -382,7 +391,7 @@ class CommandProcess:
         return message
 
     def _explained(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
-        """The outcome and the reason, by the first process's word unless another process is the cause."""
+        """Return the outcome and the reason that the first process gives, unless another process is the cause."""
         if self._hello["num_devices"] == 1 or outcome is not Outcome.CRASHED or self._popen is None:
             return outcome, reason
         with suppress(subprocess.TimeoutExpired):
@@ -390,7 +399,10 @@ class CommandProcess:
         return self._cause() or (outcome, reason)
 
     def _cause(self) -> tuple[Outcome, str] | None:
-        """The outcome and the reason of the process that caused the end of its group; None if that is not known."""
+        """Return the outcome and the reason of the process that caused the end of its group;
+
+        None if that is not known.
+        """
         if self._reader is not None:
             self._reader.join(END_SECONDS)
         return cause_of(self._folder, list(self._tail), kernel_killed=count_kernel_oom_kills() > self._kills)
@@ -470,7 +482,7 @@ def cause_of(folder: Path, output: Sequence[str], *, kernel_killed: bool) -> tup
 
     A lack of memory comes first, because the others fail after it. Next is the process that torchrun names, even if it
     was killed or raised no error. Last is the first process that failed. torchrun may name a process that has only lost
-    its connection to another, which was still ending. Then the other process is the cause.
+    its connection to another one that was still ending. Then that other process is the cause.
     """
     notes = []
     for path in sorted(failures_in(folder), key=lambda path: path.stat().st_mtime_ns):

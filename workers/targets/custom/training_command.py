@@ -30,7 +30,7 @@ SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_IN
 
 
 class OtherBatchError(TrialFailedError):
-    """A command that trains with another batch than the stated one. It has the stated one with `size`, if any."""
+    """The refusal of a command that trains with another batch than the stated one."""
 
     def __init__(self, batch_size: int, size: int, steps: int) -> None:
         calls = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
@@ -38,6 +38,7 @@ class OtherBatchError(TrialFailedError):
         super().__init__(Outcome.UNSUPPORTED, reason)
         self.batch_size = size * steps
         self.size = batch_size // steps if batch_size % steps == 0 else None
+        """The micro-batch with which the command has the stated batch; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class TrainingCommand:
     devices: tuple[str, ...] = ()
     """Where the command runs, if the person has named devices."""
     counted: dict[str, dict[int, int]] = field(default_factory=dict)
-    """The accumulation steps that were counted, by size, for each choice of other settings."""
+    """Accumulation steps that trials have counted, by size, for each choice of other settings."""
 
     @classmethod
     def read(cls, path: Path) -> TrainingCommand:
@@ -80,7 +81,7 @@ class TrainingCommand:
         return fill(self.arguments, values), left
 
     def count(self, choice: Mapping[str, Any], size: int, steps: int) -> None:
-        """Take the accumulation steps that a trial has counted.
+        """Keep the accumulation steps that a trial has counted.
 
         Raises OtherBatchError if the command trains with another batch than the stated one.
         """
@@ -88,7 +89,10 @@ class TrainingCommand:
         self._check_batch(size, steps)
 
     def expect(self, choice: Mapping[str, Any], size: int) -> None:
-        """Raise OtherBatchError if the accumulation steps of other sizes show that this one has another batch."""
+        """Raise OtherBatchError if the counted steps show that this size gives another batch:
+
+        they are equal for all sizes.
+        """
         steps = set((counted := self.counted.get(describe_choice(choice), {})).values())
         if len(counted) > 1 and len(steps) == 1:  # they do not follow the size
             self._check_batch(size, steps.pop())
@@ -117,7 +121,7 @@ def environment_of(devices: Sequence[str]) -> dict[str, str]:
 def locks_of(devices: tuple[str, ...]) -> DeviceLocks:
     """Return the locks of a command's devices, which the profiler itself does not own.
 
-    This process takes them once, and keeps them. Otherwise another one would take them between two starts of the
+    This process takes them once, and keeps them. Otherwise another process would take them between two starts of the
     command.
     """
     return DeviceLocks([device_key(device, os.environ) for device in devices], directory=lock_folder(os.environ))
