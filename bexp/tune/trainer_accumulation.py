@@ -130,7 +130,8 @@ class TrainerCheck:
         Returns what these samples cannot show.
         """
         trainer, num_devices = self._trainer, self.num_devices
-        dataset, whole = trainer.train_dataset if self._own is None else self._own.dataset, number * num_devices
+        dataset: Any = trainer.train_dataset
+        whole = number * num_devices
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             dataset = trainer.train_dataset = list(islice(dataset, whole))
         if len(dataset) < whole:
@@ -153,14 +154,17 @@ class TrainerCheck:
     ) -> float:
         """Run the micro-batches of one optimizer step; return the divisor of the gradients.
 
-        A Trainer that does not ask for its sampler has a loader of its own, as that of sentence-transformers. Then these
-        samples come in a loader of the same data with the same collator. `note` is called after each micro-batch. With it, each process keeps its own gradients.
+        A Trainer that does not ask for its sampler has a loader of its own, as sentence-transformers' has. Then these
+        samples come in a loader of the same data with the same collator.
+
+        `note` is called after each micro-batch. With it, each process keeps its own gradients.
         """
         from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
         trainer, accelerator = self._trainer, self._trainer.accelerator
         order = _Fixed([share[place] for part in parts for share in shares for place in part])
         original, step, backward = trainer._get_train_sampler, trainer.training_step, accelerator.backward
+        get_loader = trainer.get_train_dataloader
         done, scaled, loss_scale = 0, 0, LOSS_SCALE if rounds_otherwise else 1.0
 
         class BeforeStep(TrainerCallback):
@@ -206,7 +210,7 @@ class TrainerCheck:
                 trainer.remove_callback(before_step)
                 trainer._get_train_sampler, trainer.training_step = original, step
                 accelerator.backward = backward
-                vars(trainer).pop("get_train_dataloader", None)
+                trainer.get_train_dataloader = get_loader
         if not order.is_taken and self._own is None:
             self._own = self._find_own_loader()
             return self._run(parts, shares, note, rounds_otherwise=rounds_otherwise)

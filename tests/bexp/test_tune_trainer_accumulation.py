@@ -84,10 +84,31 @@ def test_masks_that_are_drawn_anew_are_refused(checked: Any) -> None:
     assert "something is random apart from dropout" in found["refused"]
 
 
-def test_a_loader_of_its_own_is_refused(checked: Any) -> None:
-    _, trainer = checked()
-    loader = torch.utils.data.DataLoader(trainer.train_dataset, batch_size=2, collate_fn=trainer.data_collator)
-    trainer.get_train_dataloader = lambda: loader
+@pytest.mark.parametrize(("loss", "cause"), [("own", None), ("contrastive", "samples depend on each other")])
+def test_a_trainer_with_a_loader_of_its_own_is_followed(checked: Any, loss: str, cause: str | None) -> None:
+    _, trainer = checked("--loss", loss)
+    data, collate = trainer.train_dataset, trainer.data_collator
+    made: list[Any] = []
+
+    def load() -> Any:
+        """As sentence-transformers' Trainer does: a sampler of whole batches, which the Trainer never asks for."""
+        size = trainer.args.train_batch_size
+        batches = [list(range(start, start + size)) for start in range(0, 40, size)]
+        made.append(torch.utils.data.DataLoader(data, batch_sampler=batches, collate_fn=collate))
+        return trainer.accelerator.prepare(made[-1])
+
+    trainer.get_train_dataloader = load
+    found = TrainerCheck(trainer, trainer.train, Ranks()).answer({})
+    assert (found["agrees"], found["cause"]) == (cause is None, cause)
+    number = len(made)
+    assert trainer.get_train_dataloader().dataset is data
+    assert len(made) == number + 1, "the Trainer has its own again"
+
+
+def test_a_loader_whose_samples_have_no_places_is_refused(checked: Any) -> None:
+    _, trainer = checked("--loss", "own")
+    batches = list(torch.utils.data.DataLoader(trainer.train_dataset, batch_size=2, collate_fn=trainer.data_collator))
+    trainer.get_train_dataloader = lambda: batches
     found = TrainerCheck(trainer, trainer.train, Ranks()).answer({})
     assert "its loader of data does not use the Trainer's order" in found["refused"]
 
