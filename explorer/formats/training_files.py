@@ -19,6 +19,7 @@ from bexp.explorer.formats.document import FormatError
 from bexp.explorer.model.lengths import EPOCH_TEXTS
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.translation import MAX_NAMED_KEYS, Location, Translation, is_unset, put_dtype
+from bexp.explorer.trainers.deepspeed import read_config
 from bexp.explorer.trainers.keys import (
     EXPLORED,
     LORA_FIELDS,
@@ -28,6 +29,7 @@ from bexp.explorer.trainers.keys import (
     Key,
     Setting,
     TrainerFile,
+    Why,
     is_among,
 )
 from bexp.explorer.trainers.registry import FILES, SIDE_FILES, TRAINERS
@@ -169,6 +171,7 @@ class StatedTraining:
             known = "library" if loss in file.other_losses else loss
             self._put_once(translation, "losses", [known], Setting.LOSS)
         self._put_adapters(translation)
+        self._put_deepspeed(translation, devices, (micro, steps))
         self._put_formats(translation)
         self._put_texts(translation, has_lengths=has_lengths, has_batching=has_batching)
         self._note_explored(translation, micro)
@@ -201,6 +204,27 @@ class StatedTraining:
         translation.put(("training", "lora"), lora, self.source(Setting.ADAPTERS))
         for setting in LORA_FIELDS:
             translation.sources["training", "lora", setting.value] = self.source(setting)
+
+    def _put_deepspeed(self, translation: Translation, devices: int, batch: Batch) -> None:
+        config, source = self.said.get(Setting.DEEPSPEED), self.source(Setting.DEEPSPEED)
+        is_half = bool(self.said.get(Setting.HALF) or self.said.get(Setting.PURE))
+        if config is None:
+            return
+        if devices > 1:
+            translation.refuse(source, Why.SHARDING)
+        elif is_half and not self.said.get(Setting.ADAPTERS):
+            translation.refuse(source, Why.MASTER_WEIGHTS)
+        elif isinstance(config, str):
+            translation.notes.append(
+                f"{self.keys[Setting.DEEPSPEED]}: {shortened(config)} is not read, because ZeRO shards nothing on one "
+                "device; where it offloads, put its content here"
+            )
+        else:
+            section = translation.section(config, source)
+            read_config(section, devices, batch)
+            for name, stated in (("bf16", is_half), ("fp16", False)):
+                if (half := section.section(name)).get("enabled") is True and not stated:
+                    half.refuse("enabled", "contradicts the number formats of the file around it")
 
     def _put_formats(self, translation: Translation) -> None:
         config = translation.get("hf_config") or {}

@@ -21,6 +21,7 @@ from bexp.explorer.trainers.keys import (
     TrainerFile,
     Why,
     because,
+    deepspeed,
     fields_of,
     flag,
     if_on,
@@ -132,6 +133,7 @@ KEYS = {
     "flex_attention": Key(Setting.ATTENTION, if_on("flex_attention")),
     "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
+    "deepspeed": Key(Setting.DEEPSPEED, deepspeed),
     "fsdp_version": Key(write=lambda settings: None if settings.sharding is Sharding.NONE else 2),
     "fsdp_config": Key(write=_fsdp_config),
     "accelerator_config": Key(write=accelerator_config),
@@ -149,7 +151,7 @@ FILE = TrainerFile(
     formats=_formats,
     refused=because(
         {
-            Why.SHARDING: "deepspeed deepcompile fsdp fsdp_config",
+            Why.SHARDING: "deepcompile fsdp fsdp_config",
             Why.PARALLEL: (
                 "sequence_parallel_degree context_parallel_size context_parallel tensor_parallel_size dp_shard_size "
                 "expert_parallel_size"

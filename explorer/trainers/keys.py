@@ -64,6 +64,7 @@ class Setting(StrEnum):
     RECOMPUTATION_DETAILS = "arguments of recomputation"
     ATTENTION = "attention"
     EXPERTS = "experts"
+    DEEPSPEED = "DeepSpeed"
 
 
 class Why(StrEnum):
@@ -73,6 +74,10 @@ class Why(StrEnum):
     SHARDING = (
         "sharding and its launcher are not read from this file: remove it here, and say --num-devices with "
         "--set training.sharding=zero2 or zero3"
+    )
+    MASTER_WEIGHTS = (
+        "DeepSpeed keeps float32 master weights, which are not measured for this file: remove it, because ZeRO shards "
+        "nothing on one device"
     )
     PARALLEL = "devices that share a sequence, a layer or a pipeline are not measured for this trainer"
     OFFLOADING = "what moves to the host's memory is not measured"
@@ -223,6 +228,13 @@ def number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
         raise ValueError("must be a whole number from 1 on")
     return value
+
+
+def deepspeed(value: Any) -> Any:
+    """Read DeepSpeed's JSON, or its path; nothing where it is empty."""
+    if value and not isinstance(value, str | Mapping):
+        raise ValueError("must be DeepSpeed's JSON, or its path")
+    return value or None
 
 
 def negated(value: Any) -> bool:

@@ -138,7 +138,7 @@ LORA: Mapping[str, Key] = {
 }
 """Adapters by the names that Axolotl and TRL share."""
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), Why.SHARDING),
+    **dict.fromkeys(("fsdp", "fsdp_config"), Why.SHARDING),
     "parallelism_config": Why.PARALLEL,
     "fp16": Why.OTHER_WEIGHTS,
     "use_liger_kernel": Why.KERNELS,

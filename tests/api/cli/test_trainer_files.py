@@ -129,7 +129,7 @@ def test_keys_of_what_was_not_measured_become_null_and_are_named(files: Path) ->
 @pytest.mark.parametrize(
     ("name", "added", "words"),
     [
-        ("axolotl", "deepspeed: zero2.json", r"axolotl\.deepspeed: sharding and its launcher"),
+        ("axolotl", "deepspeed: zero2.json", r"axolotl\.deepspeed: DeepSpeed keeps float32 master"),
         ("axolotl, QLoRA", "sample_packing: true", "batching: packed in the file, full sequences in the exploration"),
         ("axolotl, QLoRA", "peft_use_dora: true", r"training\.lora: .*'use_dora': True\} in the file"),
         ("llamafactory, full", "use_unsloth: true", r"llamafactory\.use_unsloth: these kernels"),

@@ -197,7 +197,16 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
 @pytest.mark.parametrize(
     ("name", "changes", "field", "words"),
     [
-        ("axolotl", {"deepspeed": "zero3.json"}, "deepspeed", "--set training.sharding=zero2"),
+        ("axolotl", {"deepspeed": "zero3.json"}, "deepspeed", "remove it, because ZeRO shards nothing on one device"),
+        ("axolotl", {"deepspeed": "zero3.json", "world_size": 2}, "deepspeed", "--set training.sharding=zero2"),
+        ("axolotl, QLoRA", {"deepspeed": ["zero3.json"]}, "deepspeed", "must be DeepSpeed's JSON, or its path"),
+        (
+            "axolotl, QLoRA",
+            {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+            "deepspeed.zero_optimization.offload_optimizer",
+            "offloading is not supported",
+        ),
+        ("trl", {"deepspeed": {"fp16": {"enabled": True}}}, "deepspeed.fp16.enabled", "contradicts the number formats"),
         ("axolotl", {"fsdp_config": {"reshard_after_forward": True}}, "fsdp_config", "sharding"),
         ("axolotl", {"context_parallel_size": 2}, "context_parallel_size", "share a sequence"),
         ("axolotl", {"rl": "dpo"}, "rl", "only supervised fine-tuning"),
@@ -229,7 +238,7 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("llamafactory", {"pure_bf16": True}, "pure_bf16", "keeps adapters in bfloat16"),
         ("llamafactory", {"bf16": False}, "bf16", "under autocast"),
         ("llamafactory", {"use_galore": True}, "use_galore", "optimizer is not measured"),
-        ("llamafactory", {"deepspeed": "ds_z3.json"}, "deepspeed", "sharding"),
+        ("llamafactory, full", {"deepspeed": "ds_z3.json"}, "deepspeed", "float32 master weights"),
         ("trl", {"load_in_4bit": True}, "use_bnb_nested_quant", "quantised scales"),
         ("trl", {"load_in_8bit": True, "dtype": "float32"}, "bf16", "say dtype: bfloat16"),
         ("trl", {"packing_strategy": "wrapped"}, "packing_strategy", "say packing_strategy: bfd"),
@@ -262,6 +271,24 @@ def test_what_is_not_measured_is_refused_at_its_key(name: str, changes: dict[str
     found = refusal(name, **changes)
     key = f"{FILES[name][0]}.{field}"
     assert words in found.get(key, ""), found
+
+
+@pytest.mark.parametrize("name", ["axolotl, QLoRA", "llamafactory", "trl"])
+def test_zero_of_adapters_on_one_device_changes_nothing(name: str) -> None:
+    plain = read(name)
+    for config in (
+        "ds_z3.json",
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1}, "bf16": {"enabled": "auto"}},
+    ):
+        asked = read(name, deepspeed=config)
+        assert (asked.training, asked.batch_size, asked.hf_config) == (
+            plain.training,
+            plain.batch_size,
+            plain.hf_config,
+        )
+        assert any("shards nothing on one device" in notice for notice in asked.notices)
+    assert read("llamafactory, full", deepspeed="ds_z2.json", pure_bf16=None).training.precision == "pure"
+    assert read("axolotl", deepspeed=None) == read("axolotl"), "as the refusal says"
 
 
 def test_what_nothing_knows_is_listed_in_one_line() -> None:
