@@ -139,7 +139,8 @@ class StatedTraining:
             return
         before = self.said.get(setting)
         if setting is Setting.MODULES and before is not None:
-            result = "all-linear" if "all-linear" in (before, result) else [*before, *result]
+            whole = [one for one in (before, result) if isinstance(one, str)]
+            result = whole[0] if whole else [*before, *result]
         elif before not in (None, result):
             translation.refuse(self.at(key), f"contradicts {self.keys[setting]}")
         self.said[setting], self.keys[setting] = result, key

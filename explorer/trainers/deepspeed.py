@@ -103,7 +103,8 @@ _HARMLESS = words(
     """
     steps_per_print wall_clock_breakdown dump_state checkpoint data_types memory_breakdown scheduler seed
     gradient_clipping prescale_gradients gradient_predivide_factor communication_data_type
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather timers activation_checkpointing use_data_before_expert_parallel_ sparse_gradients
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    disable_allgather timers activation_checkpointing use_data_before_expert_parallel_ sparse_gradients
     autotuning
     """
 )

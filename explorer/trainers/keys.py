@@ -253,13 +253,12 @@ def turns_on(result: Any) -> Callable[[Any], bool | None]:
 
 
 def names(value: Any) -> Any:
-    """Read a list of names, or a text of names between commas; `all` stands for `all-linear`."""
+    """Read a list of names, or a text of names between commas; one name may be `all-linear`."""
     if isinstance(value, str):
-        listed = [name.strip() for name in value.split(",") if name.strip()]
-        return "all-linear" if listed in (["all"], ["all-linear"]) else listed
+        value = [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, list):
         raise ValueError("must be a list of names")  # noqa: TRY004 - a value of the file, not of the code
-    return value
+    return "all-linear" if value == ["all-linear"] else value
 
 
 def one_of(known: Mapping[str, Any]) -> Read:

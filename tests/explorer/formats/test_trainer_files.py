@@ -67,7 +67,7 @@ def test_what_decides_memory_is_read(
                 **{"target_modules": ("q_proj", "v_proj", "down_proj"), "modules_to_save": ("embed_tokens",)},
             },
         ),
-        ("llamafactory", {"r": 8, "alpha": 16.0, "target_modules": "all-linear"}),  # its default is twice the rank
+        ("llamafactory", {"r": 8, "alpha": 16.0, "target_modules": "linear-modules"}),  # its default is twice the rank
         ("llamafactory, full", None),
         ("trl", {"r": 16, "alpha": 32.0, "target_modules": "all-linear", "use_dora": True}),
         ("trl, full", None),
@@ -85,11 +85,30 @@ def test_adapters_are_read(name: str, lora: dict[str, Any] | None) -> None:
     assert (None if found is None else found.model_dump(exclude_defaults=True)) == lora
 
 
+def test_each_trainer_lists_linear_layers_as_it_does() -> None:
+    """TRL hands `all-linear` to peft; Axolotl and LLaMA-Factory list linear layers by their class."""
+    for name, key, value, modules in (
+        ("axolotl, QLoRA", "lora_target_linear", True, "linear-modules"),
+        ("axolotl, QLoRA", "lora_target_modules", "all-linear", "all-linear"),
+        ("llamafactory", "lora_target", ["all"], "linear-modules"),
+        ("llamafactory", "lora_target", "q_proj", ("q_proj",)),
+        ("trl", "lora_target_modules", ["all-linear"], "all-linear"),
+    ):
+        lora = read(
+            name, **{**({} if name != "axolotl, QLoRA" else {"lora_target_modules": None}), key: value}
+        ).training.lora
+        assert lora is not None
+        assert lora.target_modules == modules, (name, value)
+
+
 def test_other_spellings_of_adapters() -> None:
     experts = ["experts.gate_up_proj"]
     asked = read("axolotl, QLoRA", lora_target_parameters=experts, lora_target_modules=None, lora_target_linear=True)
     assert asked.training.lora is not None
-    assert (asked.training.lora.target_modules, asked.training.lora.target_parameters) == ("all-linear", tuple(experts))
+    assert (asked.training.lora.target_modules, asked.training.lora.target_parameters) == (
+        "linear-modules",
+        tuple(experts),
+    )
     asked = read("llamafactory", lora_target="q_proj, v_proj", additional_target="lm_head", quantization_bit=8)
     assert asked.training.lora is not None
     assert (asked.training.lora.target_modules, asked.training.lora.modules_to_save) == (
@@ -229,6 +248,7 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("axolotl, QLoRA", {"lora_mlp_kernel": True}, "lora_mlp_kernel", "kernels are not measured"),
         ("axolotl, QLoRA", {"load_in_4bit": None}, "adapter", "qlora needs load_in_4bit: true"),
         ("axolotl, QLoRA", {"lora_r": 0}, "lora_r", "greater than or equal to 1"),
+        ("llamafactory", {"lora_target": "all-linear"}, "lora_target", "say all"),
         ("llamafactory", {"stage": "dpo"}, "stage", "these are: sft, pt"),
         ("llamafactory", {"finetuning_type": "freeze"}, "finetuning_type", "these are: lora, full"),
         ("llamafactory", {"use_unsloth": True}, "use_unsloth", "kernels are not measured"),

@@ -15,7 +15,7 @@ from bexp.explorer.trainers.registry import FILES, TRAINERS
 from tests.explorer.exports.samples import CONFIG, SHARDED, candidate, exploration
 
 WRITTEN = [name for name, file in FILES.items() if not file.is_nested]
-LINEAR: dict[str, Any] = {"r": 8, "alpha": 8, "target_modules": "all-linear"}
+LINEAR: dict[str, Any] = {"r": 8, "alpha": 8, "target_modules": "linear-modules"}
 QUANTIZED: dict[str, Any] = {"quantization": "bnb_4bit", "training": {"lora": LINEAR}}
 CASES: dict[str, dict[str, Any]] = {
     "pure": {},
