@@ -18,7 +18,7 @@ from typing import Any
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.model.lengths import EPOCH_TEXTS
 from bexp.explorer.model.spelling import shortened
-from bexp.explorer.model.translation import MAX_NAMED_KEYS, Location, Translation, is_unset, put_dtype
+from bexp.explorer.model.translation import Location, Translation, is_unset, put_dtype
 from bexp.explorer.trainers.deepspeed import read_config
 from bexp.explorer.trainers.keys import (
     EXPLORED,
@@ -33,8 +33,6 @@ from bexp.explorer.trainers.keys import (
     is_among,
 )
 from bexp.explorer.trainers.registry import FILES, SIDE_FILES, TRAINERS
-
-_UNKNOWN = "not read, because it is not known here what they change: "
 
 
 def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
@@ -106,10 +104,8 @@ class StatedTraining:
                 if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
                     translation.refuse(stated.at(key), reason)
             elif not is_among(key, file.harmless):
-                unknown.append(shortened(key))
-        if unknown:
-            more = f" and {len(unknown) - MAX_NAMED_KEYS} more" if len(unknown) > MAX_NAMED_KEYS else ""
-            translation.notes.append(f"{_UNKNOWN}{', '.join(unknown[:MAX_NAMED_KEYS])}{more}")
+                unknown.append(key)
+        translation.note_unknown(unknown)
         stated.said = {**file.defaults, **stated.said}
         length = stated.said.get(Setting.SEQ_LENGTH)
         if (uncut or length is None) and not has_length:

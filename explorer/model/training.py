@@ -126,6 +126,11 @@ class LoRASpec(Frozen):
         exclude_if=is_null,
     )
 
+    @field_validator("target_modules", "target_parameters", "modules_to_save", mode="before")
+    @classmethod
+    def _list_one_name(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) and value not in ("all-linear", LINEAR_MODULES) else value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.target_modules is None and self.target_parameters is None:
