@@ -94,7 +94,8 @@ RUNCONFIG_IGNORED = words(
     save_initial_checkpoint keep_checkpoints model_dir compile_dir summary_dir seed log_steps log_initial_summaries
     logging enable_summaries save_losses check_loss_values compile_only validate_only credentials_path mgmt_address
     mgmt_namespace num_workers_per_csx num_act_servers num_wgt_servers max_wgt_servers max_act_per_csx
-    transfer_processes job_labels job_priority job_time_sec debug_args_path disable_version_check mount_dirs python_paths
+    transfer_processes job_labels job_priority job_time_sec debug_args_path disable_version_check mount_dirs
+    python_paths
     precision_opt_level target_device wsc_log_level compile_crd_memory_gi execute_crd_memory_gi
     wrk_memory_gi act_memory_gi cmd_memory_gi wgt_memory_gi lazy_initialization drop_data retrace_every_iteration
     enable_act_frequency op_profiler_config

@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.model.lengths import EPOCH_TEXTS
 from bexp.explorer.model.spelling import shortened
+from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.translation import Location, Translation, is_unset, put_dtype
 from bexp.explorer.trainers.deepspeed import read_config
 from bexp.explorer.trainers.keys import (
@@ -161,6 +163,8 @@ class StatedTraining:
             translation.refuse(self.source(Setting.OPTIMIZER), "must be the name of an optimizer")
         optimizer = ("training", "optimizer", "name")
         translation.put(optimizer, said.get(Setting.OPTIMIZER), self.source(Setting.OPTIMIZER))
+        if said.get(Setting.RECOMPUTATION):
+            translation.put(("base_recompute",), Recompute.FULL.value, self.source(Setting.RECOMPUTATION))
         if said.get(Setting.COMPILE):
             self._put_once(translation, "execution", "compile", Setting.COMPILE)
         if (loss := said.get(Setting.LOSS)) is not None:
@@ -204,12 +208,11 @@ class StatedTraining:
 
     def _put_deepspeed(self, translation: Translation, devices: int, batch: Batch) -> None:
         config, source = self.said.get(Setting.DEEPSPEED), self.source(Setting.DEEPSPEED)
-        is_half = bool(self.said.get(Setting.HALF) or self.said.get(Setting.PURE))
         if config is None:
             return
         if devices > 1:
             translation.refuse(source, Why.SHARDING)
-        elif is_half and not self.said.get(Setting.ADAPTERS):
+        elif not self.said.get(Setting.ADAPTERS):
             translation.refuse(source, Why.MASTER_WEIGHTS)
         elif isinstance(config, str):
             translation.notes.append(
@@ -219,7 +222,7 @@ class StatedTraining:
         else:
             section = translation.section(config, source)
             read_config(section, devices, batch)
-            for name, stated in (("bf16", is_half), ("fp16", False)):
+            for name, stated in (("bf16", self.said.get(Setting.HALF)), ("fp16", False)):
                 if (half := section.section(name)).get("enabled") is True and not stated:
                     half.refuse("enabled", "contradicts the number formats of the file around it")
 
@@ -240,11 +243,28 @@ class StatedTraining:
         except ValueError as error:
             translation.refuse(source, str(error))
             return
+        if dtype == "float32" and precision == "pure" and translation.get("target") == TRANSFORMERS:
+            dtype = self._measured_format(translation, has_adapters=said.has_adapters)
         put_dtype(translation, dtype, source)
         if precision is not None:
             translation.put(("training", "precision"), "pure" if said.is_quantized else precision, source)
         if said.half and dtype == said.weights == "bfloat16" and not said.has_adapters:
             translation.notes.append("weights in bfloat16 are measured without autocast: the export says bf16: false")
+
+    def _measured_format(self, translation: Translation, *, has_adapters: bool) -> str:
+        """Return the format that is measured in place of float32, and note it; refuse training of all weights."""
+        file = FILES[self.name]
+        setting = Setting.HALF if any(key.setting is Setting.HALF for key in file.keys.values()) else Setting.WEIGHTS
+        key = self.source(setting)
+        way = f"say {key[-1]}: {'true' if setting is Setting.HALF else 'bf16'}"
+        if has_adapters:
+            translation.notes.append(
+                f"{key[-1]}: the file computes in float32; frozen weights are measured in bfloat16, with adapters in "
+                f"float32 under autocast: {way}, so that both are the same"
+            )
+        else:
+            translation.refuse(key, f"without it the file trains in float32 alone, which is not measured: {way}")
+        return "bfloat16"
 
     def _put_texts(self, translation: Translation, *, has_lengths: bool, has_batching: bool) -> None:
         packs, length = self.said.get(Setting.PACKING), translation.get("hf_seq_length")
@@ -269,9 +289,9 @@ class StatedTraining:
     def _note_explored(self, translation: Translation, micro_batch_size: int) -> None:
         names = [self.keys[setting] for setting in EXPLORED if setting in self.keys]
         others = "".join(f", {name}" for name in names)
-        translation.notes.append(
-            f"explored in place of the file's values: the micro-batch (its {micro_batch_size} is the base){others}"
-        )
+        recomputed = ", with every layer recomputed" if self.said.get(Setting.RECOMPUTATION) else ""
+        base = f"its {micro_batch_size} is the base{recomputed}"
+        translation.notes.append(f"explored in place of the file's values: the micro-batch ({base}){others}")
         for setting, term in ((Setting.ATTENTION, "attention"), (Setting.EXPERTS, "experts")):
             known = sorted(map(str, TRAINERS[self.name].expresses[term]))
             if setting in self.said and self.said[setting] not in known:

@@ -144,6 +144,7 @@ FILE = TrainerFile(
         Setting.MICRO_BATCH_SIZE: 8,
         Setting.SEQ_LENGTH: 2048,
         Setting.OPTIMIZER: "adamw_torch_fused",
+        Setting.RECOMPUTATION: True,
         Setting.ADAPTERS: True,
         Setting.R: 8,
         Setting.MODULES: LINEAR_MODULES,

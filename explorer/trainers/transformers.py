@@ -198,6 +198,7 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
     if arguments.boolean("torch_compile"):
         translation.put(("execution",), "compile", arguments.at("torch_compile"))
     if arguments.boolean("gradient_checkpointing"):
+        translation.put(("base_recompute",), Recompute.FULL.value, arguments.at("gradient_checkpointing"))
         translation.notes.append("recomputation is open: gradient_checkpointing is on, and every policy is explored")
     if isinstance(nested := arguments.get("deepspeed"), Mapping):
         read_config(arguments.section("deepspeed"), devices, (micro, steps))

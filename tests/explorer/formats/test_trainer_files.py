@@ -122,20 +122,57 @@ def test_other_spellings_of_adapters() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "dtype", "precision"),
     [
-        ("axolotl", {"bf16": False}, "float32", "pure"),
         ("llamafactory, full", {"pure_bf16": False, "bf16": True}, "bfloat16", "autocast"),
-        ("llamafactory, full", {"pure_bf16": None}, "float32", "pure"),
         ("trl, full", {"dtype": "bfloat16", "bf16": False}, "bfloat16", "pure"),
         ("trl, full", {"dtype": "auto"}, "bfloat16", "pure"),  # as the checkpoint has it
-        ("trl, full", {"bf16": False}, "float32", "pure"),
+        ("trl, full", {"dtype": "float32", "bf16": True}, "bfloat16", "autocast"),
         ("trl", {"dtype": "float32"}, "bfloat16", "autocast"),
-        ("torchtune", {"dtype": "fp32"}, "float32", "pure"),
+        ("torchtune", {"dtype": "fp32"}, "bfloat16", "pure"),
+        ("axolotl, QLoRA", {"bf16": False, "load_in_4bit": None, "adapter": "lora"}, "bfloat16", "pure"),
     ],
 )
 def test_number_formats(name: str, changes: dict[str, Any], dtype: str, precision: str) -> None:
     asked = read(name, **changes)
     assert asked.hf_config is not None
     assert (asked.hf_config["dtype"], asked.training.precision) == (dtype, precision)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("axolotl", {"bf16": False}, "bf16"),
+        ("llamafactory, full", {"pure_bf16": None, "optim": "adamw_torch"}, "bf16"),
+        ("trl, full", {"dtype": "float32", "bf16": False}, "bf16"),
+    ],
+)
+def test_all_weights_in_float32_alone_are_not_measured(name: str, changes: dict[str, Any], key: str) -> None:
+    assert f"say {key}: true" in refusal(name, **changes)[f"{FILES[name][0]}.{key}"]
+    assert read(name, **changes | {key: True}).training.precision in ("autocast", "upcast")  # as the refusal says
+    assert read(name, {"target": "bexp"}, **changes).shapes.dtype == "float32", "the reference layers have it"
+
+
+def test_adapters_of_a_file_in_float32_are_said_to_be_measured_over_bfloat16() -> None:
+    for name, changes in (("axolotl, QLoRA", {"load_in_4bit": None, "adapter": "lora"}), ("trl", {"dtype": "float32"})):
+        asked = read(name, bf16=False, **changes)
+        assert any("frozen weights are measured in bfloat16" in notice for notice in asked.notices)
+        assert not any("frozen weights" in notice for notice in read(name, bf16=True, **changes).notices)
+
+
+def test_the_base_recomputes_as_the_file_or_its_trainer_does() -> None:
+    """By default LLaMA-Factory and TRL recompute every layer; Axolotl and torchtune do not."""
+    for name, key, value, base in (
+        ("llamafactory", "disable_gradient_checkpointing", None, "full"),
+        ("llamafactory", "disable_gradient_checkpointing", True, None),
+        ("trl", "gradient_checkpointing", None, "full"),
+        ("trl", "gradient_checkpointing", False, None),
+        ("axolotl", "gradient_checkpointing", None, None),
+        ("axolotl", "gradient_checkpointing", True, "full"),
+        ("torchtune", "enable_activation_checkpointing", False, None),
+    ):
+        asked = read(name, **{key: value})
+        assert asked.base_recompute == base, (name, value)
+        assert any("with every layer recomputed" in notice for notice in asked.notices) == (base is not None)
+        assert asked.recompute is None, "it is explored all the same"
 
 
 def test_autocast_over_weights_in_bfloat16_is_said_to_be_left_out() -> None:
@@ -307,7 +344,6 @@ def test_zero_of_adapters_on_one_device_changes_nothing(name: str) -> None:
             plain.hf_config,
         )
         assert any("shards nothing on one device" in notice for notice in asked.notices)
-    assert read("llamafactory, full", deepspeed="ds_z2.json", pure_bf16=None).training.precision == "pure"
     assert read("axolotl", deepspeed=None) == read("axolotl"), "as the refusal says"
 
 
