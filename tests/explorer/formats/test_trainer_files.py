@@ -94,9 +94,8 @@ def test_each_trainer_lists_linear_layers_as_it_does() -> None:
         ("llamafactory", "lora_target", "q_proj", ("q_proj",)),
         ("trl", "lora_target_modules", ["all-linear"], "all-linear"),
     ):
-        lora = read(
-            name, **{**({} if name != "axolotl, QLoRA" else {"lora_target_modules": None}), key: value}
-        ).training.lora
+        changes: dict[str, Any] = {"lora_target_modules": None} if name == "axolotl, QLoRA" else {}
+        lora = read(name, **changes | {key: value}).training.lora
         assert lora is not None
         assert lora.target_modules == modules, (name, value)
 
@@ -169,7 +168,8 @@ def test_the_base_recomputes_as_the_file_or_its_trainer_does() -> None:
         ("axolotl", "gradient_checkpointing", True, "full"),
         ("torchtune", "enable_activation_checkpointing", False, None),
     ):
-        asked = read(name, **{key: value})
+        changes: dict[str, Any] = {key: value}
+        asked = read(name, **changes)
         assert asked.base_recompute == base, (name, value)
         assert any("with every layer recomputed" in notice for notice in asked.notices) == (base is not None)
         assert asked.recompute is None, "it is explored all the same"

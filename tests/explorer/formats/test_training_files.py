@@ -116,7 +116,7 @@ def test_what_an_exploration_leaves_as_it_is_is_in_the_export_again() -> None:
     assert (written["optimizer"], written["scheduler"]) == (optimizer, {"type": "WarmupLR"})
     other = exploration(kept=request.kept, training={"optimizer": {"name": "sgd"}})
     assert "optimizer" not in json.loads(export("deepspeed", other).text)
-    sharded = {"num_devices": 2, "training": {"sharding": "zero2"}}
+    sharded: dict[str, Any] = {"num_devices": 2, "training": {"sharding": "zero2"}}
     small = exploration(kept={"deepspeed": {"zero_optimization": {"reduce_bucket_size": 1 << 30}}}, **sharded)
     assert any("(2 x 1,073,741,824) take 4.0 GiB" in line for line in export("deepspeed", small).header)
 
