@@ -22,6 +22,7 @@ from bexp.explorer.search.confidence import confidence_score
 
 NOT_COMPARED = {
     *("budget", "fresh", "labels", "notices", "sampler", "seed", "verify", "tolerance", "base_micro_batch_size"),
+    *("base_recompute", "kept"),
     *("target", "device_kind"),  # None can mean the same as a name; the target and the hardware that ran are compared
 }
 """Fields of a request that change the search or the wording, and neither the best candidate nor its speed."""

@@ -12,6 +12,7 @@ from bexp.explorer.answers.variants import variant_table
 from bexp.explorer.cost.step import MemoryParts
 from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.model.amounts import bytes_text, rate_text, seconds_text
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.model.target import BEXP, describe_target
 from bexp.explorer.model.training import LoRASpec
 from bexp.explorer.records.device_report import DeviceReport
@@ -96,8 +97,8 @@ def _rows(job: Explored, best: Recommendation, answer: Answer | None) -> Iterabl
 
 def _subject_rows(request: ExplorationRequest | None, report: DeviceReport | None) -> Iterable[Row]:
     if request is not None:
-        yield detail("explored", _context(request))
         parts = None if report is None else report.parts
+        yield detail("explored", _context(request, parts))
         version, class_name = (None, None) if parts is None else (parts.target_version, parts.class_name)
         yield detail("measured", describe_target(request.target_name, version, class_name))
         if parts is not None and parts.switched_off:
@@ -106,7 +107,7 @@ def _subject_rows(request: ExplorationRequest | None, report: DeviceReport | Non
         yield detail("device", f"{report.hardware.device_name}, {bytes_text(report.hardware.memory_bytes)}")
 
 
-def _context(request: ExplorationRequest) -> str:
+def _context(request: ExplorationRequest, parts: ModelParts | None) -> str:
     seq_length = request.explored.seq_length
     length = f", {seq_length} tokens per sequence" if seq_length is not None else ""
     is_named = request.execution is not None or request.executions is not None
@@ -118,15 +119,17 @@ def _context(request: ExplorationRequest) -> str:
     precision = {"pure": "", "master": ", master weights"}.get(kept, f", {kept}")
     name = request.training.optimizer.name
     optimizer = "" if name == "adamw" else f", optimizer {name}"
-    lora = "" if request.training.lora is None else f", {_adapters(request.training.lora)}"
+    lora = "" if request.training.lora is None else f", {_adapters(request.training.lora, parts)}"
     quantized = "" if request.quantized is None else f", weights in {request.quantized.bits} bits"
     trainer = "" if request.trainer is None else f", for {request.runner.title}"
     return f"{target}{request.mode}{execution}{length}{texts}{precision}{optimizer}{lora}{quantized}{trainer}"
 
 
-def _adapters(lora: LoRASpec) -> str:
+def _adapters(lora: LoRASpec, parts: ModelParts | None) -> str:
     kind = f"{'rank-stabilised ' if lora.use_rslora else ''}{'DoRA' if lora.use_dora else 'LoRA'}"
-    return f"{kind} of rank {lora.r}"
+    adapted = {} if parts is None else parts.adapted
+    trained = f" ({sum(adapted.values()):,} weights in {', '.join(adapted)})" if adapted else ""
+    return f"{kind} of rank {lora.r}{trained}"
 
 
 def changed_settings(candidate: Candidate, base: Candidate) -> str:

@@ -13,7 +13,7 @@ from bexp.explorer.dimensions.dimension import Change, Column, Dimension, Point,
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace
 from bexp.explorer.dimensions.sharding import SHARDING
-from bexp.explorer.model.base import Frozen, RuleError
+from bexp.explorer.model.base import Frozen, RuleError, is_null
 from bexp.explorer.model.hardware import DeviceSupport
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.parts import ExploredModel, ModelParts
@@ -256,6 +256,9 @@ class RecomputeAsked(Frozen):
         description="The policies to choose among. Null: all but `offload` and those with a number, `layers_N` and "
         "`groups_N`, which are explored only if they are named here; `offload` also if nothing else may fit.",
     )
+    base_recompute: Policy | None = Field(
+        None, description="The policy of the base (1.00x) if the model can run it; null: none.", exclude_if=is_null
+    )
 
 
 SHARES = frozenset({Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75})
@@ -395,12 +398,14 @@ class RecomputePolicies(Dimension):
         return column_of("recompute", offered)
 
     def bases(self, place: ReportedPlace) -> Column:
-        """Return `none`, then selective and full recomputation, then `offload` if the request names it."""
+        """Return `base_recompute`, `none`, then selective and full, then `offload` if the request names it."""
         policies: tuple[Recompute, ...] = (Recompute.NONE,)
         if place.is_training:
+            first = place.asked.base_recompute or Recompute.NONE
             asked = {Recompute.OFFLOAD}.intersection(self.considered(place))
-            policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *asked)
-        return column_of("recompute", [one for one in policies if offers_policy(place.model, one, named=True)])
+            policies = (first, Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *asked)
+        offered = [one for one in dict.fromkeys(policies) if offers_policy(place.model, one, named=True)]
+        return column_of("recompute", offered)
 
 
 def _check_offload(place: Place) -> None:

@@ -7,6 +7,8 @@ from bexp.explorer.dimensions.experts import experts_name
 from bexp.explorer.dimensions.loss import LOSS, LOSSES
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.header import header_lines, nearest_policy, recomputed_indices, seq_length_of
+from bexp.explorer.model.training import LINEAR_MODULES, TrainingSpec
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.trainer_terms import (
     compute_dtype,
     halves_experts,
@@ -50,7 +52,7 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
     seq_length = seq_length_of(request, report)
     return TrainerSettings(
         candidate=candidate,
-        training=request.training,
+        training=request.training if trainer.lists_linear else _with_named_modules(request.training, report),
         title=trainer.title,
         header=tuple(header_lines(trainer, format_name, exploration, request, known, choice)),
         target_name=request.target_name,
@@ -82,3 +84,13 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
         varies_query_groups=request.num_query_groups is not None,
         expandable_segments=request.allocator == "expandable_segments",
     )
+
+
+def _with_named_modules(training: TrainingSpec, report: DeviceReport | None) -> TrainingSpec:
+    """Return the training with the names of the linear layers that were adapted."""
+    lora, parts = training.lora, None if report is None else report.parts
+    if lora is None or lora.target_modules != LINEAR_MODULES or parts is None or not parts.adapted:
+        return training
+    others = {name.rpartition(".")[0].rpartition(".")[2] for name in lora.target_parameters or ()}
+    named = tuple(name for name in parts.adapted if name not in {*others, *(lora.modules_to_save or ())})
+    return training.model_copy(update={"lora": lora.model_copy(update={"target_modules": named})})

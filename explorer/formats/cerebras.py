@@ -2,7 +2,7 @@
 
 Only fields that decide the micro-batch are read: the batch, the sequence length, the devices, BTA, the optimizer and
 the model. If training and evaluation both ask for a micro-batch, training is explored unless `mode` says eval. A
-micro-batch that is left out, or null, is a request's default. The answer is for Cerebras' own trainer, unless the
+micro-batch that is left out, null or `none` is a request's default. The answer is for Cerebras' own trainer, unless the
 document or the command asks for what that trainer cannot express. `fp16_type: cbfloat16`, Cerebras' own format, is read
 as bfloat16, which has the same size.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bexp.explorer.formats.cerebras_trainer import check_callback, check_trainer
+from bexp.explorer.formats.cerebras_trainer import check_callback, check_data, check_runconfig, check_trainer
 from bexp.explorer.formats.modelzoo import DTYPES, refuse_network
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.translation import Location, Section, Translation
@@ -66,6 +66,7 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
     for name, key in (("train", "train_input"), ("eval", "eval_input")):
         _read_data(top, key, passes[name])
     devices: Found | None = (run.at("num_csx"), run.get("num_csx")) if "num_csx" in run else None
+    check_runconfig(run)
     trainer = top.section("trainer")
     check_trainer(trainer)
     init = trainer.section("init")
@@ -118,9 +119,10 @@ def _read_data(parent: Section, key: str, data: _Pass) -> None:
         parent.refuse(key, "several inputs are not supported: keep one")
         return
     section = parent.section(key)
+    check_data(section)
     if "batch_size" in section:
         data.batch = (section.at("batch_size"), section.get("batch_size"))
-    if section.get("micro_batch_size") is not None:
+    if not _is_left_out(section.get("micro_batch_size")):
         data.micro_batch = (section.at("micro_batch_size"), section.get("micro_batch_size"))
     if section.get("max_sequence_length") is not None:
         data.seq_length = (section.at("max_sequence_length"), section.get("max_sequence_length"))
@@ -137,6 +139,7 @@ def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Transla
     if not isinstance(callbacks, list | tuple):
         init.refuse("callbacks", "must be a list")
         return
+    unknown: list[str] = []
     for index, callback in enumerate(callbacks):
         entry = translation.section(callback, (*init.at("callbacks"), index))
         check_callback(entry)
@@ -147,13 +150,21 @@ def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Transla
                 if flag in BTA_FLAGS:
                     translation.put(("bta", BTA_FLAGS[flag]), stated[1], stated[0])
                 elif flag == MICRO_BATCH_FLAG:
-                    for name in names:
-                        passes[name].micro_batch = stated if stated[1] is not None else passes[name].micro_batch
-                elif "bta" in flag.lower():
-                    translation.refuse(stated[0], f"unknown BTA flag; known: {', '.join(BTA_FLAGS)}")
+                    for name in () if _is_left_out(stated[1]) else names:
+                        passes[name].micro_batch = stated
+                elif "bta" in flag.lower() or "ws_opt" in flag:
+                    known = f"known: {', '.join(BTA_FLAGS)}; remove it if it changes no training step"
+                    translation.refuse(stated[0], f"is not a known flag; {known}")
+                else:
+                    unknown.append(flag)
+    translation.note_unknown(unknown)
     if str(translation.get("bta", "enable")).lower() == "false" and translation.get("bta", "max_tile") is not None:
         translation.ignored.append(translation.sources["bta", "max_tile"])  # the cap of a tiling that is switched off
         translation.put(("bta", "max_tile"), None)
+
+
+def _is_left_out(micro_batch: Any) -> bool:
+    return micro_batch is None or str(micro_batch).lower() == "none"
 
 
 def _flatten(value: Any, location: Location, name: str = "") -> dict[str, Found]:

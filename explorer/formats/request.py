@@ -26,6 +26,7 @@ from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Section, Translation
 from bexp.explorer.request.explored import HuggingFaceConfig
 from bexp.explorer.request.request import ExplorationRequest
@@ -120,7 +121,24 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         translate_side_files(files, translation, devices)
         _drop_master_weights(translation, changes)
+    _unshard_one_device(translation, changes)
     return translation
+
+
+def _unshard_one_device(translation: Translation, changes: Mapping[str, Any]) -> None:
+    """Read a level of sharding that a file states as `none` on one device, and note it."""
+    location = ("training", "sharding")
+    level, source = translation.get(*location), translation.sources.get(location)
+    devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
+    if source is None or level in (None, Sharding.NONE) or devices not in (None, 1):
+        return
+    if _lookup(changes, location) is not _ABSENT:
+        return
+    translation.put(location, Sharding.NONE.value, source)
+    translation.notes.append(
+        f"{'.'.join(map(str, source))}: {level} shards nothing on one device, which has all of the training state; "
+        "for several devices say --num-devices"
+    )
 
 
 def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -> None:

@@ -15,10 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.model.lengths import EPOCH_TEXTS
 from bexp.explorer.model.spelling import shortened
-from bexp.explorer.model.translation import MAX_NAMED_KEYS, Location, Translation, is_unset, put_dtype
+from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.translation import Location, Translation, is_unset, put_dtype
+from bexp.explorer.trainers.deepspeed import read_config
 from bexp.explorer.trainers.keys import (
     EXPLORED,
     LORA_FIELDS,
@@ -28,11 +31,10 @@ from bexp.explorer.trainers.keys import (
     Key,
     Setting,
     TrainerFile,
+    Why,
     is_among,
 )
 from bexp.explorer.trainers.registry import FILES, SIDE_FILES, TRAINERS
-
-_UNKNOWN = "not read, because it is not known here what they change: "
 
 
 def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
@@ -104,10 +106,8 @@ class StatedTraining:
                 if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
                     translation.refuse(stated.at(key), reason)
             elif not is_among(key, file.harmless):
-                unknown.append(shortened(key))
-        if unknown:
-            more = f" and {len(unknown) - MAX_NAMED_KEYS} more" if len(unknown) > MAX_NAMED_KEYS else ""
-            translation.notes.append(f"{_UNKNOWN}{', '.join(unknown[:MAX_NAMED_KEYS])}{more}")
+                unknown.append(key)
+        translation.note_unknown(unknown)
         stated.said = {**file.defaults, **stated.said}
         length = stated.said.get(Setting.SEQ_LENGTH)
         if (uncut or length is None) and not has_length:
@@ -137,7 +137,8 @@ class StatedTraining:
             return
         before = self.said.get(setting)
         if setting is Setting.MODULES and before is not None:
-            result = "all-linear" if "all-linear" in (before, result) else [*before, *result]
+            whole = [one for one in (before, result) if isinstance(one, str)]
+            result = whole[0] if whole else [*before, *result]
         elif before not in (None, result):
             translation.refuse(self.at(key), f"contradicts {self.keys[setting]}")
         self.said[setting], self.keys[setting] = result, key
@@ -162,6 +163,8 @@ class StatedTraining:
             translation.refuse(self.source(Setting.OPTIMIZER), "must be the name of an optimizer")
         optimizer = ("training", "optimizer", "name")
         translation.put(optimizer, said.get(Setting.OPTIMIZER), self.source(Setting.OPTIMIZER))
+        if said.get(Setting.RECOMPUTATION):
+            translation.put(("base_recompute",), Recompute.FULL.value, self.source(Setting.RECOMPUTATION))
         if said.get(Setting.COMPILE):
             self._put_once(translation, "execution", "compile", Setting.COMPILE)
         if (loss := said.get(Setting.LOSS)) is not None:
@@ -169,6 +172,7 @@ class StatedTraining:
             known = "library" if loss in file.other_losses else loss
             self._put_once(translation, "losses", [known], Setting.LOSS)
         self._put_adapters(translation)
+        self._put_deepspeed(translation, devices, (micro, steps))
         self._put_formats(translation)
         self._put_texts(translation, has_lengths=has_lengths, has_batching=has_batching)
         self._note_explored(translation, micro)
@@ -202,6 +206,26 @@ class StatedTraining:
         for setting in LORA_FIELDS:
             translation.sources["training", "lora", setting.value] = self.source(setting)
 
+    def _put_deepspeed(self, translation: Translation, devices: int, batch: Batch) -> None:
+        config, source = self.said.get(Setting.DEEPSPEED), self.source(Setting.DEEPSPEED)
+        if config is None:
+            return
+        if devices > 1:
+            translation.refuse(source, Why.SHARDING)
+        elif not self.said.get(Setting.ADAPTERS):
+            translation.refuse(source, Why.MASTER_WEIGHTS)
+        elif isinstance(config, str):
+            translation.notes.append(
+                f"{self.keys[Setting.DEEPSPEED]}: {shortened(config)} is not read, because ZeRO shards nothing on one "
+                "device; where it offloads, put its content here"
+            )
+        else:
+            section = translation.section(config, source)
+            read_config(section, devices, batch)
+            for name, stated in (("bf16", self.said.get(Setting.HALF)), ("fp16", False)):
+                if (half := section.section(name)).get("enabled") is True and not stated:
+                    half.refuse("enabled", "contradicts the number formats of the file around it")
+
     def _put_formats(self, translation: Translation) -> None:
         config = translation.get("hf_config") or {}
         checkpoint = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -219,11 +243,28 @@ class StatedTraining:
         except ValueError as error:
             translation.refuse(source, str(error))
             return
+        if dtype == "float32" and precision == "pure" and translation.get("target") == TRANSFORMERS:
+            dtype = self._measured_format(translation, has_adapters=said.has_adapters)
         put_dtype(translation, dtype, source)
         if precision is not None:
             translation.put(("training", "precision"), "pure" if said.is_quantized else precision, source)
         if said.half and dtype == said.weights == "bfloat16" and not said.has_adapters:
             translation.notes.append("weights in bfloat16 are measured without autocast: the export says bf16: false")
+
+    def _measured_format(self, translation: Translation, *, has_adapters: bool) -> str:
+        """Return the format that is measured in place of float32, and note it; refuse training of all weights."""
+        file = FILES[self.name]
+        setting = Setting.HALF if any(key.setting is Setting.HALF for key in file.keys.values()) else Setting.WEIGHTS
+        key = self.source(setting)
+        way = f"say {key[-1]}: {'true' if setting is Setting.HALF else 'bf16'}"
+        if has_adapters:
+            translation.notes.append(
+                f"{key[-1]}: the file computes in float32; frozen weights are measured in bfloat16, with adapters in "
+                f"float32 under autocast: {way}, so that both are the same"
+            )
+        else:
+            translation.refuse(key, f"without it the file trains in float32 alone, which is not measured: {way}")
+        return "bfloat16"
 
     def _put_texts(self, translation: Translation, *, has_lengths: bool, has_batching: bool) -> None:
         packs, length = self.said.get(Setting.PACKING), translation.get("hf_seq_length")
@@ -248,9 +289,9 @@ class StatedTraining:
     def _note_explored(self, translation: Translation, micro_batch_size: int) -> None:
         names = [self.keys[setting] for setting in EXPLORED if setting in self.keys]
         others = "".join(f", {name}" for name in names)
-        translation.notes.append(
-            f"explored in place of the file's values: the micro-batch (its {micro_batch_size} is the base){others}"
-        )
+        recomputed = ", with every layer recomputed" if self.said.get(Setting.RECOMPUTATION) else ""
+        base = f"its {micro_batch_size} is the base{recomputed}"
+        translation.notes.append(f"explored in place of the file's values: the micro-batch ({base}){others}")
         for setting, term in ((Setting.ATTENTION, "attention"), (Setting.EXPERTS, "experts")):
             known = sorted(map(str, TRAINERS[self.name].expresses[term]))
             if setting in self.said and self.said[setting] not in known:

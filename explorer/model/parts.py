@@ -139,6 +139,9 @@ class ModelParts(Frozen):
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
     )
     float8: Float8Layers | None = Field(None, exclude_if=is_null)
+    adapted: dict[str, Count] = Field(
+        {}, description="Trained weights of adapters by the names of their modules.", exclude_if=operator.not_
+    )
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
     settings: tuple[str, ...] = Field(

@@ -85,6 +85,8 @@ class LossSpec(Frozen):
 
 
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.-]+$")]
+LINEAR_MODULES = "linear-modules"
+"""The linear layers of a model by their names, but the output layer, and no experts that are one tensor."""
 Names = Annotated[tuple[Name, ...], Field(min_length=1, max_length=64)]
 
 
@@ -92,8 +94,10 @@ class LoRASpec(Frozen):
     """Low-rank adapters on frozen weights (Hu et al., 2021, arXiv:2106.09685), as the peft library adds them."""
 
     r: Annotated[int, Field(ge=1, le=4096)] = Field(description="Rank of the adapters.")
-    target_modules: Literal["all-linear"] | Names | None = Field(
-        None, description="Names of the modules that get adapters, or `all-linear`."
+    target_modules: Literal["all-linear", "linear-modules"] | Names | None = Field(
+        None,
+        description="Names of the modules that get adapters. `all-linear` is peft's, with experts in one tensor and "
+        "their routers; `linear-modules` has linear layers alone, as Axolotl and LLaMA-Factory list them.",
     )
     target_parameters: Names | None = Field(
         None,
@@ -121,6 +125,11 @@ class LoRASpec(Frozen):
         description="Modules that are trained whole, each as a copy: `embed_tokens`, `lm_head`.",
         exclude_if=is_null,
     )
+
+    @field_validator("target_modules", "target_parameters", "modules_to_save", mode="before")
+    @classmethod
+    def _list_one_name(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) and value not in ("all-linear", LINEAR_MODULES) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,13 @@ class Translation:
     def refuse(self, location: Location, reason: str) -> None:
         """Note a problem, once."""
         self.problems[location, reason] = None
+
+    def note_unknown(self, keys: Sequence[str]) -> None:
+        """Note fields that may change anything, in one text if there are any."""
+        if keys:
+            more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+            named = ", ".join(map(shortened, keys[:MAX_NAMED_KEYS]))
+            self.notes.append(f"not read, because it is not known here what they change: {named}{more}")
 
     def notices(self) -> list[str]:
         """Return the notes, after one text for all ignored fields if there are any."""

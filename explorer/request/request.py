@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -133,7 +134,12 @@ class ExplorationRequest(DimensionsAsked):
     labels: Labels = Field(
         default_factory=dict, description="Texts by which people search for the exploration; they change nothing else."
     )
-
+    kept: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Of the files of trainers, by their names: what an exploration leaves as it is, and an export has "
+        "again; at most 256 KiB as JSON.",
+        exclude_if=operator.not_,
+    )
     notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(
         (), description="What was noted when the configuration was read, such as keys that were ignored."
     )
@@ -143,10 +149,10 @@ class ExplorationRequest(DimensionsAsked):
     def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
         return None if config is None else check_hugging_face_config(config)
 
-    @field_validator("target_config")
+    @field_validator("target_config", "kept")
     @classmethod
-    def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
-        if config is not None:  # what its keys mean is left to the target
+    def _check_free_fields(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        if config is not None:  # what its keys mean is left to the target, or to the trainer
             check_size(config)
         return config
 

@@ -7,7 +7,7 @@ import json
 
 from bexp.explorer.request.request import ExplorationRequest
 
-NOT_ASKED = {"labels", "fresh", "notices", "budget", "target"}
+NOT_ASKED = {"labels", "fresh", "notices", "kept", "budget", "target"}
 """Fields that do not say what is asked. The budget says how well it must be known, which is judged by the answer."""
 
 

@@ -10,6 +10,18 @@ from bexp.explorer.model.lengths import expand_lengths
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.trainer_rules import expand_trainer
 
+LISTS = ("recompute", "attention_backends", "expert_backends", "losses", "kernels")
+"""Fields that are lists of names."""
+
+
+def expand_names(data: dict[str, Any]) -> dict[str, Any]:
+    """Make a list of a name alone, and an optimizer of its name."""
+    data = data | {key: [data[key]] for key in LISTS if isinstance(data.get(key), str)}
+    training = data.get("training")
+    if isinstance(training, dict) and isinstance(name := training.get("optimizer"), str):
+        data["training"] = {**training, "optimizer": {"name": name}}
+    return data
+
 
 def expand_query_groups(data: dict[str, Any]) -> dict[str, Any]:
     """Move a list in `model.num_query_groups` to `num_query_groups`; its first entry stays as the model's own.
@@ -146,6 +158,7 @@ def expand_shorthands(data: dict[str, Any]) -> dict[str, Any]:
         RuleError: a field is given in both ways.
     """
     for expand in (
+        expand_names,
         expand_parallelism,
         expand_query_groups,
         expand_capacity_factors,

@@ -31,7 +31,7 @@ IRRELEVANT = frozenset(
         *DimensionsAsked.model_fields,  # components name what they have of a dimension
         "batch_size",
         *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
-        *("sampler", "fresh", "notices", "labels", "device_kind", "trainer", "quick"),
+        *("sampler", "fresh", "notices", "labels", "kept", "device_kind", "trainer", "quick"),
         # taken into account in another way
         *("target", "model", "hf_config", "num_devices", "training"),
     }

@@ -11,7 +11,7 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.training import Sharding
+from bexp.explorer.model.training import LINEAR_MODULES, Sharding
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.trainers.keys import (
     QLORA,
@@ -21,6 +21,7 @@ from bexp.explorer.trainers.keys import (
     TrainerFile,
     Why,
     because,
+    deepspeed,
     fields_of,
     flag,
     if_on,
@@ -29,9 +30,10 @@ from bexp.explorer.trainers.keys import (
     names,
     number,
     one_of,
+    turns_on,
     words,
 )
-from bexp.explorer.trainers.script import expert_notes, gathering_notes
+from bexp.explorer.trainers.script import gathering_notes
 from bexp.explorer.trainers.settings import TrainerSettings
 from bexp.explorer.trainers.terms import LORA as ADAPTERS
 from bexp.explorer.trainers.terms import OTHER_LIBRARIES, SINGLE_PARAMETERS, expresses
@@ -68,6 +70,11 @@ def _real_batches(settings: TrainerSettings) -> bool | None:
 
 def _groups(settings: TrainerSettings) -> bool | None:
     return None if settings.batching in (None, "packed") else settings.batching == "grouped"
+
+
+def _modules(value: Any) -> Any:
+    """Return the names, or peft's `all-linear`, which Axolotl hands on."""
+    return None if value == LINEAR_MODULES else value if isinstance(value, str) else list(value)
 
 
 def _adapter(settings: TrainerSettings) -> str | None:
@@ -112,8 +119,8 @@ KEYS = {
     ),
     "load_in_4bit": LORA["load_in_4bit"],
     "load_in_8bit": LORA["load_in_8bit"],
-    "lora_target_modules": key(Setting.MODULES, names, lambda value: None if isinstance(value, str) else list(value)),
-    "lora_target_linear": key(Setting.MODULES, if_on("all-linear"), lambda value: isinstance(value, str) or None),
+    "lora_target_modules": key(Setting.MODULES, names, _modules),
+    "lora_target_linear": key(Setting.MODULES, if_on(LINEAR_MODULES), turns_on(LINEAR_MODULES)),
     "lora_dropout": LORA["lora_dropout"],
     "lora_target_parameters": LORA["lora_target_parameters"],
     "lora_modules_to_save": LORA["lora_modules_to_save"],
@@ -132,6 +139,7 @@ KEYS = {
     "flex_attention": Key(Setting.ATTENTION, if_on("flex_attention")),
     "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
+    "deepspeed": Key(Setting.DEEPSPEED, deepspeed),
     "fsdp_version": Key(write=lambda settings: None if settings.sharding is Sharding.NONE else 2),
     "fsdp_config": Key(write=_fsdp_config),
     "accelerator_config": Key(write=accelerator_config),
@@ -149,7 +157,7 @@ FILE = TrainerFile(
     formats=_formats,
     refused=because(
         {
-            Why.SHARDING: "deepspeed deepcompile fsdp fsdp_config",
+            Why.SHARDING: "deepcompile fsdp fsdp_config",
             Why.PARALLEL: (
                 "sequence_parallel_degree context_parallel_size context_parallel tensor_parallel_size dp_shard_size "
                 "expert_parallel_size"
@@ -212,7 +220,7 @@ FILE = TrainerFile(
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the part of a configuration that an exploration decides, as YAML."""
     notes = [f"add base_model, datasets {WHAT_ELSE}", *gathering_notes(settings)]
-    notes += [*_precision_notes(settings), *expert_notes(settings)]
+    notes += _precision_notes(settings)
     return yaml_export(settings, fields_of(KEYS, settings), notes)
 
 
@@ -251,5 +259,6 @@ AXOLOTL = Trainer(
     targets=LIBRARY_RUNS_IT,
     precisions=("upcast", "pure"),  # it makes the weights in half precision, and computes under autocast
     upcast_attention=frozenset({TORCH_CHOICE, "eager"}),
+    lists_linear=True,
     allocator="expandable_segments",  # its launcher sets it
 )

@@ -28,13 +28,16 @@ from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
 
 BUCKET_GRADIENTS = 500_000_000
 """Gradients of a bucket unless `reduce_bucket_size` says otherwise; their memory is allocated at once."""
+LEAST_NOTED = 50_000_000
+"""Gradients of a bucket on one device below which its memory is not noted: 0.1 GiB."""
 GIB = 2**30
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the JSON."""
     header = (*settings.header, *script_notes(settings), *_exchange_notes(settings))
-    stage: dict[str, Any] = {"stage": settings.sharding.level}
+    kept = _kept(settings)
+    stage: dict[str, Any] = {**kept.pop("zero_optimization", {}), "stage": settings.sharding.level}
     if settings.sharding is not Sharding.NONE:
         stage["overlap_comm"] = True
     values: dict[str, Any] = {
@@ -43,10 +46,20 @@ def render(settings: TrainerSettings) -> ExportDocument:
         **({} if settings.grad_accum_steps is None else {"gradient_accumulation_steps": settings.grad_accum_steps}),
         "zero_optimization": stage,
         **_precision(settings),
+        **kept,
     }
     return ExportDocument(
         json.dumps(decided_fields(settings, values), indent=2, allow_nan=False) + "\n", "application/json", header
     )
+
+
+def _kept(settings: TrainerSettings) -> dict[str, Any]:
+    """Return what a person's JSON says beside the exploration; its optimizer only if that was measured."""
+    kept = dict(settings.request.get("kept", {}).get(DEEPSPEED.name, {}))
+    named = str((kept.get("optimizer") or {}).get("type")).lower()
+    if _OPTIMIZERS.get(named) != settings.optimizer:
+        kept.pop("optimizer", None)
+    return kept
 
 
 def _precision(settings: TrainerSettings) -> dict[str, Any]:
@@ -65,12 +78,9 @@ def _exchange_notes(settings: TrainerSettings) -> list[str]:
             "communication: without ZeRO, DeepSpeed reduces gradients when backward has ended, and nothing hides it; "
             "the measured step reduces them while backward goes on"
         ]
-    number = 1 if settings.sharding is Sharding.ZERO3 else 2
-    size = number * BUCKET_GRADIENTS * settings.dtype.itemsize / GIB
-    lines = [
-        f"memory: DeepSpeed's buckets of gradients ({number} x {BUCKET_GRADIENTS:,}) take {size:.1f} GiB more than was "
-        "measured; a smaller reduce_bucket_size takes less"
-    ]
+    gradients = _gradients_of(_kept(settings).get("zero_optimization", {}), settings.request["hf_config"])
+    buckets = _buckets(settings.sharding.level, settings.dtype.itemsize, gradients)
+    lines = [f"{buckets}; a smaller reduce_bucket_size takes less"]
     if settings.sharding is not Sharding.ZERO3:
         lines.append(
             "communication: DeepSpeed gathers parameters after the optimizer, where nothing hides it; the measured "
@@ -79,18 +89,28 @@ def _exchange_notes(settings: TrainerSettings) -> list[str]:
     return lines
 
 
+def _buckets(stage: int, itemsize: int, gradients: int) -> str:
+    """Return a note on the memory of the buckets of a stage, whose gradients have `itemsize` bytes each."""
+    number = 1 if stage == Sharding.ZERO3.level else 2
+    size = number * gradients * itemsize / GIB
+    buckets = f"memory: DeepSpeed's buckets of gradients ({number} x {gradients:,})"
+    return f"{buckets} take {size:.1f} GiB more than was measured"
+
+
 _STAGES = ("none", "zero1", "zero2", "zero3")
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
 _HARMLESS = words(
     """
-    steps_per_print wall_clock_breakdown dump_state tensorboard wandb csv_monitor comet flops_profiler
-    checkpoint data_types comms_logger memory_breakdown scheduler seed gradient_clipping prescale_gradients
-    gradient_predivide_factor communication_data_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    steps_per_print wall_clock_breakdown dump_state checkpoint data_types memory_breakdown scheduler seed
+    gradient_clipping prescale_gradients gradient_predivide_factor communication_data_type
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     disable_allgather timers activation_checkpointing use_data_before_expert_parallel_ sparse_gradients
     autotuning
     """
 )
-"""Values of the optimizer, records, files, and how gradients are gathered."""
+"""Values of the optimizer, files, and how gradients are gathered."""
+_RECORDS = words("tensorboard wandb csv_monitor comet flops_profiler comms_logger")
+"""Where records go, with names of people and of places, which are not stored."""
 _HARMLESS_OF_ZERO = words(
     """
     contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size allgather_partitions
@@ -131,18 +151,34 @@ def read_config(config: Section, devices: int, other: Batch | None) -> Batch | N
             zero.refuse(key, "is not supported")
     if zero.get("zero_hpz_partition_size", 1) != 1:
         zero.refuse("zero_hpz_partition_size", "must be 1")
-    zero.ignore(_HARMLESS_OF_ZERO)
-    zero.refuse_unread(UNKNOWN_FIELD)
     translation.put(("training", "sharding"), _STAGES[stage], zero.at("stage"))
     _read_formats(config)
+    gradients = _gradients_of(zero.values, translation.get("hf_config"))
+    if stage and devices == 1 and gradients >= LEAST_NOTED:
+        translation.notes.append(f"{_buckets(stage, 2, gradients)}; stage 0, which an export says, has none")
+    zero.ignore(_HARMLESS_OF_ZERO)
+    zero.refuse_unread(UNKNOWN_FIELD)
     optimizer = config.section("optimizer")
     if optimizer.get("type") is not None:
         lowered = Section(translation, {"type": str(optimizer.values["type"]).lower()}, optimizer.location)
         name = lowered.choice("type", _OPTIMIZERS, "adamw")
         translation.put(("training", "optimizer", "name"), name, optimizer.at("type"))
-    config.ignore(_HARMLESS)
+    config.ignore(_HARMLESS | _RECORDS)
     config.refuse_unread(UNKNOWN_FIELD)
+    translation.ignored += [config.at(key) for key in config.values if key in _RECORDS]
+    kept = {key: value for key, value in config.values.items() if key in _HARMLESS or key == "optimizer"}
+    if of_zero := {key: value for key, value in zero.values.items() if key in _HARMLESS_OF_ZERO}:
+        kept["zero_optimization"] = of_zero
+    translation.put(("kept", DEEPSPEED.name), kept)
     return other
+
+
+def _gradients_of(zero: Mapping[str, Any], config: Mapping[str, Any] | None) -> int:
+    """Return the gradients of a bucket. The Trainer sets `auto` to the square of the width of a config.json."""
+    size = zero.get("reduce_bucket_size")
+    if size == "auto" and isinstance(width := (config or {}).get("hidden_size"), int):
+        return width * width
+    return int(size) if isinstance(size, int | float) else BUCKET_GRADIENTS
 
 
 def _read_batch(config: Section, devices: int, other: Batch | None) -> None:

@@ -64,6 +64,7 @@ class Setting(StrEnum):
     RECOMPUTATION_DETAILS = "arguments of recomputation"
     ATTENTION = "attention"
     EXPERTS = "experts"
+    DEEPSPEED = "DeepSpeed"
 
 
 class Why(StrEnum):
@@ -73,6 +74,10 @@ class Why(StrEnum):
     SHARDING = (
         "sharding and its launcher are not read from this file: remove it here, and say --num-devices with "
         "--set training.sharding=zero2 or zero3"
+    )
+    MASTER_WEIGHTS = (
+        "DeepSpeed keeps float32 master weights, which are not measured for this file: remove it, because ZeRO shards "
+        "nothing on one device"
     )
     PARALLEL = "devices that share a sequence, a layer or a pipeline are not measured for this trainer"
     OFFLOADING = "what moves to the host's memory is not measured"
@@ -225,6 +230,13 @@ def number(value: Any) -> int:
     return value
 
 
+def deepspeed(value: Any) -> Any:
+    """Read DeepSpeed's JSON, or its path; nothing where it is empty."""
+    if value and not isinstance(value, str | Mapping):
+        raise ValueError("must be DeepSpeed's JSON, or its path")
+    return value or None
+
+
 def negated(value: Any) -> bool:
     """Read or write a key that switches something off."""
     return not flag(value)
@@ -241,13 +253,12 @@ def turns_on(result: Any) -> Callable[[Any], bool | None]:
 
 
 def names(value: Any) -> Any:
-    """Read a list of names, or a text of names between commas; `all` stands for `all-linear`."""
+    """Read a list of names, or a text of names between commas; one name may be `all-linear`."""
     if isinstance(value, str):
-        listed = [name.strip() for name in value.split(",") if name.strip()]
-        return "all-linear" if listed in (["all"], ["all-linear"]) else listed
+        value = [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, list):
         raise ValueError("must be a list of names")  # noqa: TRY004 - a value of the file, not of the code
-    return value
+    return "all-linear" if value == ["all-linear"] else value
 
 
 def one_of(known: Mapping[str, Any]) -> Read:

@@ -9,6 +9,7 @@ from typing import Any
 
 from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.model.model import DType
+from bexp.explorer.model.training import LINEAR_MODULES
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.trainers.keys import (
     Formats,
@@ -17,6 +18,7 @@ from bexp.explorer.trainers.keys import (
     TrainerFile,
     Why,
     because,
+    deepspeed,
     fields_of,
     flag,
     if_on,
@@ -78,6 +80,12 @@ def _finetuning_type(settings: TrainerSettings) -> str | None:
     return "lora" if settings.lora is not None else None if settings.is_own_code else "full"
 
 
+def _modules(value: Any) -> Any:
+    if (listed := names(value)) == "all-linear":
+        raise ValueError("is no name of a module: say all")
+    return LINEAR_MODULES if listed == ["all"] else listed
+
+
 def _target(settings: TrainerSettings) -> str | None:
     if settings.lora is None:
         return None
@@ -98,6 +106,7 @@ KEYS = {
     **OPTIMIZER,
     **AUTOCAST,
     **FSDP,
+    "deepspeed": Key(Setting.DEEPSPEED, deepspeed),
     **without_exports(CHECKPOINTING),
     "torch_compile": Key(Setting.COMPILE, flag),
     "model_name_or_path": Key(Setting.MODEL),
@@ -105,7 +114,7 @@ KEYS = {
     "finetuning_type": Key(Setting.ADAPTERS, one_of({"lora": True, "full": False}), _finetuning_type),
     "lora_rank": key(Setting.R),
     "lora_alpha": key(Setting.ALPHA, write=int),  # others are refused
-    "lora_target": Key(Setting.MODULES, names, _target),
+    "lora_target": Key(Setting.MODULES, _modules, _target),
     "lora_dropout": key(Setting.DROPOUT),
     "additional_target": key(Setting.SAVED, names, ",".join),
     "resize_vocab": Key(Setting.RESIZED, if_on(True)),
@@ -135,9 +144,10 @@ FILE = TrainerFile(
         Setting.MICRO_BATCH_SIZE: 8,
         Setting.SEQ_LENGTH: 2048,
         Setting.OPTIMIZER: "adamw_torch_fused",
+        Setting.RECOMPUTATION: True,
         Setting.ADAPTERS: True,
         Setting.R: 8,
-        Setting.MODULES: "all-linear",
+        Setting.MODULES: LINEAR_MODULES,
     },
     alpha_by_rank=2,
     formats=_formats,
@@ -201,6 +211,7 @@ LLAMAFACTORY = Trainer(
         adapters={LORA},
     ),
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
+    lists_linear=True,
     targets=LIBRARY_RUNS_IT,
     halves_experts=True,
     halves_shell=True,

@@ -138,7 +138,7 @@ LORA: Mapping[str, Key] = {
 }
 """Adapters by the names that Axolotl and TRL share."""
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), Why.SHARDING),
+    **dict.fromkeys(("fsdp", "fsdp_config"), Why.SHARDING),
     "parallelism_config": Why.PARALLEL,
     "fp16": Why.OTHER_WEIGHTS,
     "use_liger_kernel": Why.KERNELS,
@@ -198,6 +198,7 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
     if arguments.boolean("torch_compile"):
         translation.put(("execution",), "compile", arguments.at("torch_compile"))
     if arguments.boolean("gradient_checkpointing"):
+        translation.put(("base_recompute",), Recompute.FULL.value, arguments.at("gradient_checkpointing"))
         translation.notes.append("recomputation is open: gradient_checkpointing is on, and every policy is explored")
     if isinstance(nested := arguments.get("deepspeed"), Mapping):
         read_config(arguments.section("deepspeed"), devices, (micro, steps))

@@ -18,6 +18,7 @@ from bexp.explorer.trainers.keys import (
     TrainerFile,
     Why,
     because,
+    deepspeed,
     flag,
     key,
     must_be,
@@ -62,6 +63,7 @@ def _packing_strategy(value: Any) -> None:
 
 KEYS = {
     **ARGUMENTS,
+    "deepspeed": Key(Setting.DEEPSPEED, deepspeed),
     # By default TRL computes under autocast.
     "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16, otherwise=False)),
     "fp16": Key(write=autocast_in(DType.FLOAT16, otherwise=False)),

@@ -17,8 +17,8 @@ ANSWERS = {
     "autocast": exploration(training={"precision": "autocast"}),
     "master": exploration(training={"precision": "master"}),
     "lora": exploration(training={"lora": {"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}}),
-    "lora_all": exploration(training={"lora": {"r": 8, "target_modules": "all-linear"}}),
-    "qlora": exploration(quantization="bnb_4bit", training={"lora": {"r": 8, "target_modules": "all-linear"}}),
+    "lora_all": exploration(training={"lora": {"r": 8, "target_modules": "linear-modules"}}),
+    "qlora": exploration(quantization="bnb_4bit", training={"lora": {"r": 8, "target_modules": "linear-modules"}}),
     "lora_8bit": exploration(
         quantization="bnb_8bit",
         training={

@@ -26,6 +26,7 @@ from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures
 from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, alternative, said_of, told
 from tests.explorer.alternatives import other_of, with_alternatives, without
+from tests.explorer.exports.samples import PARTS, exploration
 
 
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
@@ -99,6 +100,15 @@ def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
         "explored target transformers, train, eager or compile, 32 tokens per sequence, autocast, LoRA of rank 8 "
         in text
     )
+
+
+def test_the_weights_of_adapters_are_counted_and_named() -> None:
+    source = exploration(training={"lora": {"r": 8, "target_modules": "linear-modules"}})
+    assert source.report is not None
+    parts = PARTS.model_copy(update={"adapted": {"q_proj": 4000, "o_proj": 3168}})
+    report = source.report.model_copy(update={"parts": parts})
+    text = " ".join(told(ANSWER, source.request, report).split())
+    assert "LoRA of rank 8 (7,168 weights in q_proj, o_proj)" in text
 
 
 def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:

@@ -218,7 +218,7 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
     own.write_text("base_model: a/b\ndeepspeed: zero2.json\n")
     done = bexp("best", job_id, "--format", "axolotl", "--into", own)
     assert (done.code, done.stdout) == (2, "")
-    assert "axolotl.deepspeed: sharding and its launcher are not read" in done.stderr
+    assert "axolotl.deepspeed: DeepSpeed keeps float32 master weights" in done.stderr
     unknown = bexp("best", job_id, "--format", "toml")
     assert (unknown.code, unknown.stdout) == (2, "")
     assert "the formats are python, transformers, trl, accelerate" in unknown.stderr

@@ -68,7 +68,7 @@ def test_the_file_comes_out_with_the_measured_size_and_asks_for_the_same_trainin
     assert (after[size], after["gradient_accumulation_steps"]) == (8, (asked.batch_size or 0) // 8)
     (files / "tuned.yaml").write_text(text)
     again = asked_by(files / "tuned.yaml", trainer)
-    told = {"base_micro_batch_size", "notices"}
+    told = {"base_micro_batch_size", "base_recompute", "notices"}
     assert again.model_dump(exclude=told) == asked.model_dump(exclude=told)
     assert again.base_micro_batch_size == 8
     kept = [line for line in before.splitlines() if line.startswith(("#", "output_dir", "learning_rate", "dataset"))]
@@ -129,7 +129,7 @@ def test_keys_of_what_was_not_measured_become_null_and_are_named(files: Path) ->
 @pytest.mark.parametrize(
     ("name", "added", "words"),
     [
-        ("axolotl", "deepspeed: zero2.json", r"axolotl\.deepspeed: sharding and its launcher"),
+        ("axolotl", "deepspeed: zero2.json", r"axolotl\.deepspeed: DeepSpeed keeps float32 master"),
         ("axolotl, QLoRA", "sample_packing: true", "batching: packed in the file, full sequences in the exploration"),
         ("axolotl, QLoRA", "peft_use_dora: true", r"training\.lora: .*'use_dora': True\} in the file"),
         ("llamafactory, full", "use_unsloth: true", r"llamafactory\.use_unsloth: these kernels"),
@@ -197,7 +197,10 @@ def test_a_base_model_on_the_hub_is_named_by_its_config(files: Path, bexp: Run) 
     assert "hf download nobody/no-such-model config.json --local-dir . and then --model config.json" in done.stderr
     done = bexp("submit", path, "--trainer", "axolotl", "--model", "models/Llama-3.2-1B")
     assert done.code == 0, done.stderr
-    assert "explored in place of the file's values: the micro-batch (its 2 is the base)" in done.stderr
+    assert (
+        "explored in place of the file's values: the micro-batch (its 2 is the base, with every layer recomputed)"
+        in done.stderr
+    )
     done = bexp("submit", "models/Llama-3.2-1B", "--model", "models/Llama-3.2-1B")
     assert "--model is for a trainer's own file" in done.stderr
 

@@ -95,8 +95,20 @@ def test_every_choice_of_adapters_is_exported() -> None:
     assert "llamafactory" not in formats_for(source.recommendation, source.request)
 
 
+def test_linear_modules_are_named_where_a_trainer_does_not_list_them() -> None:
+    source = exploration(training={"lora": {"r": 8, "target_modules": "linear-modules"}})
+    assert source.report is not None
+    assert source.report.parts is not None
+    parts = source.report.parts.model_copy(update={"adapted": {"q_proj": 8, "o_proj": 8}})
+    source = replace(source, report=source.report.model_copy(update={"parts": parts}))
+    for name in ("transformers", "accelerate", "trl", "python"):
+        assert "target_modules=['q_proj', 'o_proj']" in "\n".join(export(name, source).header), name
+    assert "lora_target_linear: true" in export("axolotl", source).text
+    assert "lora_target: all\n" in export("llamafactory", source).text
+
+
 def test_all_linear_on_experts_is_said_where_a_trainer_lists_linear_layers_by_itself() -> None:
     source = exploration(training={"lora": {"r": 8, "target_modules": "all-linear"}})
-    for name in ("axolotl", "llamafactory"):
-        assert any("adapts experts in one tensor as well" in line for line in export(name, source).header)
-        assert not any("in one tensor" in line for line in export(name, quantized()).header)
+    assert any("adapts experts in one tensor as well" in line for line in export("llamafactory", source).header)
+    assert not any("in one tensor" in line for line in export("llamafactory", quantized()).header)
+    assert "lora_target_modules: all-linear\n" in export("axolotl", source).text

@@ -192,7 +192,7 @@ def test_scoped_flags_decide_the_mode() -> None:
     [
         (trainer(bta(max_tile=7)), ("GlobalFlags", "csx.debug.ini", "ws_opt_bta_max_tile"), "must divide"),
         (trainer(bta(max_tile=0)), ("ws_opt_bta_max_tile",), "greater than or equal to 1"),
-        (trainer({"GlobalFlags": {"csx.debug.ini.ws_opt_bta": 2}}), ("csx.debug.ini.ws_opt_bta",), "unknown BTA flag"),
+        (trainer({"GlobalFlags": {"csx.debug.ini.ws_opt_bta": 2}}), ("csx.debug.ini.ws_opt_bta",), "not a known flag"),
         ({"trainer": {"init": {"callbacks": [bta()]}}}, ("trainer", "init", "model"), "missing"),
         ({"trainer": [1]}, ("trainer",), "keep one"),
         ({"trainer": 1}, ("trainer",), "must be a mapping"),
@@ -301,3 +301,43 @@ def test_the_inputs_length_goes_before_the_models() -> None:
     shapes = {key: value for key, value in NATIVE["model"].items() if key != "seq_length"}
     assert parse_request(run(train_input=data, model=shapes)).seq_length == 512
     assert ("train_input", "max_sequence_length") in refusal(run(train_input={**data, "max_sequence_length": 4096}))
+
+
+@pytest.mark.parametrize("written", ["none", "None", None])
+def test_a_micro_batch_of_none_is_the_default(written: Any) -> None:
+    data = {"batch_size": 8, "micro_batch_size": written}
+    assert parse_request(run(train_input=data)).micro_batch_choice == "auto"
+    flag = {"ScopedTrainFlags": {"csx.performance.micro_batch_size": written}}
+    assert parse_request(trainer(flag)).micro_batch_choice == "auto"
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ("runconfig", "grad_accum_steps"),
+        ("runconfig", "num_csxs"),
+        ("train_input", "micro_batchsize"),
+        ("train_input", "use_vsl"),
+        ("eval_input", "max_seq_length"),
+    ],
+)
+def test_an_unknown_field_that_may_change_the_batch_is_refused(section: str, field: str) -> None:
+    document = run(eval_input={"batch_size": 8})
+    changed = {**document, section: {**document[section], field: 2}}
+    assert "remove it if it changes no training step" in refusal(changed)[section, field]
+    parse_request(document)
+
+
+def test_unknown_fields_of_data_and_flags_are_noted() -> None:
+    document = run(train_input={"batch_size": 8, "data_dir": "x", "tokenizer_file": "y"})
+    assert any("what they change: tokenizer_file" in notice for notice in parse_request(document).notices)
+    flags = {"GlobalFlags": {"csx.debug.retries": 2}}
+    assert any("what they change: csx.debug.retries" in notice for notice in parse_request(trainer(flags)).notices)
+
+
+@pytest.mark.parametrize("flag", ["ws_opt_max_grads", "ws_opt_bta_min_tile", "ws_opt_enable_BTA"])
+def test_an_unknown_flag_of_optimisation_is_refused(flag: str) -> None:
+    for flags in ({"csx.debug.ini": {flag: 2}}, {f"csx.debug.ini.{flag}": 2}):
+        refused = refusal(trainer({"GlobalFlags": flags}))
+        assert any("is not a known flag" in reason for reason in refused.values()), refused
+    parse_request(trainer(bta()))

@@ -162,7 +162,6 @@ def test_what_a_request_says_of_recomputation_stands_beside_the_flags() -> None:
         ("--save $FOLDER", "save", "shell variable"),
         ("--recompute-method ring", "recompute_method", "supported: uniform, block"),
         ("--fp16", "fp16", "contradicts bf16"),
-        ("--use-distributed-optimizer", "use_distributed_optimizer", "needs num_devices > 1"),
         ("--num-experts 8", "disable_bias_linear", "biases in experts"),
         (f"{DROPPING} --moe-token-drop-policy position", "moe_token_drop_policy", "supported: probs"),
         (f"{DROPPING} --moe-pad-expert-input-to-capacity", "moe_pad_expert_input_to_capacity", "not padded"),
@@ -209,6 +208,20 @@ def test_a_nemo_file() -> None:
     assert (model.query_groups, model.activation, model.norm, model.mlp_bias) == (2, "silu", "rmsnorm", False)
     assert (changed.flash_attention, changed.training.sharding) == (False, Sharding.ZERO1)
     assert "full uniform with 2 layers" in " ".join(changed.notices)
+
+
+def test_an_optimizer_that_is_distributed_on_one_gpu_is_whole() -> None:
+    alone = {"model__optim": {"name": "distributed_fused_adam"}, "trainer__devices": 1, "trainer__num_nodes": 1}
+    of_nemo, of_flags = (
+        parse_request(nemo(**alone)),
+        parse_request(load_document(f"{FLAGS} --use-distributed-optimizer")),
+    )
+    for request in (of_nemo, of_flags):
+        assert (request.num_devices, request.training.sharding) == (1, Sharding.NONE)
+        assert any("zero1 shards nothing on one device" in notice for notice in request.notices)
+    spread = parse_request(load_document(f"{FLAGS} --use-distributed-optimizer"), overrides={"num_devices": 2})
+    assert spread.training.sharding is Sharding.ZERO1, "as the note says"
+    assert not any("shards nothing" in notice for notice in spread.notices)
 
 
 def test_a_nemo_file_with_parallel_sizes_is_a_mesh_whose_base_is_open() -> None:

@@ -67,7 +67,7 @@ def test_what_decides_memory_is_read(
                 **{"target_modules": ("q_proj", "v_proj", "down_proj"), "modules_to_save": ("embed_tokens",)},
             },
         ),
-        ("llamafactory", {"r": 8, "alpha": 16.0, "target_modules": "all-linear"}),  # its default is twice the rank
+        ("llamafactory", {"r": 8, "alpha": 16.0, "target_modules": "linear-modules"}),  # its default is twice the rank
         ("llamafactory, full", None),
         ("trl", {"r": 16, "alpha": 32.0, "target_modules": "all-linear", "use_dora": True}),
         ("trl, full", None),
@@ -85,11 +85,29 @@ def test_adapters_are_read(name: str, lora: dict[str, Any] | None) -> None:
     assert (None if found is None else found.model_dump(exclude_defaults=True)) == lora
 
 
+def test_each_trainer_lists_linear_layers_as_it_does() -> None:
+    """TRL hands `all-linear` to peft; Axolotl and LLaMA-Factory list linear layers by their class."""
+    for name, key, value, modules in (
+        ("axolotl, QLoRA", "lora_target_linear", True, "linear-modules"),
+        ("axolotl, QLoRA", "lora_target_modules", "all-linear", "all-linear"),
+        ("llamafactory", "lora_target", ["all"], "linear-modules"),
+        ("llamafactory", "lora_target", "q_proj", ("q_proj",)),
+        ("trl", "lora_target_modules", ["all-linear"], "all-linear"),
+    ):
+        changes: dict[str, Any] = {"lora_target_modules": None} if name == "axolotl, QLoRA" else {}
+        lora = read(name, **changes | {key: value}).training.lora
+        assert lora is not None
+        assert lora.target_modules == modules, (name, value)
+
+
 def test_other_spellings_of_adapters() -> None:
     experts = ["experts.gate_up_proj"]
     asked = read("axolotl, QLoRA", lora_target_parameters=experts, lora_target_modules=None, lora_target_linear=True)
     assert asked.training.lora is not None
-    assert (asked.training.lora.target_modules, asked.training.lora.target_parameters) == ("all-linear", tuple(experts))
+    assert (asked.training.lora.target_modules, asked.training.lora.target_parameters) == (
+        "linear-modules",
+        tuple(experts),
+    )
     asked = read("llamafactory", lora_target="q_proj, v_proj", additional_target="lm_head", quantization_bit=8)
     assert asked.training.lora is not None
     assert (asked.training.lora.target_modules, asked.training.lora.modules_to_save) == (
@@ -103,20 +121,58 @@ def test_other_spellings_of_adapters() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "dtype", "precision"),
     [
-        ("axolotl", {"bf16": False}, "float32", "pure"),
         ("llamafactory, full", {"pure_bf16": False, "bf16": True}, "bfloat16", "autocast"),
-        ("llamafactory, full", {"pure_bf16": None}, "float32", "pure"),
         ("trl, full", {"dtype": "bfloat16", "bf16": False}, "bfloat16", "pure"),
         ("trl, full", {"dtype": "auto"}, "bfloat16", "pure"),  # as the checkpoint has it
-        ("trl, full", {"bf16": False}, "float32", "pure"),
+        ("trl, full", {"dtype": "float32", "bf16": True}, "bfloat16", "autocast"),
         ("trl", {"dtype": "float32"}, "bfloat16", "autocast"),
-        ("torchtune", {"dtype": "fp32"}, "float32", "pure"),
+        ("torchtune", {"dtype": "fp32"}, "bfloat16", "pure"),
+        ("axolotl, QLoRA", {"bf16": False, "load_in_4bit": None, "adapter": "lora"}, "bfloat16", "pure"),
     ],
 )
 def test_number_formats(name: str, changes: dict[str, Any], dtype: str, precision: str) -> None:
     asked = read(name, **changes)
     assert asked.hf_config is not None
     assert (asked.hf_config["dtype"], asked.training.precision) == (dtype, precision)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("axolotl", {"bf16": False}, "bf16"),
+        ("llamafactory, full", {"pure_bf16": None, "optim": "adamw_torch"}, "bf16"),
+        ("trl, full", {"dtype": "float32", "bf16": False}, "bf16"),
+    ],
+)
+def test_all_weights_in_float32_alone_are_not_measured(name: str, changes: dict[str, Any], key: str) -> None:
+    assert f"say {key}: true" in refusal(name, **changes)[f"{FILES[name][0]}.{key}"]
+    assert read(name, **changes | {key: True}).training.precision in ("autocast", "upcast")  # as the refusal says
+    assert read(name, {"target": "bexp"}, **changes).shapes.dtype == "float32", "the reference layers have it"
+
+
+def test_adapters_of_a_file_in_float32_are_said_to_be_measured_over_bfloat16() -> None:
+    for name, changes in (("axolotl, QLoRA", {"load_in_4bit": None, "adapter": "lora"}), ("trl", {"dtype": "float32"})):
+        asked = read(name, bf16=False, **changes)
+        assert any("frozen weights are measured in bfloat16" in notice for notice in asked.notices)
+        assert not any("frozen weights" in notice for notice in read(name, bf16=True, **changes).notices)
+
+
+def test_the_base_recomputes_as_the_file_or_its_trainer_does() -> None:
+    """By default LLaMA-Factory and TRL recompute every layer; Axolotl and torchtune do not."""
+    for name, key, value, base in (
+        ("llamafactory", "disable_gradient_checkpointing", None, "full"),
+        ("llamafactory", "disable_gradient_checkpointing", True, None),
+        ("trl", "gradient_checkpointing", None, "full"),
+        ("trl", "gradient_checkpointing", False, None),
+        ("axolotl", "gradient_checkpointing", None, None),
+        ("axolotl", "gradient_checkpointing", True, "full"),
+        ("torchtune", "enable_activation_checkpointing", False, None),
+    ):
+        changes: dict[str, Any] = {key: value}
+        asked = read(name, **changes)
+        assert asked.base_recompute == base, (name, value)
+        assert any("with every layer recomputed" in notice for notice in asked.notices) == (base is not None)
+        assert asked.recompute is None, "it is explored all the same"
 
 
 def test_autocast_over_weights_in_bfloat16_is_said_to_be_left_out() -> None:
@@ -197,7 +253,16 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
 @pytest.mark.parametrize(
     ("name", "changes", "field", "words"),
     [
-        ("axolotl", {"deepspeed": "zero3.json"}, "deepspeed", "--set training.sharding=zero2"),
+        ("axolotl", {"deepspeed": "zero3.json"}, "deepspeed", "remove it, because ZeRO shards nothing on one device"),
+        ("axolotl", {"deepspeed": "zero3.json", "world_size": 2}, "deepspeed", "--set training.sharding=zero2"),
+        ("axolotl, QLoRA", {"deepspeed": ["zero3.json"]}, "deepspeed", "must be DeepSpeed's JSON, or its path"),
+        (
+            "axolotl, QLoRA",
+            {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+            "deepspeed.zero_optimization.offload_optimizer",
+            "offloading is not supported",
+        ),
+        ("trl", {"deepspeed": {"fp16": {"enabled": True}}}, "deepspeed.fp16.enabled", "contradicts the number formats"),
         ("axolotl", {"fsdp_config": {"reshard_after_forward": True}}, "fsdp_config", "sharding"),
         ("axolotl", {"context_parallel_size": 2}, "context_parallel_size", "share a sequence"),
         ("axolotl", {"rl": "dpo"}, "rl", "only supervised fine-tuning"),
@@ -220,6 +285,7 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("axolotl, QLoRA", {"lora_mlp_kernel": True}, "lora_mlp_kernel", "kernels are not measured"),
         ("axolotl, QLoRA", {"load_in_4bit": None}, "adapter", "qlora needs load_in_4bit: true"),
         ("axolotl, QLoRA", {"lora_r": 0}, "lora_r", "greater than or equal to 1"),
+        ("llamafactory", {"lora_target": "all-linear"}, "lora_target", "say all"),
         ("llamafactory", {"stage": "dpo"}, "stage", "these are: sft, pt"),
         ("llamafactory", {"finetuning_type": "freeze"}, "finetuning_type", "these are: lora, full"),
         ("llamafactory", {"use_unsloth": True}, "use_unsloth", "kernels are not measured"),
@@ -229,7 +295,7 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("llamafactory", {"pure_bf16": True}, "pure_bf16", "keeps adapters in bfloat16"),
         ("llamafactory", {"bf16": False}, "bf16", "under autocast"),
         ("llamafactory", {"use_galore": True}, "use_galore", "optimizer is not measured"),
-        ("llamafactory", {"deepspeed": "ds_z3.json"}, "deepspeed", "sharding"),
+        ("llamafactory, full", {"deepspeed": "ds_z3.json"}, "deepspeed", "float32 master weights"),
         ("trl", {"load_in_4bit": True}, "use_bnb_nested_quant", "quantised scales"),
         ("trl", {"load_in_8bit": True, "dtype": "float32"}, "bf16", "say dtype: bfloat16"),
         ("trl", {"packing_strategy": "wrapped"}, "packing_strategy", "say packing_strategy: bfd"),
@@ -262,6 +328,23 @@ def test_what_is_not_measured_is_refused_at_its_key(name: str, changes: dict[str
     found = refusal(name, **changes)
     key = f"{FILES[name][0]}.{field}"
     assert words in found.get(key, ""), found
+
+
+@pytest.mark.parametrize("name", ["axolotl, QLoRA", "llamafactory", "trl"])
+def test_zero_of_adapters_on_one_device_changes_nothing(name: str) -> None:
+    plain = read(name)
+    for config in (
+        "ds_z3.json",
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1}, "bf16": {"enabled": "auto"}},
+    ):
+        asked = read(name, deepspeed=config)
+        assert (asked.training, asked.batch_size, asked.hf_config) == (
+            plain.training,
+            plain.batch_size,
+            plain.hf_config,
+        )
+        assert any("shards nothing on one device" in notice for notice in asked.notices)
+    assert read("axolotl", deepspeed=None) == read("axolotl"), "as the refusal says"
 
 
 def test_what_nothing_knows_is_listed_in_one_line() -> None:

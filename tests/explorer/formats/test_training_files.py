@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from bexp.explorer.formats.document import FormatError
+from bexp.explorer.exports.export import export
+from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.exports.samples import exploration
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_devices": 4}
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 128}
@@ -54,6 +57,68 @@ def test_stages_of_deepspeed(stage: int) -> None:
     zero = {"stage": stage, "overlap_comm": True}
     request = deepspeed(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4, zero_optimization=zero)
     assert (request.training.sharding.level, request.batch_size, request.base_micro_batch_size) == (stage, 32, 2)
+
+
+ONE_DEVICE = """
+model_type: llama
+vocab_size: 1024
+hidden_size: 64
+intermediate_size: 128
+num_hidden_layers: 2
+num_attention_heads: 4
+max_position_embeddings: 256
+training_arguments: {per_device_train_batch_size: 2, gradient_accumulation_steps: 8, bf16: true}
+deepspeed:
+  train_batch_size: auto
+  train_micro_batch_size_per_gpu: auto
+  gradient_accumulation_steps: auto
+  gradient_clipping: auto
+  bf16: {enabled: auto}
+  zero_optimization: {stage: 2, overlap_comm: true, reduce_bucket_size: auto, allgather_bucket_size: auto}
+"""
+
+
+def test_zero_on_one_device_is_whole_and_auto_is_what_the_arguments_say() -> None:
+    document = load_document(ONE_DEVICE)
+    request = parse_request(document, overrides={"model.seq_length": 128})
+    assert (request.training.sharding, request.training.precision) == (Sharding.NONE, "master")
+    assert (request.batch_size, request.base_micro_batch_size) == (16, 2)
+    [note] = request.notices
+    assert note.startswith("deepspeed.zero_optimization.stage: zero2 shards nothing on one device")
+    spread = parse_request(document, overrides={"num_devices": 2})
+    assert (spread.training.sharding, spread.notices) == (Sharding.ZERO2, ())
+    exported = json.loads(export("deepspeed", exploration(kept=request.kept)).text)
+    assert exported["gradient_clipping"] == "auto"
+    assert exported["zero_optimization"] == {
+        **{"stage": 0, "overlap_comm": True},
+        **{"reduce_bucket_size": "auto", "allgather_bucket_size": "auto"},
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buckets_of_one_device_are_said(stage: int) -> None:
+    asked: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    request = parse_request({**CONFIG, "num_devices": 1, "deepspeed": asked})
+    assert request.training.sharding is Sharding.NONE
+    expected = f"buckets of gradients ({1 if stage == 3 else 2} x 500,000,000) take"
+    assert any(expected in notice for notice in request.notices)
+    fsdp = parse_request({**CONFIG, "num_devices": 1, "training_arguments": {"fsdp": "full_shard"}})
+    assert fsdp.training.sharding is Sharding.NONE
+
+
+def test_what_an_exploration_leaves_as_it_is_is_in_the_export_again() -> None:
+    """Names of places are not stored, and an optimizer that was not measured is not written."""
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    request = deepspeed(optimizer=optimizer, scheduler={"type": "WarmupLR"}, wandb={"enabled": True, "team": "us"})
+    assert request.kept == {"deepspeed": {"optimizer": optimizer, "scheduler": {"type": "WarmupLR"}}}
+    assert "ignored, because they change nothing: deepspeed.wandb" in request.notices
+    written = json.loads(export("deepspeed", exploration(kept=request.kept)).text)
+    assert (written["optimizer"], written["scheduler"]) == (optimizer, {"type": "WarmupLR"})
+    other = exploration(kept=request.kept, training={"optimizer": {"name": "sgd"}})
+    assert "optimizer" not in json.loads(export("deepspeed", other).text)
+    sharded: dict[str, Any] = {"num_devices": 2, "training": {"sharding": "zero2"}}
+    small = exploration(kept={"deepspeed": {"zero_optimization": {"reduce_bucket_size": 1 << 30}}}, **sharded)
+    assert any("(2 x 1,073,741,824) take 4.0 GiB" in line for line in export("deepspeed", small).header)
 
 
 def test_formats_of_deepspeed() -> None:

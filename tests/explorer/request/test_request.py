@@ -210,3 +210,24 @@ def test_a_stored_request_is_read_back_as_it_was() -> None:
         micro_batch_size={"explore": {"max": 8}},
     )
     assert ExplorationRequest.model_validate_json(request.model_dump_json()) == request
+
+
+@pytest.mark.parametrize(
+    ("alone", "written"),
+    [
+        ({"training": {"optimizer": "adafactor"}}, {"training": {"optimizer": {"name": "adafactor"}}}),
+        ({"training": {"optimizer": "adamw_8bit"}}, {"training": {"optimizer": {"name": "adamw_bnb_8bit"}}}),
+        ({"recompute": "full"}, {"recompute": ["full"]}),
+        ({"attention_backends": "sdpa"}, {"attention_backends": ["sdpa"]}),
+        ({"losses": "library"}, {"losses": ["library"]}),
+        (
+            {"training": {"lora": {"r": 4, "target_modules": "q_proj"}}},
+            {"training": {"lora": {"r": 4, "target_modules": ["q_proj"]}}},
+        ),
+    ],
+)
+def test_a_name_alone_is_a_list_of_one_or_the_optimizer_of_that_name(
+    alone: dict[str, Any], written: dict[str, Any]
+) -> None:
+    config = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 16}
+    assert ExplorationRequest.model_validate(config | alone) == ExplorationRequest.model_validate(config | written)

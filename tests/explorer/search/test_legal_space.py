@@ -101,6 +101,12 @@ def test_flash_may_be_excluded_but_not_as_the_only_one() -> None:
         space(only)
 
 
+def test_the_first_base_has_the_policy_that_is_asked_for() -> None:
+    assert [bases(tiny.request(base_recompute=policy))[0].recompute for policy in (None, "full")] == ["none", "full"]
+    only = tiny.request(base_recompute="full", recompute=["none"])
+    assert (bases(only)[0].recompute, {c.recompute for c in space(only).candidates}) == ("full", {"none"})
+
+
 def test_no_base_has_flash_attention_if_it_is_excluded() -> None:
     request = tiny.request(flash_attention=False)
     found = report().model_copy(update={"default_attention": "flash"})

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from bexp.explorer.model.training import LoRASpec, lora_arguments
+from torch import nn
+
+from bexp.explorer.model.training import LINEAR_MODULES, LoRASpec, lora_arguments
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 
 
@@ -23,6 +27,8 @@ def add_adapters(model: Any, spec: LoRASpec, *, is_quantized: bool = False) -> N
         import peft  # noqa: PLC0415 - optional, and slow to import
     except ImportError as error:
         raise UnsupportedModelError(f"LoRA needs the peft library: pip install peft ({one_line(error)})") from error
+    if spec.target_modules == LINEAR_MODULES:
+        spec = spec.model_copy(update={"target_modules": _linear_modules(model)})
     asked = {name: value for name, value in lora_arguments(spec).items() if name in _NAMED}
     with quiet_library():
         try:
@@ -40,6 +46,25 @@ def add_adapters(model: Any, spec: LoRASpec, *, is_quantized: bool = False) -> N
             what = "parameter" if field == "target_parameters" else "module"
             text = f"training.lora.{field}: {type(model).__name__} has no {what} called {_listed(missing)}"
             raise UnsupportedModelError(f"{text} (peft {peft.__version__})")
+
+
+def adapted_weights(model: nn.Module) -> dict[str, int]:
+    """Return the number of weights that peft trains by the last names of their modules; empty without adapters."""
+    found: Counter[str] = Counter()
+    for path, weight in model.named_parameters():
+        module, *is_added = re.split(r"(?:\.base_layer)*\.(?:lora_|modules_to_save\.)", path, maxsplit=1)
+        if is_added and weight.requires_grad:
+            found[module.rsplit(".", 1)[-1]] += weight.numel()
+    return dict(found)
+
+
+def _linear_modules(model: Any) -> tuple[str, ...]:
+    """Return the last names of the linear layers, but the output layer, in the order of the model."""
+    output = model.get_output_embeddings()
+    paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output]
+    if not paths:
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear layers: name training.lora.target_modules")
+    return tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
 
 
 _NAMED = ("target_modules", "target_parameters", "modules_to_save")

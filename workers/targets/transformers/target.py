@@ -31,7 +31,7 @@ from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
-from bexp.workers.targets.transformers.adapters import add_adapters
+from bexp.workers.targets.transformers.adapters import adapted_weights, add_adapters
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
@@ -370,6 +370,7 @@ def describe_parts(
         num_parameters=sum(p.numel() for p in parameters),
         parameter_bytes=num_bytes(parameters),
         trainable_bytes=num_bytes(p for p in parameters if p.requires_grad),
+        adapted=adapted_weights(resolved.model),
         policies=tuple(policies),
         tiles=tiles is None,
         unavailable={name: reason for name, reason in refused.items() if reason is not None},

@@ -54,6 +54,44 @@ def test_only_the_adapters_count_as_trained(parts: ModelParts) -> None:
     assert (parts.tiles, "full" in parts.policies) == (True, True)
 
 
+ATTENTION = {"q_proj": (64, 64), "k_proj": (64, 32), "v_proj": (64, 32), "o_proj": (64, 64)}
+DENSE = {"gate_proj": (64, 96), "up_proj": (64, 96), "down_proj": (96, 64)}
+
+
+@pytest.mark.parametrize(
+    ("config", "lora", "shapes"),
+    [
+        (QWEN_MOE, {}, ATTENTION),
+        (LLAMA, {}, ATTENTION | DENSE),
+        (LLAMA, {"use_dora": True}, ATTENTION | DENSE),
+        (QWEN_MOE, {"target_parameters": ["experts.down_proj"]}, ATTENTION | {"experts": (4 * 64, 4 * 32)}),
+    ],
+)
+def test_linear_modules_are_those_of_a_list_by_class(
+    config: dict[str, Any], lora: dict[str, Any], shapes: dict[str, tuple[int, int]]
+) -> None:
+    """Experts in one tensor, their router and the output layer have no adapters unless they are named."""
+    pytest.importorskip("peft")
+    asked = {"r": 4, "target_modules": "linear-modules", **lora}
+    found = open_target(config, training={"lora": asked}).report(HARDWARE).parts
+    assert found is not None
+    magnitudes = {name: outputs if "use_dora" in lora else 0 for name, (_, outputs) in shapes.items()}
+    expected = {name: len(found.layers) * (4 * sum(sides) + magnitudes[name]) for name, sides in shapes.items()}
+    assert found.adapted == expected
+    assert sum(expected.values()) * 4 == found.trainable_bytes  # float32
+
+
+def test_a_model_without_linear_layers_needs_names() -> None:
+    pytest.importorskip("peft")
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 160}
+    lora: dict[str, Any] = {"r": 4, "target_modules": "linear-modules"}
+    with pytest.raises(UnsupportedTrialError, match=r"has no linear layers: name training\.lora\.target_modules"):
+        open_target(config, training={"lora": lora}).report(HARDWARE)
+    found = open_target(config, training={"lora": lora | {"target_modules": ["c_attn"]}}).report(HARDWARE).parts
+    assert found is not None
+    assert found.adapted == {"c_attn": 2 * 4 * (64 + 192)}
+
+
 def test_parts_and_whole_model_give_gradients_to_the_adapters_alone(
     target: TransformersTarget, parts: ModelParts
 ) -> None:
