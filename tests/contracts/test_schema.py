@@ -48,7 +48,7 @@ def upgrade():
         batch.add_column(sa.Column("note", sa.String(8), nullable=False, server_default="none"))
 """
 
-READ_BY_WORKERS = ("0001", "a913ab6d26f3f89c")
+READ_BY_WORKERS = ("0001", "5155d4b337997ee0")
 """The revision since which workers read requests and trials in their present form, and the digest of that form."""
 
 
