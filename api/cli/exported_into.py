@@ -12,7 +12,7 @@ from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.formats.training_files import setting_of, why_refused
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import lora_arguments
 from bexp.explorer.model.translation import is_unset
 from bexp.explorer.request.request import ExplorationRequest
@@ -93,6 +93,9 @@ def _check_training(path: Path, name: str, values: Mapping[str, Any], request: E
     if request.training.precision == "autocast":
         config["dtype"] = DType.FLOAT32.value  # the checkpoint's own, which a file may refer to
     own: dict[str, Any] = {"num_devices": request.num_devices}
+    halves = any(value and setting_of(name, key) in (Setting.HALF, Setting.PURE) for key, value in values.items())
+    if request.model is not None and not halves:
+        own["target"] = BEXP  # the reference layers alone are measured in float32
     if request.lengths is not None:
         own["lengths"] = request.model_dump(mode="json", include={"lengths"})["lengths"]
     try:
