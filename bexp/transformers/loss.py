@@ -93,7 +93,7 @@ ENTROPIES: Mapping[Loss, Callable[[int | None], Entropy]] = {
 }
 """The maker of each loss's entropy, except the library's own; `chunk` is a number of tokens that a test asks for."""
 if {*ENTROPIES, LOSS.plain} != set(LOSSES):
-    raise TypeError(f"the losses are {tuple(LOSSES)}, and a model can be set up with {tuple(ENTROPIES)}")
+    raise TypeError(f"ENTROPIES makes {tuple(ENTROPIES)}: each of {tuple(LOSSES)} needs a maker, except {LOSS.plain!r}")
 
 
 def _chunked_loss(

@@ -85,7 +85,10 @@ class DimensionsAsked(
 
 _described = {*FIELDS, *VariantOf.model_fields}
 if _described != set(Candidate.model_fields):
-    raise TypeError(f"a candidate has {sorted(Candidate.model_fields)}, the dimensions have {sorted(_described)}")
+    raise TypeError(
+        f"of Candidate alone: {sorted(set(Candidate.model_fields) - _described)}: add the dimension to DIMENSIONS; of "
+        f"DIMENSIONS alone: {sorted(_described - set(Candidate.model_fields))}: add the class of its field to Candidate"
+    )
 if _unasked := [
     dimension.asked for dimension in DIMENSIONS if dimension.asked not in (None, *DimensionsAsked.model_fields)
 ]:

@@ -50,7 +50,7 @@ LOSSES: Mapping[Loss, LossFunction] = {
     "liger": LossFunction(is_tried=True, reads=_liger_chunks),
 }
 if tuple(LOSSES) != get_args(Loss):
-    raise TypeError(f"the losses are {get_args(Loss)}, and {tuple(LOSSES)} are described")
+    raise TypeError(f"Loss has {get_args(Loss)}, and LOSSES has {tuple(LOSSES)}: both list the same, in one order")
 
 
 class LossOf(Frozen):

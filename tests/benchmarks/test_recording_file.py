@@ -52,7 +52,7 @@ def test_every_figure_of_a_component_is_recorded() -> None:
     sizes = {name: 7 for name in ComponentFigures.model_fields if name.endswith("bytes")}
     batch = {name: 0.5 if name.endswith("seconds") else 7 for name in BatchFigures.model_fields}
     figures = {**times, **sizes, "batches": (BatchFigures.model_validate(batch),)}
-    found = ComponentMeasurement(component=table.components[0], repeats=3, slowdown=0.25, **figures)
+    found = ComponentMeasurement(component=table.components[0], repeats=3, slowdown=0.25, grad_accum_steps=4, **figures)
     assert found.model_fields_set >= ComponentFigures.model_fields.keys(), "no figure is left out of this test"
     trial = Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,))
     read = ROWS.validate_json(encode_row(component_row(found.component, 0, trial, replaced=False)))

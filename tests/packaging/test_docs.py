@@ -26,8 +26,8 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/skills/bexp/SKILL.md")
 PAGES = [*DOCS, *(ROOT / name for name in OTHERS)]
 MOST_WORDS_OF_README = 800
-MOST_WORDS_OF_DOCS = 18_000
-"""Of all pages in docs/ together."""
+MOST_WORDS_OF_DOCS = 15_700
+"""Of the pages in docs/ that people write, together."""
 MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
 """What parts of requests that are shown belong to."""
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
@@ -170,7 +170,9 @@ def _texts(folder: Path) -> Iterator[str]:
 
 
 def test_the_documents_are_short() -> None:
-    assert sum(len(page.read_text().split()) for page in DOCS) <= MOST_WORDS_OF_DOCS
+    words = {page.name: len(page.read_text().split()) for page in DOCS}
+    del words["request.md"]  # it has a line for each field, which nobody writes
+    assert sum(words.values()) <= MOST_WORDS_OF_DOCS, "shorten another sentence of docs/"
 
 
 def test_the_changelog_is_short() -> None:

@@ -56,7 +56,7 @@ def test_a_toy_dimension_is_known_everywhere(tmp_path: Path) -> None:
     [
         (None, "bexp.transformers.set_up", "nothing sets toy on a model: write bexp/transformers/toy.py"),
         ("ToyAsked,", "bexp.explorer.dimensions.candidate", "a request has no toys"),
-        ("ToyOf,", "bexp.explorer.dimensions.candidate", "a candidate has"),
+        ("ToyOf,", "bexp.explorer.dimensions.candidate", "add the class of its field to Candidate"),
     ],
 )
 def test_a_place_that_is_forgotten_raises_at_import(

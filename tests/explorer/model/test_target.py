@@ -143,7 +143,7 @@ def test_training_fields_of_transformers() -> None:
     training = build(**HUGGING_FACE, training={"precision": "autocast", "lora": lora}).training
     assert training.lora is not None
     assert (training.precision, training.lora.r, training.lora.alpha) == ("autocast", 8, None)
-    for wrong in ({"r": 0, "target_modules": ["q"]}, {"r": 8, "target_modules": []}, {"r": 8, "target_modules": "q"}):
+    for wrong in ({"r": 0, "target_modules": ["q"]}, {"r": 8, "target_modules": []}, {"r": 8, "target_modules": 1}):
         with pytest.raises(ValidationError, match="lora"):
             build(**HUGGING_FACE, training={"lora": wrong})
 
