@@ -16,7 +16,7 @@ const COLUMNS = [
   { name: "settings", value: (t) => rest(t.measurement.candidate) || null, isText: true, isOptional: true },
   { name: "kind", value: (t) => t.kind, text: format.words, isText: true },
   { name: "outcome", value: (t) => t.measurement.outcome, text: format.words, isText: true },
-  { name: "per second", value: (t) => t.tokens_per_second, text: (v) => dash(v, format.number) },
+  { name: "rate", value: (t) => t.tokens_per_second, text: (v, t) => dash(v, (rate) => format.rate(rate, t)) },
   { name: "peak", value: format.peak, text: (v) => dash(v, format.bytes) },
   { name: "figures", value: (t) => (format.isPredicted(t) ? format.PREDICTED : "measured"), isText: true },
   { name: "took", value: (t) => t.seconds, text: format.seconds },
@@ -99,7 +99,7 @@ export class TrialsTable {
           { title: trial.measurement.reason },
           this.columns.map((column) => {
             const value = column.value(trial);
-            return el("td", { class: column.isText ? null : "figure" }, (column.text ?? dash)(value));
+            return el("td", { class: column.isText ? null : "figure" }, column.text ? column.text(value, trial) : dash(value));
           }),
         ),
       ),

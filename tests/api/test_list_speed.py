@@ -16,7 +16,7 @@ from tests.contracts.samples import make_progress
 
 
 def fewest_seconds(*functions: Callable[[], object]) -> list[float]:
-    """CPU seconds of the fastest of several runs of each, in turns. Other programs on the core slow some of them down."""
+    """CPU seconds of the fastest of several runs of each, in turns. Other programs on the core slow some of them."""
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(30):
         for function, own in zip(functions, seconds, strict=True):
