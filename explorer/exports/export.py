@@ -41,6 +41,7 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
         raise ExportError("The exploration was for evaluation (mode: eval), so that no training run follows from it.")
     if known is None:
         raise ExportError(exploration.missing)
+    request = request if report is None else report.commanded(request)
     from bexp.explorer.exports.choice import choose  # noqa: PLC0415 - the search takes long to import, and the list of formats needs none of it
 
     choice = choose(trainer, exploration, request, known)

@@ -7,6 +7,7 @@ from pydantic import Field
 from bexp.explorer.model.hardware import DeviceSupport, HardwareSpec
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.records.run_report import ReportedRun
+from bexp.explorer.request.request import ExplorationRequest
 
 
 class DeviceReport(DeviceSupport):
@@ -19,6 +20,14 @@ class DeviceReport(DeviceSupport):
     earlier: EarlierRuns = Field(
         EarlierRuns(), description="Components that may be reused, as they were known when the exploration began."
     )
+
+    def commanded(self, request: ExplorationRequest) -> ExplorationRequest:
+        """Return the request with the batch and the base of a training command, where the request states none."""
+        if self.parts is None or self.parts.batch_size is None:
+            return request
+        batch_size = request.batch_size or self.parts.batch_size
+        base = request.base_micro_batch_size or self.parts.micro_batch_size
+        return request.model_copy(update={"batch_size": batch_size, "base_micro_batch_size": base})
 
     @classmethod
     def refused(cls, hardware: HardwareSpec, reason: str) -> DeviceReport:

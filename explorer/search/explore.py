@@ -61,7 +61,7 @@ def explore(
         answer = Answer(variants=(VariantAnswer.without_model(report.refusal),))
         yield Progress(events=(end_event(answer, request.budget.confidence_target),), answer=answer)
         return
-    request = _as_commanded(request, report)
+    request = report.commanded(request)
     extension = extension_for(request)
     models = explored_models(request, report) if extension is None else extension.models_of(request) or ()
     executor = executor_of(measure)
@@ -73,17 +73,6 @@ def explore(
     answer = Answer(variants=tuple(answers))
     end = end_event(answer, request.budget.confidence_target)
     yield Progress(events=(end,), recommendation=answer.recommendation, answer=answer)
-
-
-def _as_commanded(request: ExplorationRequest, report: DeviceReport) -> ExplorationRequest:
-    """Return the request with the batch and the base of a training command, where the request states none."""
-    parts = report.parts
-    if parts is None or parts.batch_size is None:
-        return request
-    base = request.base_micro_batch_size or parts.micro_batch_size
-    return request.model_copy(
-        update={"batch_size": request.batch_size or parts.batch_size, "base_micro_batch_size": base}
-    )
 
 
 def _explore_variant(

@@ -307,3 +307,15 @@ def test_only_a_trainer_that_knows_the_capacity_of_experts_is_told_such_a_model(
 
 def test_ours_is_told_to_bexp_alone() -> None:
     assert plan(exploration(OURS, losses=["library", "chunked"]), "python").candidate == OURS
+
+
+def test_the_batch_of_a_training_command_is_kept_though_the_request_states_none() -> None:
+    found = own_exploration(64)
+    assert found.report is not None
+    assert found.report.parts is not None
+    parts = found.report.parts.model_copy(update={"batch_size": 24, "micro_batch_size": 2})
+    asked = found.request.model_copy(update={"batch_size": None}) if found.request is not None else None
+    commanded = replace(found, request=asked, report=found.report.model_copy(update={"parts": parts}))
+    text = export("transformers", commanded)
+    assert '"gradient_accumulation_steps": 6' in text.text
+    assert not any("set the accumulation yourself" in line for line in text.header)
