@@ -73,7 +73,6 @@ class _Answer:
 
     def __init__(self) -> None:
         self._own: tuple[int, int] | None = None
-        self._given: dict[int, tuple[int, int]] = {}
         self._has_trained = False
 
     def apply(self, arguments: Any, *, has_data: bool) -> bool:
@@ -92,15 +91,16 @@ class _Answer:
             arguments.auto_find_batch_size = False
             switch_off("auto_find_batch_size")
         arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = answer
-        self._given[id(arguments)] = answer
+        arguments.bexp_given = answer
         for name, value in choice().items():
             if name != APPLY:
                 setattr(arguments, name, value)
         return True
 
-    def check_kept(self, arguments: Any) -> None:
+    @staticmethod
+    def check_kept(arguments: Any) -> None:
         """Raise if the command has changed the sizes that these arguments were given."""
-        sizes, given = _sizes_of(arguments), self._given.get(id(arguments))
+        sizes, given = _sizes_of(arguments), getattr(arguments, "bexp_given", None)
         if given not in (None, sizes):
             raise promise.CannotApplyError(
                 f"the command has changed its sizes to micro-batches of {sizes[0]} and {sizes[1]} accumulation steps "

@@ -241,7 +241,7 @@ def _evaluate_if_possible(trainer: Any) -> dict[str, float] | None:
     """Return the bytes of an evaluation; None if there is no memory for it."""
     try:
         return evaluate_longest(trainer)
-    except Exception as error:
+    except Exception as error:  # which kind says that memory is short differs between devices
         if not is_out_of_memory(error):
             raise
     return None

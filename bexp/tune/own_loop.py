@@ -74,7 +74,7 @@ class _Loop:
         kind = asked.get("kind", "a loop of its own")
         with refusing():
             _refuse_choice(kind)
-        parameters = _parameters(torch.optim.Optimizer)
+        parameters = _parameters(optimizer, torch.optim.Optimizer)
         self._link, ranks = connect(), measuring.Ranks()
         size = os.environ.get(SIZE)
         if self._link is not None:
@@ -153,9 +153,12 @@ class _Loop:
         self._clock.forgets_first_peak = not is_first  # the loop still holds what the last size has left
 
 
-def _parameters(kind: type) -> list[Any]:
+def _parameters(first: Any, kind: type) -> list[Any]:
     """Return the parameters of all optimizers: a loop may have several, and the first to step has only a part."""
-    optimizers = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    optimizers = [
+        first,
+        *(each for each in gc.get_objects() if issubclass(type(each), kind)),
+    ]  # none is found if frozen
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 

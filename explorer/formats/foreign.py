@@ -95,12 +95,12 @@ FOREIGN = (
         command="python main.py fit --config FILE",
     ),
     ForeignFile(
-        "a configuration of accelerate launch, which names devices and no model",
+        "a configuration of accelerate launch (devices without a model)",
         _has("compute_environment", "distributed_type"),
         command="accelerate launch --config_file FILE train.py",
     ),
     ForeignFile(
-        "a configuration of DeepSpeed, which names no model",
+        "a configuration of DeepSpeed (it names no model)",
         lambda document: (
             not document.keys().isdisjoint({"train_micro_batch_size_per_gpu", "zero_optimization", "train_batch_size"})
             and "model" not in document

@@ -63,6 +63,8 @@ PASSES = 12
 """About so many times the samples of a comparison of gradients run: in both shapes, in two orders, and for causes."""
 MOST_TIMES = 3
 """A comparison that takes this many times what it should is ended."""
+STARTS = 1.5
+"""Another start may take this many times the last one."""
 
 
 def _not_compared(reason: str) -> dict[str, Any]:
@@ -91,6 +93,7 @@ class CommandProcess:
         self._kills = 0  # by the kernel, before the present wait
         self._data: dict[str, Any] = {}  # of the texts and the processes, as the measured size reports them
         self._most_bytes, self._compare_seconds = MAX_BYTES, 0.0
+        self._start_seconds = 0.0  # of the last start, until the training described itself
         self._has_ended = False
         self._has_begun = self._has_served = False  # this start has described itself, and has sent figures
 
@@ -249,14 +252,16 @@ class CommandProcess:
         if self._popen is None:
             return _not_compared("the size stands in the command: `bexp check-accumulation` compares them")
         one = self._figures[size]["micro_step_seconds"] / size
-        number = min(size * (self._accumulation or 1), MOST_SAMPLES, int(self._compare_seconds / (PASSES * one)))
+        left = until - time.monotonic() - STARTS * self._start_seconds  # a comparison that fails needs another start
+        seconds = max(0.0, min(self._compare_seconds, left / MOST_TIMES))
+        number = min(size * (self._accumulation or 1), MOST_SAMPLES, int(seconds / (PASSES * one)))
         number -= number % size if number > size else 0
         if number < 2:
-            is_one = self._compare_seconds > 2 * PASSES * one
+            is_one = seconds > 2 * PASSES * one
             return _not_compared("a batch has one sample" if is_one else "that takes too long")
         self._line.send({"command": "check", "batch_size": number})
         try:
-            reply = self._receive(min(until, time.monotonic() + MOST_TIMES * self._compare_seconds))
+            reply = self._receive(min(until, time.monotonic() + MOST_TIMES * seconds))
             reason = None if reply["outcome"] == Outcome.OK else reply["reason"]
         except TrialFailedError as error:
             reply, reason = {}, str(error)
@@ -371,7 +376,9 @@ class CommandProcess:
             raise TrialFailedError(Outcome.UNSUPPORTED, reason) from error
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
+        begun = time.monotonic()
         self._hello = self._receive(until)
+        self._start_seconds = time.monotonic() - begun
         self._has_begun = True
         if self._hello["event"] == "refused":
             raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])

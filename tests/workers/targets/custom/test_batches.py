@@ -154,3 +154,13 @@ def test_what_is_not_compared_says_why(
     gradients = process.ask("describe", PATIENCE_SECONDS)["gradients"]
     assert gradients["agrees"] is None
     assert said in gradients["text"]
+
+
+def test_a_comparison_leaves_time_for_another_start(commands: Commands) -> None:
+    """Else an exploration would fail that could do without it."""
+    process = commands(str(SCRIPTS / "with_losses.py"), "--output_dir", "out")
+    process.ask("open", PATIENCE_SECONDS, device="cpu", choice=None, compare_seconds=PATIENCE_SECONDS)
+    process._start_seconds = PATIENCE_SECONDS
+    gradients = process.ask("describe", PATIENCE_SECONDS)["gradients"]
+    assert "because that takes too long" in gradients["text"]
+    assert measure(process, 2).repeats > 1
