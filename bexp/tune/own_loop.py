@@ -155,10 +155,8 @@ class _Loop:
 
 def _parameters(first: Any, kind: type) -> list[Any]:
     """Return the parameters of all optimizers: a loop may have several, and the first to step has only a part."""
-    optimizers = [
-        first,
-        *(each for each in gc.get_objects() if issubclass(type(each), kind)),
-    ]  # none is found if frozen
+    others = (each for each in gc.get_objects() if issubclass(type(each), kind))  # without those of gc.freeze()
+    optimizers = [first, *others]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 

@@ -11,6 +11,7 @@ import torch
 
 from bexp.tune import measuring, own_loop
 from bexp.tune.measuring import peak_bytes, reset_peak
+from bexp.tune.own_loop import _parameters
 
 CPU = torch.device("cpu")
 LARGE = 100 << 20
@@ -47,3 +48,16 @@ def test_an_optimizer_that_a_trainer_drops_is_gone_with_its_state() -> None:
     del optimizer
     gc.collect()
     assert kept() is None
+
+
+def test_the_optimizer_that_steps_counts_even_if_the_command_has_frozen_its_objects() -> None:
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in layers)
+    both = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    assert both <= {id(parameter) for parameter in _parameters(first, torch.optim.Optimizer)}
+    gc.freeze()
+    try:
+        alone = _parameters(second, torch.optim.Optimizer)
+    finally:
+        gc.unfreeze()
+    assert {id(parameter) for parameter in layers[1].parameters()} == {id(parameter) for parameter in alone}
