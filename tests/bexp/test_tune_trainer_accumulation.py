@@ -67,11 +67,6 @@ def test_no_weight_changes_and_a_second_check_says_the_same(checked: Any) -> Non
     assert all(map(torch.equal, weights, trainer.model.parameters()))
 
 
-def test_sizes_can_be_asked_for(checked: Any) -> None:
-    found, _ = checked(batch_size=6, micro_batch_size=3)
-    assert (found["batch_size"], found["large_micro_batch_size"], found["micro_batch_size"]) == (6, 6, 3)
-
-
 def test_samples_of_one_length_do_not_check_those_of_others(checked: Any) -> None:
     found, _ = checked("--loss", "divided", "--length", "20")
     assert found["agrees"]

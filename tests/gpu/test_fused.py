@@ -11,7 +11,6 @@ from torch import Tensor
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.fused.fused_experts import FUSED
 from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
-from bexp.kernels.experts.registry import expert_support
 from bexp.kernels.launcher import Launch
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
@@ -152,9 +151,3 @@ def test_launches_go_below_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         found = expert_cases.run(FUSED, case, routes, tensors)
         for actual, wanted in zip(found, expected(case, routes, tensors), strict=True):
             assert references.relative_error(actual, wanted) <= TOLERANCE
-
-
-def test_a_model_is_served() -> None:
-    (support,) = (s for s in expert_support(experts_shape(), CUDA) if s.name == "fused")
-    assert support.usable, support.reason
-    assert not support.stock

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu.results import Plan, last_results
+from tests.gpu.results import Plan
 from tests.waits import PATIENCE_SECONDS
 
 TESTS = """
@@ -108,27 +108,8 @@ def test_it_ends_when_the_time_is_over(
     assert runs(0.0) == 2
 
 
-def test_tests_that_need_several_gpus_see_all_of_them() -> None:
-    phases = command._phases(["3", "5"], 4)
-    assert [(phase.num_processes, phase.devices) for phase in phases] == [
-        (8, ["3", "5"]),
-        (2, ["3", "5"]),
-        (1, ["3,5"]),
-    ]
-    assert [phase.num_processes for phase in command._phases(["3"], 4)] == [4, 1]
-
-
 def line(code: str, outcome: str, **more: Any) -> str:
     return json.dumps({"test": "test_a.py::test_it", "outcome": outcome, "code": code, **more})
-
-
-def test_a_result_of_other_code_does_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_text(
-        "\n".join([line("old", "failed"), line("new", "begun"), line("new", "passed"), line("new", "")[:30]])
-    )
-    assert {test: one["outcome"] for test, one in last_results(path, "new").items()} == {"test_a.py::test_it": "passed"}
-    assert last_results(path, "newer") == {}
 
 
 def test_what_failed_runs_again_after_the_code_was_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +124,3 @@ def test_what_failed_runs_again_after_the_code_was_mended(tmp_path: Path, monkey
         path.write_text("\n".join(lines))
         command.main(["--failed", "--devices", "3", "--results", str(path)])
     assert asked == [["test_a.py::test_it"]] * 2 + [[]] * 2
-
-
-def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--devices", ""]) == 2
-    assert "no CUDA device" in capsys.readouterr().out

@@ -24,8 +24,3 @@ def test_value_and_gradients(name: Activation, gated: bool, weighted: bool) -> N
     assert references.relative_error(x.grad, x64.grad) <= 1e-6
     if weighted:
         assert references.relative_error(weights.grad, weights64.grad) <= 1e-6
-
-
-def test_more_than_two_axes() -> None:
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(activate(x, "silu", gated=True), references.activation(x, "silu", True))

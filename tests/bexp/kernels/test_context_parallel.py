@@ -5,18 +5,16 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
+from bexp.kernels.context_parallel.attention import context_parallel_reason
 from bexp.kernels.context_parallel.blocks import BlockAttention, block_attention
 from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
 from bexp.kernels.context_parallel.merging import RunningAttention, merge_block
-from bexp.kernels.context_parallel.ring import Ring, ring_group
+from bexp.kernels.context_parallel.ring import Ring
 from bexp.kernels.context_parallel.ring_attention import RingAttention
 from bexp.kernels.shapes import AttentionShape
 from tests.bexp.kernels import context_parallel_ranks as ranks
@@ -236,20 +234,6 @@ def test_the_kernel_in_the_interpreter() -> None:
         command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
     assert child.returncode == 0, child.stdout
-
-
-def test_a_group_of_one_process(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        context = ContextParallel(ring_group(), "striped")
-        assert (context.rank, context.size) == (0, 1)
-        q, k, v = (torch.randn(2, 4, 12, 16) for _ in range(3))
-        wanted = references.attention(q.double(), k.double(), v.double())
-        assert references.relative_error(context.attention(q, k, v), wanted) <= 1e-6
-        with pytest.raises(ValueError, match="unknown context-parallel layout 'spiral'; there are ring, striped, zigz"):
-            ContextParallel(ring_group(), "spiral")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

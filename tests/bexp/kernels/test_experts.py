@@ -7,10 +7,8 @@ import torch
 
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
-from bexp.kernels.experts.rows import combine, dispatch, padded_rows, sorted_rows
 from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases
-from tests.bexp.kernels.references import assert_same_values
 
 CPU = torch.device("cpu")
 NAMES = ("loop", "grouped_mm", "bmm")
@@ -39,32 +37,6 @@ def test_output_and_gradients_in_bfloat16(backend: ExpertBackend, case: expert_c
     errors = expert_cases.errors(backend, case, torch.bfloat16, CPU)
     assert errors["out"] <= 1e-2, errors
     assert max(errors.values()) <= 2e-2, errors
-
-
-def test_a_second_run_gives_what_the_first_gave(backend: ExpertBackend) -> None:
-    case = expert_cases.CASES[1]
-    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
-    first, second = (expert_cases.run(backend, case, routes, tensors) for _ in range(2))
-    assert_same_values(second, first)
-
-
-def test_padded_rows_have_the_capacity_of_the_largest_expert() -> None:
-    routes = torch.tensor([[0], [2], [0], [0]])
-    rows, capacity = padded_rows(routes, 3)
-    assert capacity == 3
-    assert rows.row_of_pair.tolist() == [0, 6, 1, 2]
-    assert rows.token_of_row.tolist() == [0, 2, 3, 0, 0, 0, 1, 0, 0]
-    assert rows.ends.tolist() == [3, 6, 9]
-
-
-def test_dispatch_and_combine_are_each_others_transpose() -> None:
-    generator = torch.Generator().manual_seed(1)
-    routes = torch.rand(9, 5, generator=generator).topk(3, dim=-1).indices
-    rows = sorted_rows(routes, 5, count=False)
-    x = torch.randn(9, 4, generator=generator)
-    y = torch.randn(27, 4, generator=generator)
-    x_rows, _ = dispatch(x, torch.ones(9, 3), rows)
-    torch.testing.assert_close((x_rows * y).sum(), (x * combine(y, rows, 3)).sum())
 
 
 def test_support_names_the_rule_that_is_broken() -> None:

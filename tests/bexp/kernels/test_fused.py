@@ -132,14 +132,6 @@ def test_half_precision() -> None:
     assert max(errors.values()) <= 2e-3, errors
 
 
-@interpreted
-def test_a_second_run_gives_what_the_first_gave() -> None:
-    case = expert_cases.ExpertCase("bits", 40, 4, 3, skew=1.0)
-    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
-    first, second = (expert_cases.run(backend(VARIANTS["pointers"]), case, routes, tensors) for _ in range(2))
-    references.assert_same_values(second, first)
-
-
 def permuted(routes: torch.Tensor, num_experts: int, heights: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
     """A permutation's parts and its buffer."""
     from bexp.kernels.experts.fused.token_permutation import TokenPermutation, permutation_size, permute_tokens

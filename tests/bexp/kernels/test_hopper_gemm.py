@@ -10,7 +10,6 @@ from bexp.kernels.experts.hopper_grouped import tiles as hopper
 from bexp.kernels.experts.hopper_grouped.gemm import GemmProducts, differentiable_gemm
 from bexp.kernels.experts.hopper_grouped.hopper_experts import HOPPER_GROUPED
 from bexp.kernels.experts.hopper_grouped.tiles import HopperTiles, rows_tiles, weights_tiles
-from bexp.kernels.experts.registry import expert_backend
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.references import relative_error
@@ -81,10 +80,6 @@ def test_reasons() -> None:
     assert reason(torch.float32) == "hopper_grouped multiplies bfloat16 and float16, not float32"
     assert "multiples of 8, not 256 and 36" in (reason(torch.bfloat16, width=36) or "")
     assert reason(torch.bfloat16) == "Triton kernels need a CUDA device"
-
-
-def test_it_is_a_candidate() -> None:
-    assert expert_backend("hopper_grouped") is HOPPER_GROUPED
 
 
 CASE = GemmCase("tails", (5, 20, 3), 24, 16)

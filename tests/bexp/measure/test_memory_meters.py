@@ -54,11 +54,3 @@ def test_the_cuda_meter_asks_the_allocator_of_its_device(monkeypatch: pytest.Mon
         assert (meter.level(), meter.peak()) == (11, 22)
         meter.reset_peak()
     assert asked == [device] * 3
-
-
-def test_the_meter_of_the_cpu_ignores_what_exists() -> None:
-    x = torch.ones(3)
-    with byte_meter(CPU, [x]) as meter:
-        assert isinstance(meter, HostMeter)
-        x.add_(1.0)
-        assert meter.level() == 0

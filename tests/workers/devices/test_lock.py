@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,22 +22,6 @@ def test_two_locks_of_one_device_exclude_each_other(tmp_path: Path) -> None:
     first.release()
     assert second.acquire(timeout_seconds=0.0)
     second.release()
-
-
-def test_other_devices_are_free(tmp_path: Path) -> None:
-    locks = [DeviceLocks([key], directory=tmp_path) for key in ("GPU-1", "GPU-2", "cpu")]
-    assert all(lock.acquire(timeout_seconds=0.0) for lock in locks)
-    for lock in locks:
-        lock.release()
-
-
-def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
-    holder = DeviceLocks(["cpu"], directory=tmp_path)
-    holder.acquire()
-    given_up = threading.Event()
-    threading.Timer(0.2, given_up.set).start()
-    assert not DeviceLocks(["cpu"], directory=tmp_path).acquire(cancelled=given_up.is_set)
-    holder.release()
 
 
 def test_the_lock_lives_as_long_as_a_process_that_inherited_it(tmp_path: Path) -> None:

@@ -56,13 +56,6 @@ def test_what_nvml_does_not_tell_is_null() -> None:
     assert Watch(None, None).conditions() == Conditions()
 
 
-def test_polls_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 100.0)
-    gpu = FakeGpu()
-    watched(gpu, polls=1000)
-    assert gpu.polls == 1
-
-
 def test_the_cpu_time_of_others_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([(100.0, 40.0), (104.0, 43.0)])
     monkeypatch.setattr(device_monitor, "_host_seconds", lambda: next(moments))
@@ -129,12 +122,6 @@ def test_the_hosts_times_are_all_those_of_the_kernel(monkeypatch: pytest.MonkeyP
     linux = SimpleNamespace(**vars(plain), iowait=20.0, steal=4.0)
     monkeypatch.setattr(psutil, "cpu_times", lambda: linux)
     assert device_monitor._host_seconds() == (140.0, 17.0)
-
-
-def test_a_job_begins_with_what_others_hold() -> None:
-    assert DeviceMonitor().begin(5) is None
-    gpu = FakeGpu(others=3 << 30)
-    assert DeviceMonitor(gpu, gpu.foreign_processes(used_before=3 << 30)).begin(None) == 3 << 30
 
 
 def test_a_shared_device_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:

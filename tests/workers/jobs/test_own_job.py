@@ -67,15 +67,6 @@ def ends(watch: Callable[[threading.Event], Any], seconds: float = PATIENCE_SECO
     return has_ended
 
 
-def test_the_job_is_cancelled_when_nobody_waits_for_it(
-    queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submit(queue)
-    with closed_stdin(monkeypatch):
-        assert ends(own.end_with_stdin)
-    assert get_job(queue.database, "own").state is JobState.CANCELLED
-
-
 def test_a_worker_that_ends_by_itself_cancels_nothing(
     queue: Queue, own: OwnJob, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,14 +114,6 @@ def test_an_own_worker_lives_as_long_as_its_process_says_so(queue: Queue, ending
     ending.actions = {20.0: age, 26.0: lambda: told.append(find_reason(queue.database, "own")), 30.0: ending.set}
     OwnJob(worker, "own").watch(ending)
     assert told == ["its own worker has ended", "its own worker is starting"]
-
-
-def test_the_worker_ends_with_its_job_and_not_before_it_is_submitted(queue: Queue, own: OwnJob) -> None:
-    assert not ends(own.watch, 0.2)
-    submit(queue)
-    queue.request_cancel("own")
-    assert ends(own.watch)
-    assert not own.is_refused
 
 
 def test_a_job_that_the_worker_cannot_run_is_refused(

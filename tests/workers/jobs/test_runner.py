@@ -85,15 +85,6 @@ def test_nothing_that_fits_is_a_failure_with_its_own_end(queue: Queue) -> None:
     assert codes(queue, job).count(403) == 0
 
 
-def test_each_step_is_stored_before_the_next_begins(queue: Queue) -> None:
-    job, _ = queue.enqueue(make_request())
-    profiler = FakeProfiler()
-    stored: list[int] = []
-    profiler.before_measure = lambda plan: stored.append(len(read_trials(queue.database, job.id)))
-    run(queue, claim_next(queue), profiler)
-    assert stored == [0, 1, 2]
-
-
 def test_a_replaced_profiler_is_an_event_of_the_same_step(queue: Queue) -> None:
     job, _ = queue.enqueue(make_request())
     profiler = FakeProfiler(outcomes=[Outcome.OK, Outcome.CRASHED])

@@ -134,14 +134,6 @@ def test_a_profiler_that_cannot_start_for_a_while_does_not_end_its_worker(
     assert {job.state for job in list_jobs(sqlite_database)[0]} == {JobState.SUCCEEDED}
 
 
-def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database) -> None:
-    Queue(sqlite_database).enqueue(make_request())
-    profiler = Moody(None, None, *[ProfilerError("the device fell off the bus")] * 9)
-    worker = JobWorker(Queue(sqlite_database), profiler, "cpu", explore=fake_explore, start_pauses_seconds=[0.01] * 3)
-    with pytest.raises(ProfilerError, match="fell off"):
-        worker.run(max_jobs=2)
-
-
 @pytest.mark.parametrize("starts", [[ProfilerStartError("killed")] * 99, [None, None, *[ProfilerError("lost")] * 99]])
 def test_a_device_is_tried_again_for_five_minutes(
     sqlite_database: Database, starts: list[ProfilerError | None], caplog: pytest.LogCaptureFixture

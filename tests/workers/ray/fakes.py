@@ -82,10 +82,3 @@ def open_fake(devices: Sequence[str], environment: Mapping[str, str], locks: Pat
     assert environment["OMP_NUM_THREADS"] == "1"
     assert locks is not None
     return FakeActorProfiler()
-
-
-def open_unlike(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeActorProfiler:
-    """On every node another device."""
-    import ray
-
-    return FakeActorProfiler(memory_bytes=10**10 + int(ray.get_runtime_context().get_node_id()[:6], 16))

@@ -20,11 +20,11 @@ from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from bexp.workers.jobs.worker import JobWorker
-from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
+from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
 from tests.contracts.samples import make_candidate, make_report, make_request
 from tests.waits import wait_until
-from tests.workers.ray.fakes import BROKEN, CRASHING, DEADLY, GATE, OPEN, SLOW, open_fake, open_unlike
+from tests.workers.ray.fakes import BROKEN, DEADLY, GATE, OPEN, SLOW, open_fake
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own: open sockets, deprecations
@@ -140,14 +140,6 @@ def test_trials_run_side_by_side_and_come_back_as_they_end(make_pool: Callable[.
     assert pool.take_events() == []
 
 
-def test_a_crash_below_an_actor_is_an_outcome(make_pool: Callable[..., RayDevicePool]) -> None:
-    pool = ready(make_pool(), 2)
-    assert pool.measure(plan(0, CRASHING)).outcome is Outcome.CRASHED
-    assert pool.restarts == 1
-    assert pool.measure(plan(1)).outcome is Outcome.OK
-    assert pool.take_events() == []
-
-
 @pytest.mark.parametrize(("size", "said"), [(DEADLY, ""), (BROKEN, "the device is broken")])
 def test_a_trial_that_loses_every_actor_has_that_for_its_outcome(
     make_pool: Callable[..., RayDevicePool], size: int, said: str
@@ -170,22 +162,6 @@ def test_an_actor_that_does_not_answer_counts_as_lost(make_pool: Callable[..., R
     assert "does not answer" in str(found.reason)
 
 
-def test_unlike_hardware_is_left_out_with_an_event(make_pool: Callable[..., RayDevicePool]) -> None:
-    pool = make_pool(open_unlike)
-    ready(pool, 1)
-    told: list[str] = []
-
-    def look() -> bool:
-        assert pool.capacity == 1
-        told.extend(event.message for event in pool.take_events())
-        return bool(told)
-
-    wait_until(look)
-    assert len(told) == 1
-    assert "is left out" in told[0]
-    assert pool.measure(plan(0)).outcome is Outcome.OK
-
-
 def test_an_interruption_ends_a_wait_and_the_next_start_mends_it(
     make_pool: Callable[..., RayDevicePool], gate: Gate
 ) -> None:
@@ -199,13 +175,6 @@ def test_an_interruption_ends_a_wait_and_the_next_start_mends_it(
         pool.submit(plan(1))
     ready(pool, 2)
     assert pool.measure(plan(2)).outcome is Outcome.OK
-
-
-def test_a_cluster_without_such_a_device_says_so(cluster: Any) -> None:
-    pool = RayDevicePool(cluster.address, ("cuda:0", "cuda:1"))
-    with pytest.raises(ProfilerError, match="has no GPU"):
-        pool.start()
-    pool.close()
 
 
 def test_a_node_that_dies_in_the_middle_of_a_trial(

@@ -115,28 +115,6 @@ def test_no_policy_changes_a_gradient(name: str, recompute: Recompute, tile: int
         assert relative_error(other[key], value) <= 1e-5, key
 
 
-def test_full_recomputation_keeps_only_the_inputs_of_layers() -> None:
-    model = small_model(num_layers=4)
-    tokens, _ = batch(model)
-    module = decoder(model, recompute="full", bta_tile=2)
-    x = module.embedding(tokens).detach().requires_grad_()
-    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = x
-        for layer in module.layers:
-            out = layer(out)
-    assert [nbytes for nbytes in kept.values() if nbytes] == [x.nbytes] * 4
-    out.sum().backward()
-
-
 @pytest.mark.parametrize("name", ["gpt2", "mixed"])
 def test_eval_has_no_graph_and_no_trainable_parameter(name: str) -> None:
     model = small_model(**MODELS[name])
@@ -145,11 +123,6 @@ def test_eval_has_no_graph_and_no_trainable_parameter(name: str) -> None:
     assert not loss.requires_grad
     assert not any(p.requires_grad for p in module.parameters())
     torch.testing.assert_close(loss, decoder(model)(*batch(model)).detach())
-
-
-def test_tied_embeddings_share_one_tensor() -> None:
-    module = decoder(small_model(**MODELS["gpt2"]))
-    assert module.head.w_vocab is module.embedding.w_tokens
 
 
 def test_layers_share_their_rotary_tables() -> None:
@@ -163,24 +136,6 @@ def test_every_expert_layer_has_the_same_routes() -> None:
     assert all(r is routes[0] for r in routes)
     assert isinstance(routes[0], Tensor)
     assert routes[0].shape == (BATCH * 12, 2)
-
-
-def test_training_lowers_the_loss() -> None:
-    """A few steps on one batch, through every part at once."""
-    from bexp.workers.training.optimizer import build_optimizer
-
-    model = small_model(**MODELS["mixed"])
-    module = decoder(model, recompute="partial_50", bta_tile=1, expert_backend="grouped_mm")
-    optimizer = build_optimizer(module.parameters(), ExplorationRequest(model=model).training.optimizer, model.dtype)
-    tokens, targets = batch(model)
-    losses = []
-    for _ in range(12):
-        loss = module(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1
 
 
 def under(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

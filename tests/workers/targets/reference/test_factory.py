@@ -63,12 +63,6 @@ def test_every_component_runs(mode: str, recompute: BlockRecompute, tile: int | 
             assert all(x.grad is not None for x in inputs if x.is_floating_point())
 
 
-def test_the_optimizer_is_no_block() -> None:
-    component = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
-    with pytest.raises(ValueError, match="optimizer is not a block"):
-        build_block(MODEL, component, ExplorationRequest(model=MODEL), CPU)
-
-
 def test_inputs_are_random_and_repeatable() -> None:
     attention = Component(kind=ComponentKind.ATTENTION, micro_batch_size=3, backend="flash")
     (x,) = example_inputs(MODEL, attention, CPU, torch.Generator().manual_seed(1))

@@ -142,13 +142,6 @@ def test_the_second_expert_gemm_never_runs_again(
     assert widths == [64, 48, *again]
 
 
-def test_eval_runs_nothing_twice_and_keeps_nothing() -> None:
-    model = small_model()
-    for recompute in BY_OPERATION:
-        block = attention(model, "flash", recompute, training=False)
-        assert not block(hidden_states(model)).requires_grad
-
-
 def test_a_compiled_block_refuses_it() -> None:
     for recompute in BY_OPERATION:
         with pytest.raises(AssertionError, match="refuses"):

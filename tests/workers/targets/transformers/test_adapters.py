@@ -184,16 +184,6 @@ def test_experts_in_one_tensor_get_adapters_that_are_trained() -> None:
         assert scaled == {4 / 4**0.5}
 
 
-def test_dora_trains_a_magnitude_for_each_output() -> None:
-    pytest.importorskip("peft")
-    plain, dora = (
-        open_target(training={"lora": {**LORA, **more}}).report(HARDWARE).parts for more in ({}, {"use_dora": True})
-    )
-    assert plain is not None
-    assert dora is not None
-    assert dora.trainable_bytes - plain.trainable_bytes == 3 * 4 * (64 + 32)
-
-
 def test_embeddings_and_head_are_trained_as_copies() -> None:
     pytest.importorskip("peft")
     lora = {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}

@@ -105,8 +105,3 @@ def test_an_attention_package_that_is_missing_is_left_out_with_the_reason(resolv
     found = resolved.attention_implementations
     assert found["sdpa"] is None
     assert "flash" in (found["flash_attention_2"] or "").lower()
-
-
-def test_an_unknown_kind_is_a_key_error(resolved: ResolvedModel) -> None:
-    with pytest.raises(KeyError):
-        resolved.builder(CPU).layer("NoSuchLayer", 1)
