@@ -17,8 +17,9 @@ from bexp.transformers.layers import decoder_layers
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
 from tests.bexp.kernels import expert_cases, references
+from tests.gpu.needs import one_gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = one_gpu()
 transformers = pytest.importorskip("transformers")
 DEVICE = torch.device("cuda", 0)
 

@@ -10,11 +10,9 @@ from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, references
+from tests.gpu.needs import one_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 
 CUDA = torch.device("cuda")
 CASE = expert_cases.ExpertCase("large", 4096, 64, 8, hidden=512, width=256, skew=1.0)

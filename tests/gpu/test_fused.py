@@ -15,14 +15,12 @@ from bexp.kernels.launcher import Launch
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
 from tests.gpu.fused_paths import PATHS, tiles_of
+from tests.gpu.needs import one_gpu
 from tests.gpu.test_kernels import experts_shape
 
 CUDA = torch.device("cuda")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 if torch.cuda.is_available() and (REASON := FUSED.unsupported_reason(experts_shape(), CUDA)) is not None:
     pytestmark.append(pytest.mark.skip(reason=REASON))
 

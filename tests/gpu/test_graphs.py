@@ -28,8 +28,9 @@ from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.reference.target import ReferenceTrainingRun
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.trainer.recommendations import document
+from tests.gpu.needs import one_gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = one_gpu()
 transformers = pytest.importorskip("transformers")
 DEVICE = torch.device("cuda", 0)
 STEPS, MICRO_STEPS = 4, 2

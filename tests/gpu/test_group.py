@@ -18,15 +18,11 @@ from bexp.explorer.model.training import OptimizerSpec, Sharding, TrainingSpec
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
+from tests.gpu.needs import visible
 from tests.gpu.test_profiler import MODEL, REQUEST
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.several_gpus,
-    pytest.mark.skipif("cuda:1" not in visible_devices(os.environ), reason="fewer than two CUDA devices"),
-]
+pytestmark = visible(2)
 
 LONG = MODEL.model_copy(update={"seq_length": 1 << 16})
 

@@ -11,11 +11,9 @@ from bexp.kernels.experts.registry import default_expert_backend, expert_backend
 from bexp.kernels.loss import float32_log_softmax
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from tests.bexp.kernels import expert_cases, references
+from tests.gpu.needs import one_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 
 CUDA = torch.device("cuda")
 TOLERANCE = 1e-2

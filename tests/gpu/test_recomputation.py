@@ -19,12 +19,10 @@ from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shap
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses
 from tests.bexp.kernels.references import relative_error
+from tests.gpu.needs import one_gpu
 from tests.workers.targets.reference.models import outcome, shake
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 
 CUDA = torch.device("cuda")
 MICRO_BATCH = 4

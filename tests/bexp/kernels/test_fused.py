@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -29,8 +26,7 @@ from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
 from tests.bexp.kernels.test_experts import experts_shape
-from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
-from tests.waits import PATIENCE_SECONDS
+from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting, run_in_interpreter
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="runs in the interpreter, which a child is started with")
@@ -68,18 +64,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.mark.skipif(is_interpreting(), reason="this is the child")
 def test_in_the_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
-    child = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+    run_in_interpreter(__file__)
 
 
 @interpreted

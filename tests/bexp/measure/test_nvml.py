@@ -34,18 +34,18 @@ def test_reasons_are_named_also_by_drivers_that_call_them_otherwise(monkeypatch:
     assert len(SLOWDOWNS) == 4
 
 
-def test_shares_are_means_of_the_samples_since_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [
-        SimpleNamespace(pid=1, timeStamp=50, smUtil=100),
-        SimpleNamespace(pid=1, timeStamp=150, smUtil=20),
-        SimpleNamespace(pid=1, timeStamp=160, smUtil=40),
-        SimpleNamespace(pid=2, timeStamp=150, smUtil=70),
-        SimpleNamespace(pid=2, timeStamp=150, smUtil=4242),  # as some drivers fill what they do not know
-    ]
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", lambda handle, since: samples)
-    shares = Gpu(None).busy_shares(100)
-    assert shares is not None
-    assert shares == pytest.approx({1: 0.3, 2: 0.7})
+def test_shares_are_means_of_the_samples_from_a_moment_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [(1, 99, 100), (1, 100, 20), (1, 160, 40), (2, 150, 70), (3, 150, 100)]
+    samples += [(2, 150, 101), (3, 150, 4242)]  # as some drivers fill what they do not know
+    asked: list[tuple[Any, int]] = []
+
+    def query(handle: Any, since: int) -> Any:
+        asked.append((handle, since))
+        return [SimpleNamespace(pid=pid, timeStamp=moment, smUtil=share) for pid, moment, share in samples]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", query)
+    assert Gpu("handle").busy_shares(100) == pytest.approx({1: 0.3, 2: 0.7, 3: 1.0})
+    assert asked == [("handle", 100)]
 
 
 def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,20 +76,3 @@ def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyP
     assert gpu.used_bytes() == 5 << 30
     assert gpu.processes() == frozenset({3, 4})
     assert gpu.clock_reasons() == ("sw_power_cap",)
-
-
-def test_a_sample_at_the_moment_itself_counts_and_a_full_share_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [
-        SimpleNamespace(pid=1, timeStamp=100, smUtil=100),
-        SimpleNamespace(pid=1, timeStamp=99, smUtil=0),
-        SimpleNamespace(pid=2, timeStamp=200, smUtil=101),
-    ]
-    asked: list[tuple[Any, int]] = []
-
-    def query(handle: Any, since: int) -> Any:
-        asked.append((handle, since))
-        return samples
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", query)
-    assert Gpu("handle").busy_shares(100) == {1: 1.0}
-    assert asked == [("handle", 100)]

@@ -60,6 +60,15 @@ def line_of(other: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture
+def mine(tmp_path: Path) -> Iterator[DeviceLocks]:
+    """The lock of this process."""
+    locks = DeviceLocks(["GPU-1"], directory=tmp_path)
+    locks.acquire()
+    yield locks
+    locks.release()
+
+
+@pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder as /tmp; pytest's own is closed to other users."""
     with tempfile.TemporaryDirectory() as name:
@@ -67,9 +76,8 @@ def shared() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.usefixtures("mine")
 def test_no_file_that_everybody_may_write_names_the_holder(tmp_path: Path) -> None:
-    mine = DeviceLocks(["GPU-1"], directory=tmp_path)
-    mine.acquire()
     told = why_busy(tmp_path)
     assert told.startswith(f"GPU-1 is in use by process {os.getpid()} of user ")
     for path in tmp_path.iterdir():
@@ -77,43 +85,27 @@ def test_no_file_that_everybody_may_write_names_the_holder(tmp_path: Path) -> No
         path.write_text("1 root")
         os.utime(path, (0, 0))
     assert why_busy(tmp_path) == told
-    mine.release()
 
 
-@pytest.mark.parametrize("locks", ["", "1: FLOCK  ADVISORY  WRITE 0 {file} 0 EOF\n"])
-def test_a_holder_that_a_container_hides_is_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: str
+@pytest.mark.parametrize("locks", [None, "", "1: FLOCK  ADVISORY  WRITE 0 {file} 0 EOF\n"])
+def test_a_holder_that_a_container_or_a_system_without_proc_hides_is_another_process(
+    tmp_path: Path, mine: DeviceLocks, monkeypatch: pytest.MonkeyPatch, locks: str | None
 ) -> None:
-    mine = DeviceLocks(["GPU-1"], directory=tmp_path)
-    mine.acquire()
     file = holder._kernel_name(mine.descriptors[0])
     read = Path.read_text
 
     def read_text(path: Path, *options: str) -> str:
+        if locks is None:
+            raise FileNotFoundError("/proc")
         return locks.format(file=file) if str(path) == "/proc/locks" else read(path, *options)
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert why_busy(tmp_path) == "GPU-1 is in use by another process"
-    mine.release()
 
 
-def test_a_system_without_proc_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = DeviceLocks(["GPU-1"], directory=tmp_path)
-    mine.acquire()
-
-    def fail(*_: object) -> str:
-        raise FileNotFoundError("/proc")
-
-    monkeypatch.setattr(Path, "read_text", fail)
-    assert why_busy(tmp_path) == "GPU-1 is in use by another process"
-    mine.release()
-
-
-def test_the_lock_of_another_file_is_not_mistaken(tmp_path: Path) -> None:
+def test_the_lock_of_another_file_is_not_mistaken(tmp_path: Path, mine: DeviceLocks) -> None:
     other = DeviceLocks(["GPU-2"], directory=tmp_path)
     other.acquire()
-    mine = DeviceLocks(["GPU-1"], directory=tmp_path)
-    mine.acquire()
     (path,) = (path for path in tmp_path.iterdir() if os.path.samestat(path.stat(), os.fstat(mine.descriptors[0])))
     mine.release()
     with path.open() as unlocked:
@@ -139,10 +131,8 @@ def test_the_process_that_has_the_lock_of_one_that_has_ended_is_named_with_it(tm
 
 
 def test_a_process_with_the_id_of_one_that_has_ended_is_not_mistaken_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mine: DeviceLocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = DeviceLocks(["GPU-1"], directory=tmp_path)
-    mine.acquire()
     file = holder._kernel_name(mine.descriptors[0])
     read = Path.read_text
     with subprocess.Popen(["sleep", "600"]) as innocent:
@@ -158,7 +148,6 @@ def test_a_process_with_the_id_of_one_that_has_ended_is_not_mistaken_for_it(
             innocent.kill()
     assert told.startswith(f"GPU-1 is in use by process {os.getpid()} of user ")
     assert told.endswith(f"; it was given the lock by process {innocent.pid}")
-    mine.release()
 
 
 def test_the_password_of_a_database_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,20 +13,13 @@ from bexp.storage.database import Database
 from bexp.storage.workers import WorkerInfo, forget_worker, read_workers, register_worker
 from bexp.workers.jobs.worker import Registration
 from tests.contracts.samples import make_worker
-from tests.waits import Waits
+from tests.waits import Waits, wait_until
 
 WORKER = make_worker("w")
 
 
 def away() -> sa.exc.OperationalError:
     return sa.exc.OperationalError("UPDATE", {}, ConnectionError("refused\nIs it running?"))
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_worker_is_listed_as_it_says_from_when_it_says_so(database: Database) -> None:
@@ -79,11 +70,11 @@ def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_c
     with Registration(sqlite_database) as registration:
         registration.tell(WORKER)
         forget_worker(sqlite_database, "w")
-        wait(lambda: [known.info for known in read_workers(sqlite_database)] == [WORKER])
+        wait_until(lambda: [known.info for known in read_workers(sqlite_database)] == [WORKER])
         is_away.set()
         registration.tell(replace(WORKER, held_by="cpu is in use"))
-        wait(lambda: bool(caplog.messages))
+        wait_until(lambda: bool(caplog.messages))
         is_away.clear()
-        wait(lambda: [known.info.held_by for known in read_workers(sqlite_database)] == ["cpu is in use"])
+        wait_until(lambda: [known.info.held_by for known in read_workers(sqlite_database)] == ["cpu is in use"])
     assert caplog.messages[0] == "worker w could not report to the database: refused"
     assert read_workers(sqlite_database) == []

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
+from bexp.explorer.cost.components import ComponentKind
+from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.step import static_parts
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.model.parts import ModelParts
+from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.phases import PhaseClock
+from bexp.workers.profiler.trials.component import measure_component
+from bexp.workers.profiler.trials.optimizer import measure_optimizer
+from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.transformers.target import TransformersTarget
+from tests.workers.profiler.trials.test_optimizer import OneSecond
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {
@@ -52,3 +66,41 @@ def request_for(config: dict[str, Any] = LLAMA, **fields: Any) -> ExplorationReq
 
 def open_target(config: dict[str, Any] = LLAMA, **fields: Any) -> TransformersTarget:
     return TransformersTarget(request_for(config, **fields), Instruments(CPU))
+
+
+def parts_of(target: TransformersTarget) -> ModelParts:
+    """The parts in its report."""
+    parts = target.report(HARDWARE).parts
+    assert parts is not None
+    return parts
+
+
+@dataclass(frozen=True)
+class ComposedPeak:
+    """What a step keeps and has for a while beside its state, and the measured optimizer."""
+
+    saved: float
+    transient: float
+    optimizer: ComponentMeasurement
+
+
+def check_composed_peak(
+    target: TransformersTarget, parts: ModelParts, tried: Candidate, request: ExplorationRequest
+) -> ComposedPeak:
+    """Assert that the peak that is composed of measured components is that of the whole model."""
+    instruments, clock = target._instruments, PhaseClock()
+    instruments.timer = OneSecond()
+    table = Composition([tried], parts, request)
+    found = [
+        measure_optimizer(instruments, target, parts, component, tried, request, clock)
+        if component.kind is ComponentKind.OPTIMIZER
+        else measure_component(instruments, target, parts, component, request, clock)
+        for component in table.components
+    ]
+    names = ("saved", "forward_peak", "backward_peak")
+    sizes = [np.array([getattr(one, f"{name}_bytes") for one in found], float) for name in names]
+    saved, transient = (float(each[0]) for each in table.activation_bytes(*sizes))
+    whole = run_whole_model(instruments, target, parts, tried, request, clock)
+    assert static_parts(parts, request).total + saved + transient == pytest.approx(whole.peak_bytes, rel=0.02)
+    (optimizer,) = (one for one in found if one.component.kind is ComponentKind.OPTIMIZER)
+    return ComposedPeak(saved, transient, optimizer)

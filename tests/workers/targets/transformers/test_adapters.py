@@ -22,7 +22,7 @@ from bexp.workers.instruments.failures import UnsupportedTrialError, classify
 from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.transformers import models
-from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, QWEN_MOE, open_target, parts_of, request_for
 
 pytest.importorskip("transformers")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -39,9 +39,7 @@ def target() -> TransformersTarget:
 
 @pytest.fixture(scope="module")
 def parts(target: TransformersTarget) -> ModelParts:
-    found = target.report(HARDWARE).parts
-    assert found is not None
-    return found
+    return parts_of(target)
 
 
 def test_only_the_adapters_count_as_trained(parts: ModelParts) -> None:
@@ -73,8 +71,7 @@ def test_linear_modules_are_those_of_a_list_by_class(
     """Experts in one tensor, their router and the output layer have no adapters unless they are named."""
     pytest.importorskip("peft")
     asked = {"r": 4, "target_modules": "linear-modules", **lora}
-    found = open_target(config, training={"lora": asked}).report(HARDWARE).parts
-    assert found is not None
+    found = parts_of(open_target(config, training={"lora": asked}))
     magnitudes = {name: outputs if "use_dora" in lora else 0 for name, (_, outputs) in shapes.items()}
     expected = {name: len(found.layers) * (4 * sum(sides) + magnitudes[name]) for name, sides in shapes.items()}
     assert found.adapted == expected
@@ -87,8 +84,7 @@ def test_a_model_without_linear_layers_needs_names() -> None:
     lora: dict[str, Any] = {"r": 4, "target_modules": "linear-modules"}
     with pytest.raises(UnsupportedTrialError, match=r"has no linear layers: name training\.lora\.target_modules"):
         open_target(config, training={"lora": lora}).report(HARDWARE)
-    found = open_target(config, training={"lora": lora | {"target_modules": ["c_attn"]}}).report(HARDWARE).parts
-    assert found is not None
+    found = parts_of(open_target(config, training={"lora": lora | {"target_modules": ["c_attn"]}}))
     assert found.adapted == {"c_attn": 2 * 4 * (64 + 192)}
 
 
@@ -168,8 +164,7 @@ def test_experts_in_one_tensor_get_adapters_that_are_trained() -> None:
     pytest.importorskip("peft")
     lora = {**ON_EXPERTS, "use_rslora": True}
     target = open_target(QWEN_MOE, training={"lora": lora})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     assert parts.trainable_bytes == 2 * 4 * 4 * 4 * ((64 + 2 * 32) + (32 + 64)), "for each layer, expert and rank"
     candidate = CANDIDATE.model_copy(update={"expert_backend": "grouped_mm"})
     with target.training_run(candidate, parts, request_for(QWEN_MOE, training={"lora": lora})) as run:
@@ -188,8 +183,7 @@ def test_embeddings_and_head_are_trained_as_copies() -> None:
     pytest.importorskip("peft")
     lora = {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}
     target = open_target(training={"lora": lora})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     copies = 2 * 160 * 64 * 2
     assert parts.shell.trainable_bytes == copies
     assert parts.shell.parameter_bytes == 2 * copies + 2 * 64, "the frozen ones are still there"

@@ -17,7 +17,7 @@ from bexp.transformers.offload import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.training_run import LEARNING_RATE, TrainerOptimizer
 from tests.bexp.kernels.references import assert_same_values
-from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, open_target, parts_of, request_for
 
 pytest.importorskip("transformers")
 
@@ -68,8 +68,7 @@ def optimizers() -> dict[str, Any]:
 
 def test_the_device_holds_the_state_of_small_parameters_alone() -> None:
     target = open_target(**optimizers())
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     model = target._resolved.model
     layer = target._parts().layer(parts.layers[0], 1).module
     assert not any(p._post_accumulate_grad_hooks for p in layer.parameters()), (
@@ -112,8 +111,7 @@ def test_a_step_takes_gradients_to_the_host_and_clips_none(keeps: bool) -> None:
 
 def test_a_whole_model_trains_with_it() -> None:
     target = open_target(**optimizers())
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
     with target.training_run(candidate, parts, request_for(**optimizers())) as run:
         before = [p.detach().clone() for p in run._model.parameters()]

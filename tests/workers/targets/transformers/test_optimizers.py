@@ -20,7 +20,7 @@ from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.optimizers import make_optimizer, state_bytes
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer
-from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, open_target, parts_of, request_for
 
 transformers = pytest.importorskip("transformers")
 
@@ -120,8 +120,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 def test_the_parts_hold_as_many_bytes_of_state_as_the_whole_model(name: str) -> None:
     request = request_for(training={"optimizer": {"name": name}})
     target = open_target(training={"optimizer": {"name": name}})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     assert parts.optimizer_state_bytes is not None
     candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
     with target.training_run(candidate, parts, request) as run:
@@ -155,8 +154,7 @@ def test_temporaries_of_kernels_over_all_parameters_add_up(
 ) -> None:
     request = request_for(training={"optimizer": {"name": name}})
     target = open_target(training={"optimizer": {"name": name}})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     monkeypatch.setattr(target, "_device", torch.device(device))
     candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
     assert [part.adds_up for part in target.optimizer_parts(candidate, parts, request)] == [adds_up] * 2

@@ -27,7 +27,15 @@ from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.workers.profiler.trials.test_optimizer import OneSecond
-from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import (
+    CPU,
+    HARDWARE,
+    LLAMA,
+    QWEN_MOE,
+    open_target,
+    parts_of,
+    request_for,
+)
 
 pytest.importorskip("transformers")
 
@@ -151,8 +159,7 @@ def test_components_and_whole_models_are_measured_at_the_lengths_of_an_epoch(
     instruments = Instruments(CPU)
     instruments.timer = OneSecond()
     target = TransformersTarget(request, instruments)
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     batches = text_batches(request, 4)
     assert batches is not None
     asked: list[TextBatch | int] = []

@@ -5,6 +5,7 @@ These run where bitsandbytes and peft are installed: `make test-frameworks`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.model.quantization import ARGUMENTS, describe_weights
 from bexp.measure.memory import measure_memory
 from bexp.workers.instruments.failures import UnsupportedTrialError
-from bexp.workers.targets.transformers import quantized
 from bexp.workers.targets.transformers.quantized import held_tensors, keeps_inputs, scales_of, storage_bytes
-from bexp.workers.targets.transformers.target import TransformersTarget
-from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import (
+    CPU,
+    LLAMA,
+    QWEN_MOE,
+    open_target,
+    parts_of,
+    request_for,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -46,12 +51,6 @@ def loaded(config: dict[str, Any], name: str, folder: Path) -> Any:
         device_map={"": "cpu"},
         quantization_config=transformers.BitsAndBytesConfig(**ARGUMENTS[name]),
     )
-
-
-def parts_of(target: TransformersTarget) -> ModelParts:
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
-    return parts
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,32 +177,39 @@ def test_what_rests_on_the_device_counts_the_scales() -> None:
     assert target.rest() > storage_bytes([*skeleton.model.parameters(), *skeleton.model.buffers()])
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named '{name}'")
-
-    monkeypatch.setattr(quantized, "import_module", fail)
-    with pytest.raises(UnsupportedTrialError, match=r"'bnb_4bit' needs bitsandbytes: pip install 'bexp\[bitsandb"):
-        open_target(quantization="bnb_4bit", training={"lora": LORA})
-
-
-def test_a_device_that_the_library_refuses_is_a_named_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantizer = transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("None of the available devices is supported")
-
-    monkeypatch.setattr(quantizer, "validate_environment", refuse)
-    with pytest.raises(UnsupportedTrialError, match="'bnb_4bit' does not work here: RuntimeError: None of the avail"):
-        parts_of(open_target(quantization="bnb_4bit", training={"lora": LORA}))
-
-
-def test_a_kernel_that_fails_is_a_named_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def raising(error: Exception) -> Callable[..., None]:
     def fail(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("no kernel for\nthis device")
+        raise error
 
-    monkeypatch.setattr("bitsandbytes.matmul_4bit", fail)
-    with pytest.raises(UnsupportedTrialError, match="'bnb_4bit' does not work here: no kernel for this device"):
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "said"),
+    [
+        (
+            "bexp.workers.targets.transformers.quantized.import_module",
+            ModuleNotFoundError("No module named 'bitsandbytes'"),
+            r"needs bitsandbytes: pip install 'bexp\[bitsandb",
+        ),
+        (
+            "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer.validate_environment",
+            RuntimeError("None of the available devices is supported"),
+            "does not work here: RuntimeError: None of the avail",
+        ),
+        (
+            "bitsandbytes.matmul_4bit",
+            NotImplementedError("no kernel for\nthis device"),
+            "does not work here: no kernel for this device",
+        ),
+    ],
+    ids=["package", "device", "kernel"],
+)
+def test_what_is_missing_is_a_named_outcome(
+    place: str, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, raising(error))
+    with pytest.raises(UnsupportedTrialError, match=f"'bnb_4bit' {said}"):
         parts_of(open_target(quantization="bnb_4bit", training={"lora": LORA}))
 
 

@@ -20,7 +20,7 @@ from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrial
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from tests.bexp.kernels.references import assert_same_values
-from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, open_target, parts_of, request_for
 
 pytest.importorskip("transformers")
 
@@ -29,8 +29,7 @@ def test_memory_is_settled_after_the_parts_are_gone_and_before_there_is_a_whole_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = open_target()
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     weight = weakref.ref(next(target._parts().skeleton.model.parameters()))
     assert target.rest() > 0
     found: list[tuple[bool, dict[str, Any]]] = []
@@ -76,8 +75,7 @@ def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all_layer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, request = open_target(), request_for()
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     component = Component(
         kind=ComponentKind.LAYER, part=parts.layers[0], micro_batch_size=2, backend="sdpa", recompute="offload"
     )
@@ -122,8 +120,7 @@ def test_the_balancing_loss_of_routers_is_in_the_whole_model_and_not_in_its_part
         return measured(logits, *others)
 
     monkeypatch.setattr(modeling, "load_balancing_loss_func", noted)
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     assert not losses
     candidate = Candidate(micro_batch_size=2, attention_backend="sdpa", expert_backend="eager", num_query_groups=1)
     with target.training_run(candidate, parts, request_for(config)) as whole:

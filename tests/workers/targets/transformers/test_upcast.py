@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from bexp.explorer.cost.components import ComponentKind
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.trials.component import measure_component
-from bexp.workers.profiler.trials.optimizer import measure_optimizer
-from bexp.workers.profiler.trials.whole_model import run_whole_model
-from tests.workers.profiler.trials.test_optimizer import OneSecond
-from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target, request_for
+from tests.workers.targets.transformers.targets import (
+    HARDWARE,
+    LLAMA,
+    check_composed_peak,
+    open_target,
+    parts_of,
+    request_for,
+)
 
 pytest.importorskip("transformers")
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -48,27 +46,12 @@ def test_what_axolotl_casts_is_in_float32(config: dict[str, Any]) -> None:
 )
 def test_the_composed_peak_is_that_of_the_whole_model(config: dict[str, Any], recompute: Recompute) -> None:
     target, request = open_target(config, trainer="axolotl"), request_for(config, trainer="axolotl")
-    report = target.report(HARDWARE)
-    parts, instruments, clock = report.parts, target._instruments, PhaseClock()
-    assert parts is not None
-    instruments.timer = OneSecond()
     tried = Candidate(
         micro_batch_size=32,
         attention_backend="sdpa",
-        expert_backend=report.default_experts,
+        expert_backend=target.report(HARDWARE).default_experts,
         num_query_groups=1,
         loss="library",
         recompute=recompute,
     )
-    table = Composition([tried], parts, request)
-    found = [
-        measure_optimizer(instruments, target, parts, component, tried, request, clock)
-        if component.kind is ComponentKind.OPTIMIZER
-        else measure_component(instruments, target, parts, component, request, clock)
-        for component in table.components
-    ]
-    names = ("saved", "forward_peak", "backward_peak")
-    sizes = [np.array([getattr(one, f"{name}_bytes") for one in found], float) for name in names]
-    saved, transient = (float(each[0]) for each in table.activation_bytes(*sizes))
-    whole = run_whole_model(instruments, target, parts, tried, request, clock)
-    assert static_parts(parts, request).total + saved + transient == pytest.approx(whole.peak_bytes, rel=0.02)
+    check_composed_peak(target, parts_of(target), tried, request)
