@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -364,3 +365,44 @@ def test_one_sequence_without_padding_may_be_whole_or_of_unequal_lengths() -> No
         model(input_ids=torch.ones(1, 8, dtype=torch.long), attention_mask=(torch.arange(8)[None] < num_tokens).long())
         seen.stop()
         assert list(seen.padding_difference(replace(setup, batching=measured))) == differences
+
+
+def train_with_transformers(folder: Path, *, tuned: bool) -> tuple[list[float], Any]:
+    from transformers import Trainer, TrainingArguments
+
+    told = document()
+    told["job"]["request"]["model"]["dtype"] = "float32"
+    told["job"]["request"]["batch_size"] = 8
+    model = models.tiny("olmoe")
+    callback = bexp.TrainerCallback(told)
+    if tuned:
+        bexp.apply(model, told)
+    rows = models.batch(48)
+    dataset = [{key: value[i] for key, value in rows.items()} for i in range(48)]
+    arguments = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        max_steps=6,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        **bexp.training_arguments(told, world_size=1),
+    )
+    trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[callback])
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], callback
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_reaches_the_same_losses_on_a_model_that_is_set_up(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    plain, _ = train_with_transformers(tmp_path / "plain", tuned=False)
+    tuned, callback = train_with_transformers(tmp_path / "tuned", tuned=True)
+    assert len(plain) == 6
+    assert tuned == pytest.approx(plain, rel=1e-3)
+    assert callback.report.steps == 3
+    assert callback.report.applied
+    assert callback.report.micro_batch_size == 4
+    assert torch.isfinite(torch.tensor(callback.report.tokens_per_second))

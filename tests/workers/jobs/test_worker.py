@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,10 +15,11 @@ from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-from bexp.storage.workers import read_workers
-from bexp.workers.jobs.worker import JobWorker, installed_software
+from bexp.storage.workers import WorkerInfo, forget_worker, read_workers, register_worker
+from bexp.workers.jobs.worker import JobWorker, Registration, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
+from tests.contracts.samples import make_worker as make_info
 from tests.waits import PATIENCE_SECONDS, Waits, wait_until
 from tests.workers.fakes import FakeProfiler, fake_explore
 
@@ -214,3 +216,68 @@ def test_an_idle_worker_asks_ever_more_rarely(sqlite_database: Database, is_told
     worker._noticed = Noticed()
     worker.run()
     assert pauses == [min(0.05 * 2**number, longest) for number in range(8)]
+
+
+WORKER = make_info("w")
+
+
+def away() -> sa.exc.OperationalError:
+    return sa.exc.OperationalError("UPDATE", {}, ConnectionError("refused\nIs it running?"))
+
+
+def test_a_worker_is_listed_as_it_says_from_when_it_says_so(database: Database) -> None:
+    with Registration(database) as registration:
+        assert read_workers(database) == []
+        registration.tell(replace(WORKER, held_by="cpu is in use"))
+        (waiting,) = read_workers(database)
+        assert waiting.info.held_by == "cpu is in use"
+        registration.tell(WORKER)
+        (idle,) = read_workers(database)
+        assert (idle.info, idle.started_at) == (WORKER, waiting.started_at)
+    assert read_workers(database) == []
+
+
+def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sqlite_database: Database) -> None:
+    registration = Registration(sqlite_database)
+    registration._ended = Waits(3)
+    with registration:
+        registration._thread.join()
+    assert registration._ended.seconds == [5.0] * 3
+    assert registration._thread.daemon, "a process that ends does not wait for it"
+
+
+def test_a_worker_that_cannot_leave_the_list_ends(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise away()
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
+    with Registration(sqlite_database) as registration:
+        registration.tell(WORKER)
+    assert "worker w could not be removed from the list: refused" in caplog.text
+
+
+def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_could_not_say(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bexp.workers.jobs.worker.LIVE_WITHIN", timedelta(seconds=0.03))
+    is_away = threading.Event()
+
+    def register(database: Database, worker: WorkerInfo) -> None:
+        if is_away.is_set():
+            raise away()
+        register_worker(database, worker)
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.register_worker", register)
+    with Registration(sqlite_database) as registration:
+        registration.tell(WORKER)
+        forget_worker(sqlite_database, "w")
+        wait_until(lambda: [known.info for known in read_workers(sqlite_database)] == [WORKER])
+        is_away.set()
+        registration.tell(replace(WORKER, held_by="cpu is in use"))
+        wait_until(lambda: bool(caplog.messages))
+        is_away.clear()
+        wait_until(lambda: [known.info.held_by for known in read_workers(sqlite_database)] == ["cpu is in use"])
+    assert caplog.messages[0] == "worker w could not report to the database: refused"
+    assert read_workers(sqlite_database) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections.abc import Callable
@@ -217,3 +218,29 @@ def test_a_worker_serves_a_table(sqlite_database: Database, path: Path) -> None:
     assert done.report.hardware.device_name.endswith("replayed")
     trials = read_trials(sqlite_database, job.id)
     assert sum(stored.trial.seconds for stored in trials) > 1.0  # as recorded, not as it took here
+
+
+TABLES = Path(__file__).parents[3] / "benchmarks" / "results" / "tables"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_candidates", "num_components", "digest"),
+    [
+        ("gpt2-124m", 42, 72, "2a4099c968c1"),
+        ("cerebras-gpt-24gib", 118, 106, "30d41a8ed34b"),
+        ("whole-moe-16-experts", 48, 86, "2c886e46c4e5"),
+    ],
+)
+def test_the_space_of_a_recorded_request_stays(
+    name: str, num_candidates: int, num_components: int, digest: str
+) -> None:
+    recording = Recording.read(TABLES / f"{name}.jsonl")
+    request = recording.header.request
+    assert request.devices.context_parallel_sizes == (1,)
+    found = recording.prune(request, request.shapes)
+    told = "\n".join(candidate.describe() for candidate in found.legal.candidates)
+    assert hashlib.sha256(told.encode()).hexdigest()[:12] == digest, "other candidates, or another order"
+    assert len(found.legal.candidates) == num_candidates
+    assert found.table is not None
+    assert len(found.table.components) == num_components
+    assert set(recording.components) & set(found.table.components)

@@ -1,4 +1,4 @@
-"""Precision `master`: what a step beside float32 master weights holds, in its parts and in the whole model."""
+"""Precisions `master`, float32 weights beside bfloat16 ones, and `upcast`, in which Axolotl keeps some in float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from torch import nn
 
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.training_run import LEARNING_RATE, TrainerOptimizer
 from bexp.workers.training.optimizer import TrainingOptimizer
 from tests.bexp.kernels.references import assert_same_values
-from tests.workers.targets.transformers.targets import LLAMA, check_composed_peak, open_target, parts_of, request_for
+from tests.workers.targets.transformers.targets import (
+    HARDWARE,
+    LLAMA,
+    check_composed_peak,
+    open_target,
+    parts_of,
+    request_for,
+)
 
 pytest.importorskip("transformers")
 MASTER = {"training": {"precision": "master"}}
@@ -92,3 +100,40 @@ def test_all_parameters_are_lowered_as_deepspeed_does(monkeypatch: pytest.Monkey
     master = build_model(resolved, BuildSettings(precision="master"), META)
     assert {p.dtype for p in pure.parameters()} == {torch.float32, torch.bfloat16}
     assert {p.dtype for p in master.parameters()} == {torch.bfloat16}
+
+
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 160,
+}
+WIDE = ("norm", "embed_tokens", "lm_head", "mlp.gate.")
+
+
+@pytest.mark.parametrize("config", [LLAMA, OLMOE], ids=["llama", "experts"])
+def test_what_axolotl_casts_is_in_float32(config: dict[str, Any]) -> None:
+    model = open_target(config, trainer="axolotl")._resolved.model
+    for name, parameter in model.named_parameters():
+        expected = torch.float32 if any(part in name for part in WIDE) else torch.bfloat16
+        assert parameter.dtype is expected, name
+
+
+@pytest.mark.parametrize(
+    ("config", "recompute"), [(TIED, Recompute.FULL), (OLMOE, Recompute.NONE)], ids=["tied", "experts"]
+)
+def test_the_composed_peak_of_upcast_weights_is_the_models(config: dict[str, Any], recompute: Recompute) -> None:
+    target, request = open_target(config, trainer="axolotl"), request_for(config, trainer="axolotl")
+    tried = Candidate(
+        micro_batch_size=32,
+        attention_backend="sdpa",
+        expert_backend=target.report(HARDWARE).default_experts,
+        num_query_groups=1,
+        loss="library",
+        recompute=recompute,
+    )
+    check_composed_peak(target, parts_of(target), tried, request)
