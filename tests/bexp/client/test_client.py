@@ -11,9 +11,8 @@ import pytest
 
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import Result
 from bexp.explorer.records.event import EventCode
-from tests.api.cli.samples import EVENTS, RECOMMENDATION, event, job_document, result_document, sse
+from tests.api.cli.samples import EVENTS, event, job_document, sse
 from tests.contracts.samples import make_trial
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -119,26 +118,14 @@ def test_a_proxy_is_not_asked_for_this_machine(service: str, monkeypatch: pytest
         client.connection.check_alive()
 
 
-def test_list_and_recommendation_and_trials() -> None:
+def test_a_list_comes_from_all_its_pages() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/recommendation"):
-            return httpx.Response(200, json=result_document())
-        if request.url.path.endswith("/trials"):
-            first = "cursor" not in request.url.params
-            return httpx.Response(200, json={"items": [], "next_cursor": "c" if first else None})
         assert request.url.params["state"] == "queued"
-        first = "cursor" not in request.url.params
-        items = [job_document("queued", request=None)]
-        return httpx.Response(200, json={"items": items, "next_cursor": "c" if first else None})
+        cursor = None if "cursor" in request.url.params else "c"
+        return httpx.Response(200, json={"items": [job_document("queued", request=None)], "next_cursor": cursor})
 
     with client_of(handler) as client:
         assert [job.model for job in client.list(state="queued")] == ["tiny", "tiny"]
-        document = client.answer("job1")
-        assert document is not None
-        result = Result.model_validate(document)
-        assert result.final
-        assert result.recommendation == RECOMMENDATION
-        assert client.trials("job1") == ()
 
 
 def test_all_trials_come_by_number_from_pages_in_the_order_of_storing() -> None:

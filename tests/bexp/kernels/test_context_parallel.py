@@ -39,14 +39,9 @@ def test_output_and_gradients(found: Found, case: ranks.Case) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_positions_are_those_of_the_layout(found: Found, layout: str) -> None:
+def test_positions_are_those_of_the_layout_and_what_is_sharded_is_gathered_in_order(found: Found, layout: str) -> None:
     for rank in found:
         assert rank[f"rotary-{layout}"]["out"] <= 1e-5
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_sharded_is_gathered_in_order(found: Found, layout: str) -> None:
-    for rank in found:
         assert set(rank[f"sharding-{layout}"].values()) == {0.0}
 
 

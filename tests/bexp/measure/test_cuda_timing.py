@@ -17,16 +17,7 @@ from bexp.measure.cuda_timing import (
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, PassSample, Timing
 from tests.bexp.measure.fake_cuda import FakePasses, make_timer
-
-
-class Clock:
-    """Of a device that takes a given time for every run, and of nothing else."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
+from tests.waits import Clock
 
 
 class MadeUpTimer(CudaTimer):

@@ -20,7 +20,7 @@ from bexp.measure.timing import (
     standard_error,
     summarize,
 )
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, Clock
 
 
 @pytest.mark.parametrize(("number", "within"), [(2, 0.05), (3, 0.1), (4, 0.1), (5, 0.2), (9, 0.15), (25, 0.1)])
@@ -35,19 +35,6 @@ def test_one_disturbed_repeat_does_not_move_the_result() -> None:
     disturbed = [*calm[:-1], PassSample(50.0, 70.0, 120.0)]
     assert summarize(disturbed).device_seconds == summarize(calm).device_seconds == 3.0
     assert math.isclose(summarize(disturbed).standard_error_seconds, 0.0, abs_tol=0.02)
-
-
-class Clock:
-    """Time that passes only when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def thread_time(self) -> float:
-        return self.now
 
 
 @pytest.fixture

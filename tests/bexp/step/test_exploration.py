@@ -22,22 +22,7 @@ from bexp.step import agreement
 from bexp.step.outcomes import attempt
 from tests.bexp.step.exploration_ranks import NUM_RANKS
 from tests.forked_ranks import run_ranks
-from tests.waits import PATIENCE_SECONDS, wait_until
-
-
-class Clock:
-    """Stands for the module `time`; sleeping is all that takes time."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from tests.waits import PATIENCE_SECONDS, Clock, wait_until
 
 
 @pytest.fixture
@@ -166,33 +151,19 @@ def test_gradients_weights_buffers_and_random_numbers_are_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("without_search")
-def test_a_size_that_runs_out_of_memory_is_the_last(clock: Clock) -> None:
+@pytest.mark.parametrize("failure", ["out_of_memory", "crashed", "not finite", "timed_out"])
+def test_a_size_without_memory_is_the_last_and_after_any_other_failure_the_next_is_clean(
+    failure: str, clock: Clock
+) -> None:
     example = Example(clock)
     plain = example.step
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = plain(x)
-        if len(x) >= 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return loss
-
-    found = explore(example, step=step)
-    assert [result.outcome for result in found.results] == ["ok", "ok", "out_of_memory"]
-    assert found.micro_batch_size == 2
-    assert example.model.weight.grad is None
-
-
-@pytest.mark.usefixtures("without_search")
-@pytest.mark.parametrize("failure", ["crashed", "not finite", "timed_out"])
-def test_any_other_failure_is_an_outcome_and_the_next_size_is_clean(failure: str, clock: Clock) -> None:
-    example = Example(clock)
-    plain = example.step
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        assert example.model.weight.grad is None or len(x) != 8 or x.shape == (8, 4)
         loss = plain(x)
         if len(x) != 4:
             return loss
+        if failure == "out_of_memory":
+            raise torch.OutOfMemoryError("CUDA out of memory")
         if failure == "crashed":
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
         if failure == "timed_out":
@@ -203,9 +174,11 @@ def test_any_other_failure_is_an_outcome_and_the_next_size_is_clean(failure: str
 
     found = explore(example, step=step, deadline_seconds=600.0)
     outcome = "crashed" if failure == "not finite" else failure
-    assert [result.outcome for result in found.results] == ["ok", "ok", outcome, "ok"]
+    others = [] if failure == "out_of_memory" else ["ok"]
+    assert [result.outcome for result in found.results] == ["ok", "ok", outcome, *others]
     assert failure in (found.results[2].reason or "") or failure != "not finite"
-    assert found.micro_batch_size == 8
+    assert found.micro_batch_size == (8 if others else 2)
+    assert example.model.weight.grad is None
 
 
 def test_nothing_fits(clock: Clock) -> None:

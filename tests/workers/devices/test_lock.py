@@ -34,29 +34,11 @@ def test_two_locks_of_one_device_exclude_each_other(tmp_path: Path) -> None:
     second.release()
 
 
-def test_the_lock_lives_as_long_as_a_process_that_inherited_it(tmp_path: Path) -> None:
-    holder = DeviceLocks(["cpu"], directory=tmp_path)
-    holder.acquire()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=holder.descriptors)
-    holder.release()
-    waiting = DeviceLocks(["cpu"], directory=tmp_path)
-    with pytest.raises(DeviceBusyError):
-        waiting.acquire(timeout_seconds=0.0)
-    child.kill()
-    child.communicate(timeout=PATIENCE_SECONDS)
-    assert waiting.acquire(timeout_seconds=PATIENCE_SECONDS)
-    waiting.release()
-
-
-def leave_file_of_one_user(path: Path) -> None:
-    path.touch(mode=0o600)
-
-
-def leave_link(path: Path) -> None:
-    path.symlink_to("/dev/null")
-
-
-@pytest.mark.parametrize("leave", [leave_file_of_one_user, leave_link, Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize(
+    "leave",
+    [lambda path: path.touch(mode=0o600), lambda path: path.symlink_to("/dev/null"), Path.mkdir, os.mkfifo],
+    ids=["file of one user", "link", "folder", "pipe"],
+)
 def test_what_another_user_leaves_under_its_name_keeps_nobody_out(
     tmp_path: Path, leave: Callable[[Path], object]
 ) -> None:

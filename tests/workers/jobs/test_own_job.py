@@ -32,10 +32,15 @@ def queue(sqlite_database: Database) -> Queue:
 
 
 @pytest.fixture
-def own(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
+def worker(queue: Queue) -> JobWorker:
+    return JobWorker(queue, FakeProfiler(), "cpu", name="me")
+
+
+@pytest.fixture
+def own(worker: JobWorker, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
     for name in ("CHECK_SECONDS", "PATIENCE_SECONDS", "CLAIM_SECONDS", "KEEP_SECONDS"):
         monkeypatch.setattr(own_job, name, 0.01)
-    return OwnJob(JobWorker(queue, FakeProfiler(), "cpu", name="me"), "own")
+    return OwnJob(worker, "own")
 
 
 def submit(queue: Queue, job_id: str = "own", name: str = "me", **changes: Any) -> None:
@@ -102,9 +107,8 @@ def test_a_job_that_another_worker_left_is_this_ones(queue: Queue, own: OwnJob, 
     assert get_job(queue.database, "own").own_worker == "me"
 
 
-def test_an_own_worker_lives_as_long_as_its_process_says_so(queue: Queue, ending: Ending) -> None:
+def test_an_own_worker_lives_as_long_as_its_process_says_so(queue: Queue, worker: JobWorker, ending: Ending) -> None:
     submit(queue)
-    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     told: list[str | None] = []
 
     def age() -> None:
@@ -180,8 +184,9 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
     return ending
 
 
-def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_it(queue: Queue, ending: Ending) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
+def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_it(
+    queue: Queue, worker: JobWorker, ending: Ending
+) -> None:
     worker.hardware = make_report().hardware
     own = OwnJob(worker, "own")
     ending.actions = {
@@ -203,9 +208,8 @@ def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_i
 
 
 def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_told(
-    queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, worker: JobWorker, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     worker._profiler.held_by = "another"
     submit(queue)
     told: list[float] = []
@@ -224,8 +228,9 @@ def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_
     assert len([event for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]) == 1
 
 
-def test_a_worker_that_lost_its_device_before_the_job_came_does_not_refuse_it(queue: Queue, ending: Ending) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu")
+def test_a_worker_that_lost_its_device_before_the_job_came_does_not_refuse_it(
+    queue: Queue, worker: JobWorker, ending: Ending
+) -> None:
     worker.hardware = make_report().hardware
     worker._profiler.held_by = "cpu is in use by process 7 of user ann"
     queue.enqueue(make_request(), job_id="own")
@@ -236,13 +241,12 @@ def test_a_worker_that_lost_its_device_before_the_job_came_does_not_refuse_it(qu
 
 
 def test_a_job_that_does_not_end_is_left_after_six_seconds(
-    queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, worker: JobWorker, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(queue)
-    own = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     run_by(queue, "me")
     with closed_stdin(monkeypatch):
-        OwnJob(own, "own").end_with_stdin(ending)
+        OwnJob(worker, "own").end_with_stdin(ending)
     assert ending.is_set()
     assert get_job(queue.database, "own").cancel_requested
     assert 6.0 <= ending.now - 1000.0 <= 6.5

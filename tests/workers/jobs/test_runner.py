@@ -21,11 +21,10 @@ from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from bexp.workers.jobs import runner
-from bexp.workers.jobs import runner as accounting
 from bexp.workers.jobs.runner import PHASES, JobEnd, JobTimings, run_job
 from bexp.workers.process.interface import ProfilerError
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, Clock
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 FINGERPRINT = make_report().hardware.fingerprint
@@ -309,17 +308,9 @@ def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lea
     assert get_job(queue.database, job.id).state is JobState.RUNNING
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(accounting, "time", clock)
+    clock = Clock(100.0)
+    monkeypatch.setattr(runner, "time", clock)
     account = JobTimings(queued_seconds=3.0000014)
     with account.begin():
         clock.now += 2.0
@@ -347,8 +338,8 @@ def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(accounting, "time", clock)
+    clock = Clock(100.0)
+    monkeypatch.setattr(runner, "time", clock)
     account = JobTimings(queued_seconds=0.0)
     with account.spend("suggest"):
         clock.now += 4.0 + 0.5
@@ -364,8 +355,8 @@ def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkey
 def test_a_trial_whose_own_clock_counts_more_than_was_waited_takes_nothing_from_another_phase(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(accounting, "time", clock)
+    clock = Clock(100.0)
+    monkeypatch.setattr(runner, "time", clock)
     account = JobTimings(queued_seconds=0.0)
     clock.now += 1.0
     account.add_trial(2.0, PhaseSeconds(build=3.0, process_start=4.0))

@@ -15,8 +15,6 @@ from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.base import Frozen
-from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
@@ -38,18 +36,7 @@ from bexp.workers.profiler import session as session_module
 from bexp.workers.profiler.session import Session
 from bexp.workers.targets.reference import target as reference_target
 from tests.workers.profiler.fakes import FakeGpu
-from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
-
-HARDWARE = HardwareSpec(
-    device_kind="cpu",
-    device_name="test",
-    memory_bytes=1 << 34,
-    memory_limit_bytes=1 << 33,
-    matmul_flops_per_second={DType.FLOAT32: 1e11},
-    memory_bandwidth_bytes_per_second=1e10,
-    launch_seconds=1e-6,
-    versions=SoftwareVersions(python="3", torch="2"),
-)
+from tests.workers.profiler.samples import HARDWARE, REQUEST, candidate, components_of, plan, whole_model_plan
 
 
 class UnlimitedBench(Instruments):

@@ -120,10 +120,3 @@ def test_a_whole_model_is_answered_as_it_was_recorded() -> None:
         WholeModelRow(candidate=candidate, run=0, outcome=Outcome.OUT_OF_MEMORY, reason="full")
     ]
     assert RecordedDevice(recorded, seed=0)(plan(table.model, candidate)).outcome is Outcome.OUT_OF_MEMORY
-
-
-def test_virtual_seconds_come_on_top_of_real_ones() -> None:
-    clock = VirtualClock.over_real_time()
-    before = clock()
-    clock.advance(100.0)
-    assert 100.0 <= clock() - before < 110.0

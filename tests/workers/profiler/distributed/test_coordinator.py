@@ -40,8 +40,7 @@ from bexp.workers.profiler.distributed.coordinator import (
     merge_hardware,
     merge_trial,
 )
-from tests.workers.profiler.samples import candidate, components_of, plan
-from tests.workers.profiler.test_session import HARDWARE
+from tests.workers.profiler.samples import HARDWARE, candidate, components_of, plan
 
 DEVICES = ("cuda:0", "cuda:1")
 COMPONENTS = components_of(candidate())[:2]

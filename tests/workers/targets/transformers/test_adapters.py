@@ -22,7 +22,16 @@ from bexp.workers.instruments.failures import UnsupportedTrialError, classify
 from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.transformers import models
-from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, QWEN_MOE, open_target, parts_of, request_for
+from tests.workers.targets.transformers.targets import (
+    HARDWARE,
+    LLAMA,
+    QWEN_MOE,
+    changed_by_a_step,
+    open_target,
+    opened,
+    parts_of,
+    request_for,
+)
 
 pytest.importorskip("transformers")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -104,15 +113,10 @@ def test_parts_and_whole_model_give_gradients_to_the_adapters_alone(
     assert stepped.count == 3
     assert len(stepped.build().gradients) == 4
     with target.training_run(CANDIDATE, parts, request) as run:
-        trained = [(name, p) for name, p in run._model.named_parameters() if p.requires_grad]
-        before = [p.detach().clone() for _, p in trained]
-        run.begin()
-        run.step()
-        assert len(trained) == 12
-        assert all("lora" in name for name, _ in trained)
-        assert all(not torch.equal(p, old) for (_, p), old in zip(trained, before, strict=True)), (
-            "recomputed layers too"
-        )
+        changed = changed_by_a_step(run)
+        assert len(changed) == 12
+        assert all("lora" in name for name in changed)
+        assert all(changed.values()), "recomputed layers too"
 
 
 @pytest.mark.parametrize(
@@ -163,17 +167,12 @@ ON_EXPERTS = {"r": 4, "target_parameters": ["experts.gate_up_proj", "experts.dow
 def test_experts_in_one_tensor_get_adapters_that_are_trained() -> None:
     pytest.importorskip("peft")
     lora = {**ON_EXPERTS, "use_rslora": True}
-    target = open_target(QWEN_MOE, training={"lora": lora})
-    parts = parts_of(target)
+    target, parts, request = opened(QWEN_MOE, training={"lora": lora})
     assert parts.trainable_bytes == 2 * 4 * 4 * 4 * ((64 + 2 * 32) + (32 + 64)), "for each layer, expert and rank"
     candidate = CANDIDATE.model_copy(update={"expert_backend": "grouped_mm"})
-    with target.training_run(candidate, parts, request_for(QWEN_MOE, training={"lora": lora})) as run:
-        trained = {name: p for name, p in run._model.named_parameters() if p.requires_grad}
-        before = {name: p.detach().clone() for name, p in trained.items()}
-        run.begin()
-        run.step()
-        assert len(trained) == 2 * 2 * 2
-        assert all(not torch.equal(p, before[name]) for name, p in trained.items())
+    with target.training_run(candidate, parts, request) as run:
+        changed = changed_by_a_step(run)
+        assert (len(changed), all(changed.values())) == (2 * 2 * 2, True)
         wrappers: list[Any] = [module for module in run._model.modules() if type(module).__name__ == "ParamWrapper"]
         scaled = {wrapper.scaling["default"] for wrapper in wrappers}
         assert scaled == {4 / 4**0.5}
@@ -182,18 +181,14 @@ def test_experts_in_one_tensor_get_adapters_that_are_trained() -> None:
 def test_embeddings_and_head_are_trained_as_copies() -> None:
     pytest.importorskip("peft")
     lora = {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}
-    target = open_target(training={"lora": lora})
-    parts = parts_of(target)
+    target, parts, request = opened(training={"lora": lora})
     copies = 2 * 160 * 64 * 2
     assert parts.shell.trainable_bytes == copies
     assert parts.shell.parameter_bytes == 2 * copies + 2 * 64, "the frozen ones are still there"
-    with target.training_run(CANDIDATE, parts, request_for(training={"lora": lora})) as run:
-        whole: Any = run._model
-        head = whole.lm_head.modules_to_save["default"].weight
-        before = head.detach().clone()
-        run.begin()
-        run.step()
-        assert not torch.equal(head, before), "the loss is computed in chunks of the copy"
+    with target.training_run(CANDIDATE, parts, request) as run:
+        changed = changed_by_a_step(run)
+        (head,) = (name for name in changed if "lm_head.modules_to_save" in name)
+        assert changed[head], "the loss is computed in chunks of the copy"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost.step import static_parts
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.training_run import LEARNING_RATE, TrainerOptimizer
@@ -18,10 +17,10 @@ from tests.bexp.kernels.references import assert_same_values
 from tests.workers.targets.transformers.targets import (
     HARDWARE,
     LLAMA,
+    candidate,
     check_composed_peak,
     open_target,
-    parts_of,
-    request_for,
+    opened,
 )
 
 pytest.importorskip("transformers")
@@ -32,18 +31,13 @@ NUMBERS = EMBEDDING + 3 * LAYER + 64
 """Parameters of the small model whose head is its embedding."""
 
 
-def candidate(micro_batch_size: int) -> Candidate:
-    return Candidate(micro_batch_size=micro_batch_size, attention_backend="sdpa", num_query_groups=1, loss="library")
-
-
 @pytest.mark.parametrize(("config", "numbers"), [(TIED, NUMBERS), (LLAMA, NUMBERS + EMBEDDING)], ids=["tied", "own"])
 def test_the_promised_state_is_what_a_whole_model_holds(config: dict[str, Any], numbers: int) -> None:
-    target = open_target(config, **MASTER)
-    parts, request = parts_of(target), request_for(config, **MASTER)
+    target, parts, request = opened(config, **MASTER)
     promised = static_parts(parts, request)
     assert (promised.parameters, promised.gradients) == (2 * numbers, 2 * numbers)
     assert (promised.master_weights, promised.optimizer_states) == (4 * numbers, 8 * numbers)
-    with target.training_run(candidate(1), parts, request) as run:
+    with target.training_run(candidate(loss="library"), parts, request) as run:
         run.begin()
         run.micro_step(0)
         optimizer = run._optimizer._optimizer  # type: ignore[union-attr]  # it trains
@@ -64,8 +58,8 @@ def test_the_promised_state_is_what_a_whole_model_holds(config: dict[str, Any], 
 
 @pytest.mark.parametrize("size", [1, 4], ids=["the step is the peak", "the head is the peak"])
 def test_the_composed_peak_is_that_of_the_whole_model(size: int) -> None:
-    target = open_target(TIED, **MASTER)
-    composed = check_composed_peak(target, parts_of(target), candidate(size), request_for(TIED, **MASTER))
+    target, parts, request = opened(TIED, **MASTER)
+    composed = check_composed_peak(target, parts, candidate(size, loss="library"), request)
     assert composed.optimizer.backward_peak_bytes == pytest.approx(4 * NUMBERS, rel=0.01), "all gradients in float32"
     assert (composed.saved == 0) is (size == 1), "the step decides the peak of a small micro-batch"
 
@@ -127,13 +121,7 @@ def test_what_axolotl_casts_is_in_float32(config: dict[str, Any]) -> None:
     ("config", "recompute"), [(TIED, Recompute.FULL), (OLMOE, Recompute.NONE)], ids=["tied", "experts"]
 )
 def test_the_composed_peak_of_upcast_weights_is_the_models(config: dict[str, Any], recompute: Recompute) -> None:
-    target, request = open_target(config, trainer="axolotl"), request_for(config, trainer="axolotl")
-    tried = Candidate(
-        micro_batch_size=32,
-        attention_backend="sdpa",
-        expert_backend=target.report(HARDWARE).default_experts,
-        num_query_groups=1,
-        loss="library",
-        recompute=recompute,
-    )
-    check_composed_peak(target, parts_of(target), tried, request)
+    target, parts, request = opened(config, trainer="axolotl")
+    experts = target.report(HARDWARE).default_experts
+    tried = candidate(32, expert_backend=experts, loss="library", recompute=recompute)
+    check_composed_peak(target, parts, tried, request)

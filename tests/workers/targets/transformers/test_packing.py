@@ -10,7 +10,6 @@ import torch
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
@@ -32,6 +31,7 @@ from tests.workers.targets.transformers.targets import (
     HARDWARE,
     LLAMA,
     QWEN_MOE,
+    candidate,
     open_target,
     parts_of,
     request_for,
@@ -186,10 +186,9 @@ def test_components_and_whole_models_are_measured_at_the_lengths_of_an_epoch(
             assert saved[-1] > 1.5 * min(saved), "the longest has the most tokens"
         share = batches.expect([1.0] * len(found.batches))[0]  # of a token budget's micro-batch; else 1
         assert found.device_seconds == pytest.approx(share), "each of them takes a second"
-    candidate = Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1)
-    whole = run_whole_model(instruments, target, parts, candidate, request, PhaseClock())
+    whole = run_whole_model(instruments, target, parts, candidate(4), request, PhaseClock())
     assert whole.micro_step_seconds > 0
-    with target.training_run(candidate, parts, request) as run:
+    with target.training_run(candidate(4), parts, request) as run:
         widths = [batch["input_ids"].shape[1] for batch in run._batches]
     assert widths == [one.width for one in (batches.measured[0], *batches.measured)]
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.part_costs import PartsDecomposer
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.legal_space import enumerate_candidates
@@ -20,7 +19,7 @@ from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrial
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from tests.bexp.kernels.references import assert_same_values
-from tests.workers.targets.transformers.targets import HARDWARE, open_target, parts_of, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, candidate, open_target, opened, parts_of, request_for
 
 pytest.importorskip("transformers")
 
@@ -28,14 +27,12 @@ pytest.importorskip("transformers")
 def test_memory_is_settled_after_the_parts_are_gone_and_before_there_is_a_whole_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = open_target()
-    parts = parts_of(target)
+    target, parts, request = opened()
     weight = weakref.ref(next(target._parts().skeleton.model.parameters()))
     assert target.rest() > 0
     found: list[tuple[bool, dict[str, Any]]] = []
     monkeypatch.setattr(target._instruments, "settle", lambda **asked: found.append((weight() is None, asked)))
-    candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
-    with target.training_run(candidate, parts, request_for()):
+    with target.training_run(candidate(), parts, request):
         assert found == [(True, {"release": True})]
         assert target.rest() == 0
 
@@ -74,8 +71,7 @@ def test_parts_with_a_policy_that_is_named_are_those_of_the_whole_model() -> Non
 def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, request = open_target(), request_for()
-    parts = parts_of(target)
+    target, parts, request = opened()
     component = Component(
         kind=ComponentKind.LAYER, part=parts.layers[0], micro_batch_size=2, backend="sdpa", recompute="offload"
     )
@@ -122,8 +118,7 @@ def test_the_balancing_loss_of_routers_is_in_the_whole_model_and_not_in_its_part
     monkeypatch.setattr(modeling, "load_balancing_loss_func", noted)
     parts = parts_of(target)
     assert not losses
-    candidate = Candidate(micro_batch_size=2, attention_backend="sdpa", expert_backend="eager", num_query_groups=1)
-    with target.training_run(candidate, parts, request_for(config)) as whole:
+    with target.training_run(candidate(2, expert_backend="eager"), parts, request_for(config)) as whole:
         whole.begin()
         whole.step()
     assert {len(logits) for logits in losses} == {2}, "the routers of both layers"
