@@ -95,9 +95,7 @@ def test_outputs_of_all_batches_count_where_metrics_are_computed_of_them(
     assert figures["kept_rows"] == (TEXTS if copies else 0)
 
 
-def test_of_several_datasets_the_one_with_the_longest_texts_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_datasets_that_of_the_longest_texts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     monkeypatch.setattr(hf_trainer, "peak_bytes", lambda _: (ran[-1], None))
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY, use_cache=False))

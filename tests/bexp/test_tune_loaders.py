@@ -53,7 +53,7 @@ def loader(dataset: Dataset[Any], **named: Any) -> DataLoader[Any]:
 NUMBERS = TensorDataset(torch.arange(10))
 
 
-def test_all_micro_batches_are_full_even_if_there_is_less_data(
+def test_all_micro_batches_are_full_if_there_is_less_data(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SIZE, "16")
@@ -121,9 +121,7 @@ def test_callbacks_that_write_are_left_out_and_others_stay() -> None:
 
 
 @pytest.mark.parametrize("data", [NUMBERS, Stream()])
-def test_a_loader_that_runs_with_the_answer_gets_its_size_in_place(
-    data: Dataset[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_that_runs_with_the_answer_gets_its_size(data: Dataset[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SIZE, "5")
     monkeypatch.setattr(promise, "takers", [])
     own = loader(data)

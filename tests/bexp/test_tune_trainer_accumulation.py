@@ -50,7 +50,7 @@ def test_the_trainers_own_loss_agrees_on_texts_of_unequal_length(checked: Any, o
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_a_loss_that_the_micro_batch_changes_is_found_and_its_cause_named(
+def test_the_cause_why_a_micro_batch_changes_a_loss_is_named(
     checked: Any, options: tuple[str, ...], cause: str
 ) -> None:
     found, _ = checked(*options)

@@ -110,7 +110,7 @@ IMPLEMENTATIONS: dict[str, FFN] = {
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("case", "in_transposed", "out_transposed"), LYING)
-def test_experts_read_weights_as_they_lie(
+def test_weights_are_read_as_they_lie(
     implementation: str, case: str, in_transposed: bool, out_transposed: bool
 ) -> None:
     if implementation == "hopper_grouped" and torch.cuda.get_device_capability() != (9, 0):

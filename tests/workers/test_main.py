@@ -7,17 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import sqlalchemy as sa
 
-from bexp.api.settings import read_environment
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import JobState, get_job, list_jobs
-from bexp.storage.leases import read_queue_settings
 from bexp.storage.queue import Queue
 from bexp.storage.schema import VERSION_TABLE
 from bexp.workers.__main__ import main
@@ -25,7 +22,6 @@ from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.serving import SERVICE_FAILED, database_limits, listen, serve_workers
-from bexp.workers.settings import read_settings
 from tests.contracts.samples import make_request
 from tests.waits import PATIENCE_SECONDS
 from tests.workers.fakes import FakeProfiler, fake_explore
@@ -192,9 +188,7 @@ def test_a_worker_for_one_job_leaves_the_others_and_ends_with_it(
         (["--num-devices", "2", "--ray", "auto"], "--num-devices"),
     ],
 )
-def test_bad_input_is_a_usage_error_that_names_it(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_named_as_bad_usage(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -253,24 +247,3 @@ def test_a_worker_on_a_cluster_without_ray_says_how_to_get_it(
     assert "pip install 'bexp[ray]'" in caplog.text
     with pytest.raises(SystemExit):
         main(["--ray", "auto", "--device", "replay:table.jsonl", *database])
-
-
-@pytest.mark.parametrize(
-    "variables", [{}, {"XDG_DATA_HOME": "/data"}, {"XDG_DATA_HOME": "data"}, {"BEXP_DATABASE_URL": "sqlite:////x.db"}]
-)
-def test_workers_and_api_find_the_same_database(variables: dict[str, str]) -> None:
-    assert read_settings(variables).database_url == read_environment(variables).database_url
-
-
-def test_without_variables_the_settings_are_those_of_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    told = {name: int(value) for name, value in re.findall(r"^\| `(BEXP_\w+)` \|.*\| (\d+) \|$", page, re.MULTILINE)}
-    queue, worker, second = read_queue_settings({}), read_settings({}), timedelta(seconds=1)
-    assert told == {
-        "BEXP_LEASE_SECONDS": queue.lease / second,
-        "BEXP_MAX_ATTEMPTS": queue.max_attempts,
-        "BEXP_MAX_FAULTS": queue.max_faults,
-        "BEXP_RETRY_SECONDS": queue.retry_pause / second,
-        "BEXP_POLL_SECONDS": worker.max_poll / second,
-        "BEXP_DEVICE_WAIT_SECONDS": worker.device_wait / second,
-    }

@@ -144,7 +144,7 @@ def test_a_second_forward_before_the_backward_runs_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("failure", [NotCapturableError("it waits"), torch.OutOfMemoryError("full")])
-def test_a_failed_capture_says_why_once_and_leaves_the_model_as_it_was(
+def test_a_failed_capture_says_why_once_and_changes_nothing(
     failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, net, graphed_loss, _ = pair(failure)
@@ -284,7 +284,7 @@ def test_the_wrapped_forward_has_the_signature_of_the_model_and_copies_do_not_sh
         assert getattr(copied._plain, "__self__", None) is copied._model
 
 
-def test_apply_takes_another_execution_and_a_model_on_the_host_says_why_it_has_no_graphs(
+def test_apply_takes_another_execution_and_says_why_a_host_has_no_graphs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, batch = models.tiny("olmoe"), models.batch()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bexp.kernels.activations import Activation, activate
 from bexp.kernels.experts.capacity import ExpertsWithCapacity, keep_pairs
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
@@ -106,3 +107,22 @@ def test_output_and_gradients_with_a_capacity(backend: str, dtype: torch.dtype, 
     found = [(out, out64), *((one.grad, other.grad) for one, other in zip(inputs, wanted, strict=True))]
     errors = [references.relative_error(actual, expected) for actual, expected in found]
     assert max(errors) <= (1e-5 if dtype is torch.float32 else 2e-2), errors
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_value_and_gradients(name: Activation, gated: bool, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(7, 12, generator=generator), torch.rand(7, generator=generator)
+    x, weights = references.leaves(data, torch.float32)
+    x64, weights64 = references.leaves(data)
+    out = activate(x, name, gated=gated, row_weights=weights if weighted else None)
+    wanted = references.activation(x64, name, gated) * (weights64[:, None] if weighted else 1)
+    gradient = torch.randn(out.shape, generator=generator)
+    out.backward(gradient)
+    wanted.backward(gradient.double())
+    assert references.relative_error(out, wanted) <= 1e-6
+    assert references.relative_error(x.grad, x64.grad) <= 1e-6
+    if weighted:
+        assert references.relative_error(weights.grad, weights64.grad) <= 1e-6

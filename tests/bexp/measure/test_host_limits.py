@@ -77,9 +77,7 @@ def test_without_affinity_all_cpus_count(root: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("quota", "cores"), [(250_000, 2), (-1, 4), (20_000, 1)])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_quota_caps_the_cores(
-    root: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int, version: int
-) -> None:
+def test_a_quota_is_a_cap(root: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int, version: int) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     if version == 1:
         write(root / "proc/self/cgroup", "5:cpuacct,cpu:/job\n3:memory:/other\n")
@@ -120,7 +118,7 @@ def test_version_1_has_names_of_its_own(root: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("hard", "soft"), [(resource.RLIM_INFINITY, 3 * 1024 + 5000 + (64 << 20)), (4000, 4000)], ids=["free", "capped"]
 )
-def test_the_limit_is_what_the_data_has_and_may_grow_by(
+def test_the_limit_is_the_data_and_its_growth(
     root: Path, monkeypatch: pytest.MonkeyPatch, hard: int, soft: int
 ) -> None:
     found: list[tuple[int, tuple[int, int]]] = []

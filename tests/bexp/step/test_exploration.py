@@ -152,9 +152,7 @@ def test_gradients_weights_buffers_and_random_numbers_are_left_alone() -> None:
 
 @pytest.mark.usefixtures("without_search")
 @pytest.mark.parametrize("failure", ["out_of_memory", "crashed", "not finite", "timed_out"])
-def test_a_size_without_memory_is_the_last_and_after_any_other_failure_the_next_is_clean(
-    failure: str, clock: Clock
-) -> None:
+def test_a_size_without_memory_is_the_last_and_after_others_the_next_is_clean(failure: str, clock: Clock) -> None:
     example = Example(clock)
     plain = example.step
 
@@ -244,7 +242,7 @@ def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, st
 
 
 @pytest.mark.slow(together="forked")
-def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
+def test_nobody_waits_for_a_process_that_fails_between_exchanges(
     two_processes: dict[tuple[int, str], Any],
 ) -> None:
     (found, seconds), (other, _) = (two_processes[rank, "exchange"] for rank in (0, 1))

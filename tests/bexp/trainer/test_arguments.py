@@ -56,7 +56,7 @@ def test_training_arguments_keep_the_effective_batch() -> None:
         bexp.training_arguments(document(micro_batch_size=3))
 
 
-def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_sees_no_clipped_gradients(
+def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_clips_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fields = bexp.training_arguments(told_of({"optimizer": {"name": "adamw_cpu_offload"}}))
@@ -121,7 +121,7 @@ class _SFTConfig:
     loss_type: str = "chunked_nll"
 
 
-def test_sft_is_told_what_becomes_of_texts_and_to_leave_the_loss_to_the_model(
+def test_sft_is_told_how_texts_are_laid_out_and_to_leave_the_loss_to_the_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = told_of(PURE)

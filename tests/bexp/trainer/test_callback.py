@@ -68,9 +68,7 @@ def service() -> Iterator[tuple[str, list[tuple[str, str | None, Any]]]]:
     thread.join()
 
 
-def test_the_report_is_logged_beside_the_promise_and_posted(
-    service: tuple[str, list[Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_report_is_logged_and_posted(service: tuple[str, list[Any]], caplog: pytest.LogCaptureFixture) -> None:
     url, seen = service
     callback = bexp.TrainerCallback(document(), service=url, token="secret")
     with caplog.at_level(logging.INFO, "bexp"):
@@ -89,7 +87,7 @@ def test_the_report_is_logged_beside_the_promise_and_posted(
     ("execution", "optimizer", "applied"),
     [("eager", "adamw_torch_fused", True), ("graph", "adamw_torch_fused", False), ("eager", "adafactor", False)],
 )
-def test_a_run_that_was_not_as_measured_is_not_one_of_the_recommendation(
+def test_a_run_that_was_not_as_measured_does_not_count_as_applied(
     execution: str, optimizer: str, applied: bool
 ) -> None:
     told, model = document(execution=execution), models.tiny("olmoe")
@@ -189,9 +187,7 @@ def test_tokens_that_the_trainer_counts_come_first(now: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
-def test_checkpointing_by_the_trainer_that_replaces_the_policy_is_a_warning(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpointing_that_replaces_the_policy_is_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = models.tiny("olmoe")
     for recompute, warned in (("partial_50", True), ("full", False)):
         told = document(recompute=recompute)

@@ -235,9 +235,7 @@ def test_checkpoints_and_optimizer_states_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [None, "Triton is not installed"])
-def test_a_compiled_layer_takes_whether_kernels_run_here_as_a_constant(
-    reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_layer_knows_whether_kernels_run_here(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "triton_reason", functools.cache(lambda device: reason))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -251,9 +249,7 @@ def test_a_compiled_layer_takes_whether_kernels_run_here_as_a_constant(
 
 
 @pytest.mark.parametrize("traceable", [True, False])
-def test_a_compiled_layer_traces_our_experts_only_if_the_compiler_can(
-    traceable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_layer_traces_our_experts_where_it_can(traceable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x + torch.compiler.is_compiling()
 

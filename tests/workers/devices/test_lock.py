@@ -39,9 +39,7 @@ def test_two_locks_of_one_device_exclude_each_other(tmp_path: Path) -> None:
     [lambda path: path.touch(mode=0o600), lambda path: path.symlink_to("/dev/null"), Path.mkdir, os.mkfifo],
     ids=["file of one user", "link", "folder", "pipe"],
 )
-def test_what_another_user_leaves_under_its_name_keeps_nobody_out(
-    tmp_path: Path, leave: Callable[[Path], object]
-) -> None:
+def test_what_others_leave_under_its_name_keeps_nobody_out(tmp_path: Path, leave: Callable[[Path], object]) -> None:
     DeviceLocks(["GPU-1"], directory=tmp_path).acquire()
     for path in list(tmp_path.iterdir()):
         path.unlink()

@@ -89,7 +89,7 @@ def has_succeeded(database: Database, job_id: str) -> Callable[[], bool]:
     return lambda: get_job(database, job_id).state is JobState.SUCCEEDED
 
 
-def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_whom_it_waits_for(
+def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_who_has_it(
     sqlite_database: Database,
 ) -> None:
     queue, profiler = Queue(sqlite_database), HeldProfiler()
@@ -192,9 +192,7 @@ def test_a_worker_that_has_measured_its_device_takes_a_job_before_others_have_it
     assert (profiler.calls.count("begin"), profiler.num_rests) == (1, 0)
 
 
-def test_a_job_that_was_taken_meanwhile_leaves_the_device_free(
-    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_others_took_leaves_the_device(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "REST_SECONDS", 0.0)
     queue, profiler = Queue(sqlite_database), HeldProfiler()
     worker = make_worker(sqlite_database, profiler)

@@ -84,9 +84,7 @@ def test_a_worker_that_ends_by_itself_cancels_nothing(
 
 
 @pytest.mark.parametrize("name", ["", "another"])
-def test_a_job_that_another_worker_runs_goes_on(
-    queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_job_that_another_runs_goes_on(queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     submit(queue, name=name)
     run_by(queue, name)
     queue.resume("own", own_worker="me")
@@ -228,7 +226,7 @@ def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_
     assert len([event for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]) == 1
 
 
-def test_a_worker_that_lost_its_device_before_the_job_came_does_not_refuse_it(
+def test_a_worker_that_lost_its_device_before_does_not_refuse_a_job(
     queue: Queue, worker: JobWorker, ending: Ending
 ) -> None:
     worker.hardware = make_report().hardware

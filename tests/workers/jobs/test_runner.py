@@ -276,7 +276,7 @@ def test_a_job_holds_its_step_while_the_database_is_away(
     assert caplog.messages[0] == f"exploration {job.id} holds its step: (builtins.Exception) the server"
 
 
-def test_a_database_that_stays_away_is_asked_ever_more_rarely_and_at_least_every_five_seconds(
+def test_a_database_that_stays_away_is_asked_ever_more_rarely_up_to_five_seconds(
     sqlite_database: Database,
 ) -> None:
     class Pauses(threading.Event):
@@ -352,7 +352,7 @@ def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkey
     assert timings["process_start"] == 2.0
 
 
-def test_a_trial_whose_own_clock_counts_more_than_was_waited_takes_nothing_from_another_phase(
+def test_a_trial_that_counts_more_than_was_waited_takes_nothing_from_another_phase(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(100.0)

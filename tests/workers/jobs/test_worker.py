@@ -157,9 +157,7 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_its_device(sqlite_databa
     assert worker._stopping.seconds == [1, 2, 4]
 
 
-def test_a_worker_starts_while_the_database_is_locked(
-    sqlite_database: Database, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_starts_beside_a_locked_database(sqlite_database: Database, caplog: pytest.LogCaptureFixture) -> None:
     """As by a process that is frozen within a transaction."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
     impatient = open_database(sqlite_database.url, DatabaseLimits(lock=timedelta(seconds=0.1)))
@@ -175,7 +173,7 @@ def test_a_worker_starts_while_the_database_is_locked(
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
-def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(
+def test_a_worker_outlives_a_failure_to_read_its_jobs(
     sqlite_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their ids are read before each claim, and the database may be away just then."""

@@ -75,9 +75,7 @@ def finish(sent: list[Frozen]) -> TrialFinished:
     return sent[-1]
 
 
-def test_components_are_told_as_they_are_measured(
-    session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_components_are_told_one_by_one(session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch) -> None:
     moments = itertools.count()
     monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
     chosen = candidate()
@@ -202,9 +200,7 @@ def test_a_whole_model_that_cannot_be_captured_is_unsupported(
     assert "operation by operation" in caplog.text
 
 
-def test_the_request_may_lower_the_memory_limit_but_not_raise_it(
-    instruments: UnlimitedBench, sent: list[Frozen]
-) -> None:
+def test_a_request_may_lower_the_memory_limit_and_not_raise_it(instruments: UnlimitedBench, sent: list[Frozen]) -> None:
     session = Session(instruments, None, sent.append)
     for gib, expected in ((None, 1 << 33), (1.0, 1 << 30), (100.0, 1 << 34)):
         session.answer(Begin(request=REQUEST.model_copy(update={"memory_limit_gib": gib}), hardware=HARDWARE))
@@ -267,9 +263,7 @@ def test_a_trial_after_a_disturbed_one_waits_for_the_device_to_calm_down(
     assert 0 < waited[0] <= 10
 
 
-def test_a_replacement_is_told_who_was_there_when_the_job_began(
-    instruments: UnlimitedBench, sent: list[Frozen]
-) -> None:
+def test_a_replacement_is_told_who_was_there_at_the_beginning(instruments: UnlimitedBench, sent: list[Frozen]) -> None:
     gpu = FakeGpu(others=3 << 30)
     instruments.monitor = DeviceMonitor(gpu, gpu.foreign_processes(used_before=3 << 30))
     first = Session(instruments, None, sent.append)

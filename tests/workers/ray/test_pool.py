@@ -146,9 +146,7 @@ def test_an_actor_that_does_not_answer_counts_as_lost(make_pool: Callable[..., R
     assert "does not answer" in str(found.reason)
 
 
-def test_an_interruption_ends_a_wait_and_the_next_start_mends_it(
-    make_pool: Callable[..., RayDevicePool], gate: Gate
-) -> None:
+def test_an_interruption_ends_a_wait_until_the_next_start(make_pool: Callable[..., RayDevicePool], gate: Gate) -> None:
     pool = ready(make_pool(), 2)
     pool.submit(plan(0, SLOW))
     gate.await_begun(0)
@@ -161,9 +159,7 @@ def test_an_interruption_ends_a_wait_and_the_next_start_mends_it(
     assert pool.measure(plan(2)).outcome is Outcome.OK
 
 
-def test_a_node_that_dies_in_the_middle_of_a_trial(
-    make_pool: Callable[..., RayDevicePool], cluster: Any, gate: Gate
-) -> None:
+def test_a_node_that_dies_within_a_trial(make_pool: Callable[..., RayDevicePool], cluster: Any, gate: Gate) -> None:
     node = cluster.add_node(num_cpus=1)
     pool = ready(make_pool(), 3)
     for number in range(3):

@@ -235,7 +235,7 @@ def test_attention_itself_runs_again_in_tiles_only(recompute: BlockRecompute, ti
 
 
 @pytest.mark.parametrize(("recompute", "again"), [(BY_OPERATION[0], []), (BY_OPERATION[1], [64])])
-def test_the_second_expert_gemm_never_runs_again(
+def test_the_second_gemm_never_runs_again(
     recompute: BlockRecompute, again: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bexp.kernels.experts import loop

@@ -97,9 +97,7 @@ def test_a_model_without_linear_layers_needs_names() -> None:
     assert found.adapted == {"c_attn": 2 * 4 * (64 + 192)}
 
 
-def test_parts_and_whole_model_give_gradients_to_the_adapters_alone(
-    target: TransformersTarget, parts: ModelParts
-) -> None:
+def test_parts_and_whole_give_gradients_to_the_adapters_alone(target: TransformersTarget, parts: ModelParts) -> None:
     request = request_for(training={"lora": LORA})
     for component in PartsDecomposer(parts, training=True)(CANDIDATE).components[:2]:
         with target.component(component, parts, request) as passes:
@@ -209,7 +207,7 @@ def test_a_parameter_or_module_that_matches_nothing_is_refused(lora: dict[str, A
         open_target(QWEN_MOE, training={"lora": lora})
 
 
-def test_our_kernels_serve_experts_with_adapters_only_where_they_compute_the_same(
+def test_our_kernels_serve_experts_with_adapters_where_they_compute_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("peft")

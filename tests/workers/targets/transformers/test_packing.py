@@ -48,9 +48,7 @@ def model_of(model_type: str) -> ResolvedModel:
 
 
 @pytest.mark.parametrize(("model_type", "flattened"), [("llama", True), ("gpt2", False), ("gemma3_text", True)])
-def test_logits_loss_and_gradients_of_packed_texts_are_those_of_the_texts_one_by_one(
-    model_type: str, *, flattened: bool
-) -> None:
+def test_logits_loss_and_gradients_of_packed_texts_are_those_of_each_alone(model_type: str, *, flattened: bool) -> None:
     tiny = model_of(model_type).tiny
     model: Any = build_model(tiny, FLOAT32, CPU).eval()
     texts = packed_texts(tiny.seq_length, flattened=flattened)

@@ -57,9 +57,7 @@ def loaded(config: dict[str, Any], name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("config", [LLAMA | {"intermediate_size": 128}, QWEN_MOE], ids=["dense", "experts"])
-def test_weights_have_the_bytes_of_a_model_that_the_library_loads(
-    config: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+def test_weights_have_the_bytes_of_what_the_library_loads(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     parts = parts_of(open_target(config, quantization=name, mode="eval"))
     theirs = loaded(config, name, tmp_path)
     buffers = storage_bytes(theirs.buffers())
@@ -75,7 +73,7 @@ def test_weights_have_the_bytes_of_a_model_that_the_library_loads(
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft calls and reads it
 @pytest.mark.parametrize("name", NAMES)
-def test_adapters_over_quantised_weights_hold_what_peft_makes_of_the_model_that_the_library_loads(
+def test_adapters_over_quantised_weights_hold_what_peft_makes_of_what_the_library_loads(
     name: str, tmp_path: Path
 ) -> None:
     parts = parts_of(open_target(QWEN_MOE, quantization=name, training={"lora": LORA}))
@@ -202,9 +200,7 @@ def raising(error: Exception) -> Callable[..., None]:
     ],
     ids=["package", "device", "kernel"],
 )
-def test_what_is_missing_is_a_named_outcome(
-    place: str, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named(place: str, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, raising(error))
     with pytest.raises(UnsupportedTrialError, match=f"'bnb_4bit' {said}"):
         parts_of(open_target(quantization="bnb_4bit", training={"lora": LORA}))

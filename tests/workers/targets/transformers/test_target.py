@@ -24,7 +24,7 @@ from tests.workers.targets.transformers.targets import HARDWARE, candidate, open
 pytest.importorskip("transformers")
 
 
-def test_memory_is_settled_after_the_parts_are_gone_and_before_there_is_a_whole_model(
+def test_memory_is_settled_after_the_parts_and_before_there_is_a_whole_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, parts, request = opened()
@@ -68,7 +68,7 @@ def test_parts_with_a_policy_that_is_named_are_those_of_the_whole_model() -> Non
         assert_same_values(ran[name], ran["none"])
 
 
-def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all_layers(
+def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, parts, request = opened()
@@ -100,7 +100,7 @@ def test_a_number_beyond_the_layers_of_a_config_is_refused_with_the_nearest() ->
         enumerate_candidates(request_for(recompute=["layers_4"]), report, report.parts)
 
 
-def test_the_balancing_loss_of_routers_is_in_the_whole_model_and_not_in_its_parts(
+def test_the_loss_of_routers_is_in_the_whole_model_and_not_in_its_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {"model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
