@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from bexp.kernels.experts.hopper_grouped import tiles as hopper_tiles
 from bexp.kernels.experts.registry import expert_backend
 from tests.bexp.kernels import expert_cases, gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
+from tests.bexp.kernels.poison import poisoned_memory
 from tests.bexp.kernels.references import relative_error
 
 pytestmark = [
@@ -26,6 +28,12 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 NAN = float("nan")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poisoned_memory(warn_only=True):
+        yield
 
 
 def zipf(num_rows: int, num_experts: int) -> tuple[int, ...]:

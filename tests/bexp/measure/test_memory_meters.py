@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -36,13 +37,22 @@ def test_the_host_meter_runs_eagerly_only_where_a_compiler_was_imported(monkeypa
 
 def test_the_cuda_meter_asks_the_allocator_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, torch.device]] = []
+
+    def answer(name: str, value: int) -> Callable[[torch.device], int]:
+        def ask(of: torch.device) -> int:
+            asked.append((name, of))
+            return value
+
+        return ask
+
     answers = {"memory_allocated": 11, "max_memory_allocated": 22, "reset_peak_memory_stats": 0}
     for name, value in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda of, name=name, value=value: asked.append((name, of)) or value)
+        monkeypatch.setattr(torch.cuda, name, answer(name, value))
     device = torch.device("cuda:1")
     with byte_meter(device, ()) as meter:
         assert isinstance(meter, CudaMeter)
-        assert (meter.level(), meter.peak(), meter.reset_peak()) == (11, 22, None)
+        assert (meter.level(), meter.peak()) == (11, 22)
+        meter.reset_peak()
     assert asked == [(name, device) for name in answers]
 
 

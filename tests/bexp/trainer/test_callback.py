@@ -250,8 +250,7 @@ def test_the_trainers_process_that_is_not_the_first_says_nothing(caplog: pytest.
 
 def test_a_models_weights_adapters_and_checkpointing_are_compared(caplog: pytest.LogCaptureFixture) -> None:
     assert beginning(caplog, told_of_a_config({"precision": "master"}), bf16=True)[1] == [], "its engine is told so"
-    told = told_of_a_config({"precision": "pure"})
-    told["recommendation"]["candidate"] |= {"recompute": "none"}
+    told = told_of_a_config({"precision": "pure"}, recompute="none")
     model = models.tiny("olmoe").to(torch.bfloat16)
     assert beginning(caplog, told, model)[1] == []
     [weights] = beginning(caplog, told, models.tiny("olmoe"))[1]
@@ -283,8 +282,7 @@ def test_a_models_weights_adapters_and_checkpointing_are_compared(caplog: pytest
 def test_the_batches_that_a_model_is_given_are_compared(
     length: int, padded: bool, measured: str | None, differences: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = told_of_a_config({"precision": "autocast"})
-    told["recommendation"]["candidate"] |= {"recompute": "none"}
+    told = told_of_a_config({"precision": "autocast"}, recompute="none")
     if measured is not None:
         told["job"]["request"] |= {"lengths": {"histogram": [[12, 3], [6, 1]]}, "batching": measured}
     model = models.tiny("olmoe")
