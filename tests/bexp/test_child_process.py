@@ -1,4 +1,4 @@
-"""Child processes of the service import nothing from the folder that a person stands in."""
+"""What processes import: nothing from the folder that a person stands in, and no library that they do not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial sets in TrainingArguments, and what it refuses."""
+"""What a trial sets in TrainingArguments, what it refuses, and what an evaluation needs on the device."""
 
 from __future__ import annotations
 
