@@ -392,10 +392,7 @@ def test_a_sample_of_several_texts_takes_a_row_for_each() -> None:
     lengths = Lengths.of(pairs)
     assert (lengths.rows, lengths.widths, lengths.tokens) == (2, (7, 10, 6), (12, 11, 10))
     assert lengths.longest(2) == [1, 0], "all rows are padded to the longest of them"
-    assert lengths.describe() == {
-        "mean": 11.0,
-        "samples": {"number": 3, "num_read": 3, "longest": 10, "rows": 2},
-    }
+    assert lengths.describe() == {"mean": 11.0, "samples": {"number": 3, "num_read": 3, "longest": 10, "rows": 2}}
 
 
 CPU = torch.device("cpu")

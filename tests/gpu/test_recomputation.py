@@ -90,9 +90,7 @@ def compare(spec: ModelSpec, kind: ComponentKind, backend: str | None) -> None:
 
 @pytest.mark.parametrize("backend", ATTENTION)
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"num_query_groups": 2}, {"num_query_groups": 2, "qk_norm": "head", "norm": "layernorm"}],
-    ids=str,
+    "fields", [{}, {"num_query_groups": 2}, {"num_query_groups": 2, "qk_norm": "head", "norm": "layernorm"}], ids=str
 )
 def test_attention(backend: str, fields: dict[str, Any]) -> None:
     spec = model(**fields)

@@ -49,31 +49,20 @@ def test_a_byte_for_each_worker_warp_is_not_ours() -> None:
     assert not only_of_warp_specialize(output(STATES, displayed=5)), "a hazard was not read"
 
 
-@pytest.mark.parametrize(
-    "ours",
-    [
-        hazard(write=line_of("def _multiply")),
-        hazard(read=line_of("    full = make_barriers")),
-        hazard(address=BASE + 4),
-        hazard(address=BASE + 1, reader=130),
-        hazard(reader=96),
-        hazard(writer=160),
-        hazard().replace("Read Thread", "Write Thread"),
-        hazard().replace(f" in rows_kernel.py:{DEF}", ""),
-        hazard().replace(f"__shared__ {BASE:#x}", "Unknown address"),
-    ],
-    ids=[
-        "in a partition",
-        "at our barriers",
-        "another byte",
-        "not a warp's first thread",
-        "read by the first partition",
-        "written by a worker",
-        "two writes",
-        "no place",
-        "no address",
-    ],
-)
+OURS = {
+    "in a partition": hazard(write=line_of("def _multiply")),
+    "at our barriers": hazard(read=line_of("    full = make_barriers")),
+    "another byte": hazard(address=BASE + 4),
+    "not a warp's first thread": hazard(address=BASE + 1, reader=130),
+    "read by the first partition": hazard(reader=96),
+    "written by a worker": hazard(writer=160),
+    "two writes": hazard().replace("Read Thread", "Write Thread"),
+    "no place": hazard().replace(f" in rows_kernel.py:{DEF}", ""),
+    "no address": hazard().replace(f"__shared__ {BASE:#x}", "Unknown address"),
+}
+
+
+@pytest.mark.parametrize("ours", OURS.values(), ids=OURS)
 def test_anything_else_is_ours(ours: str) -> None:
     assert not only_of_warp_specialize(output(STATES + ours))
     assert not only_of_warp_specialize(output(ours + STATES))

@@ -39,10 +39,7 @@ def test_problem_names_every_field_and_rule() -> None:
         "detail": "The request is not one that can be explored.",
         "errors": [{"field": "model.hidden_size", "message": "must be a multiple"}, {"message": "too large"}],
     }
-    with (
-        client_of(lambda _: httpx.Response(422, json=problem)) as client,
-        pytest.raises(ProblemError) as raised,
-    ):
+    with client_of(lambda _: httpx.Response(422, json=problem)) as client, pytest.raises(ProblemError) as raised:
         client.submit({})
     assert raised.value.status == 422
     assert raised.value.lines() == [

@@ -284,9 +284,7 @@ def test_the_wrapped_forward_has_the_signature_of_the_model_and_copies_do_not_sh
         assert getattr(copied._plain, "__self__", None) is copied._model
 
 
-def test_apply_takes_another_execution_and_says_why_a_host_has_no_graphs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_apply_takes_another_execution_and_says_why_a_host_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = models.tiny("olmoe"), models.batch()
     wanted = models.step(model, batch)
     report = bexp.apply(model, document(), execution="graph")

@@ -43,10 +43,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return found
 
 
-@pytest.mark.parametrize(
-    ("waited", "seconds"),
-    [(0.0, 2.0), (0.04, 2.0), (0.041, 1.5), (3.0, 1.5)],
-)
+@pytest.mark.parametrize(("waited", "seconds"), [(0.0, 2.0), (0.04, 2.0), (0.041, 1.5), (3.0, 1.5)])
 def test_the_wall_clock_counts_until_threads_wait_for_cores(host: Host, waited: float, seconds: float) -> None:
     first = HostMark()
     host.work(2.0, 1.5, waited)

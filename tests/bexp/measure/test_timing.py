@@ -12,14 +12,7 @@ import pytest
 
 from bexp.measure import host_time
 from bexp.measure import timing as timing_module
-from bexp.measure.timing import (
-    HostTimer,
-    PassSample,
-    Timing,
-    TimingBudget,
-    standard_error,
-    summarize,
-)
+from bexp.measure.timing import HostTimer, PassSample, Timing, TimingBudget, standard_error, summarize
 from tests.waits import PATIENCE_SECONDS, Clock
 
 

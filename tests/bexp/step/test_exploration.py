@@ -242,9 +242,7 @@ def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, st
 
 
 @pytest.mark.slow(together="forked")
-def test_nobody_waits_for_a_process_that_fails_between_exchanges(
-    two_processes: dict[tuple[int, str], Any],
-) -> None:
+def test_nobody_waits_for_a_process_that_fails_between_exchanges(two_processes: dict[tuple[int, str], Any]) -> None:
     (found, seconds), (other, _) = (two_processes[rank, "exchange"] for rank in (0, 1))
     assert found == other
     failed = next(result for result in found.results if result.outcome != "ok")

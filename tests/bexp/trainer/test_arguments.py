@@ -50,9 +50,7 @@ def test_training_arguments_keep_the_effective_batch() -> None:
         bexp.training_arguments(document(micro_batch_size=3))
 
 
-def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_clips_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_clips_nothing(caplog: pytest.LogCaptureFixture) -> None:
     fields = bexp.training_arguments(told_of_a_config({"optimizer": {"name": "adamw_cpu_offload"}}))
     assert "optim" not in fields
     assert fields["max_grad_norm"] == 0.0

@@ -89,9 +89,7 @@ def has_succeeded(database: Database, job_id: str) -> Callable[[], bool]:
     return lambda: get_job(database, job_id).state is JobState.SUCCEEDED
 
 
-def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_who_has_it(
-    sqlite_database: Database,
-) -> None:
+def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_who_has_it(sqlite_database: Database) -> None:
     queue, profiler = Queue(sqlite_database), HeldProfiler()
     worker = make_worker(sqlite_database, profiler)
     with running(worker):

@@ -187,10 +187,7 @@ def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_i
 ) -> None:
     worker.hardware = make_report().hardware
     own = OwnJob(worker, "own")
-    ending.actions = {
-        20.0: lambda: submit(queue),
-        25.0: lambda: run_by(queue, "me"),
-    }
+    ending.actions = {20.0: lambda: submit(queue), 25.0: lambda: run_by(queue, "me")}
     ending.actions[40.0] = ending.set
     own.watch(ending)
     assert not own.is_refused

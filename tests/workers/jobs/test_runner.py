@@ -276,9 +276,7 @@ def test_a_job_holds_its_step_while_the_database_is_away(
     assert caplog.messages[0] == f"exploration {job.id} holds its step: (builtins.Exception) the server"
 
 
-def test_a_database_that_stays_away_is_asked_ever_more_rarely_up_to_five_seconds(
-    sqlite_database: Database,
-) -> None:
+def test_a_database_that_stays_away_is_asked_ever_more_rarely_up_to_five_seconds(sqlite_database: Database) -> None:
     class Pauses(threading.Event):
         seconds: ClassVar[list[float | None]] = []
 

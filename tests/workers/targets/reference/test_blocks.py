@@ -36,11 +36,7 @@ def attention(
     return AttentionBlock(model, backend=backend, recompute=recompute, device=CPU, **settings)
 
 
-def check(
-    model: ModelSpec,
-    block: ResidualBlock,
-    reference: Callable[[Mapping[str, Tensor], Tensor], Tensor],
-) -> None:
+def check(model: ModelSpec, block: ResidualBlock, reference: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> None:
     generator = torch.Generator().manual_seed(3)
     shake(block, generator)
     dtype = next(block.parameters()).dtype

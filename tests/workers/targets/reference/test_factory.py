@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost.parameters import (
-    count_attention,
-    count_dense_ffn,
-    count_embedding,
-    count_head,
-    count_moe_ffn,
-)
+from bexp.explorer.cost.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.model.routes import draw_routes
 from bexp.explorer.model.routing import RoutingSpec

@@ -207,9 +207,7 @@ def test_a_parameter_or_module_that_matches_nothing_is_refused(lora: dict[str, A
         open_target(QWEN_MOE, training={"lora": lora})
 
 
-def test_our_kernels_serve_experts_with_adapters_where_they_compute_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_our_kernels_serve_experts_with_adapters_where_they_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     fields = {"training": {"lora": ON_EXPERTS}}
     target = open_target(QWEN_MOE, **fields)

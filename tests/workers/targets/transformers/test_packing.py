@@ -89,10 +89,7 @@ def test_parts_of_a_model_on_packed_texts_add_up_to_the_whole(model_type: str) -
         comparison.require_sum(packed_texts(tiny.seq_length, flattened=False))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "keeps_apart"),
-    [("olmoe", True), ("mamba", False), ("gpt_oss", False)],
-)
+@pytest.mark.parametrize(("model_type", "keeps_apart"), [("olmoe", True), ("mamba", False), ("gpt_oss", False)])
 def test_a_model_that_mixes_packed_texts_is_found(model_type: str, *, keeps_apart: bool) -> None:
     resolved = model_of(model_type)
     attention = resolved.model.config._attn_implementation or "eager"

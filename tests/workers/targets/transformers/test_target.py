@@ -24,9 +24,7 @@ from tests.workers.targets.transformers.targets import HARDWARE, candidate, open
 pytest.importorskip("transformers")
 
 
-def test_memory_is_settled_after_the_parts_and_before_there_is_a_whole_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_settled_after_the_parts_and_before_there_is_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     target, parts, request = opened()
     weight = weakref.ref(next(target._parts().skeleton.model.parameters()))
     assert target.rest() > 0
@@ -68,9 +66,7 @@ def test_parts_with_a_policy_that_is_named_are_those_of_the_whole_model() -> Non
         assert_same_values(ran[name], ran["none"])
 
 
-def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     target, parts, request = opened()
     component = Component(
         kind=ComponentKind.LAYER, part=parts.layers[0], micro_batch_size=2, backend="sdpa", recompute="offload"
@@ -100,9 +96,7 @@ def test_a_number_beyond_the_layers_of_a_config_is_refused_with_the_nearest() ->
         enumerate_candidates(request_for(recompute=["layers_4"]), report, report.parts)
 
 
-def test_the_loss_of_routers_is_in_the_whole_model_and_not_in_its_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_loss_of_routers_is_in_the_whole_model_and_not_in_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     config |= {"num_experts": 5, "num_experts_per_tok": 3, "vocab_size": 163, "output_router_logits": True}
