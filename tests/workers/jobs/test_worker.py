@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 
 import pytest
 import sqlalchemy as sa
@@ -53,6 +54,7 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         assert read_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
         versions = make_report().hardware.versions.model_dump(exclude_none=True) | installed_software()
         assert read_workers(sqlite_database)[0].info.versions == versions
+        assert versions["bexp"] == version("bexp")
         wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.SUCCEEDED)
         worker.stop()
         done.result(timeout=PATIENCE_SECONDS)
