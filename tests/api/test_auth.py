@@ -14,42 +14,15 @@ from bexp.storage.tokens import create_token, revoke_token
 from tests.api.problems import assert_problem
 from tests.api.serving import in_process
 
-PROTECTED = [
-    ("GET", "/v1/explorations"),
-    ("POST", "/v1/explorations"),
-    ("GET", "/v1/explorations/0"),
-    ("DELETE", "/v1/explorations/0"),
-    ("POST", "/v1/explorations/0/cancel"),
-    ("POST", "/v1/explorations/0/resume"),
-    ("GET", "/v1/explorations/0/events"),
-    ("GET", "/v1/explorations/0/log"),
-    ("GET", "/v1/explorations/0/recommendation"),
-    ("GET", "/v1/explorations/0/trials"),
-    ("GET", "/v1/explorations/0/comparison"),
-    ("GET", "/v1/explorations/0/run-reports"),
-    ("POST", "/v1/explorations/0/run-reports"),
-    ("GET", "/v1/workers"),
-    ("GET", "/v1/audit"),
-    ("GET", "/v1/quotas"),
-    ("GET", "/v1/owners/{owner}/quota"),
-    ("PUT", "/v1/owners/{owner}/quota"),
-    ("GET", "/v1/schema"),
-    ("GET", "/metrics"),
-]
 
-
-@pytest.mark.parametrize(("method", "path"), PROTECTED)
-def test_every_route_asks_for_a_token(guarded: TestClient, method: str, path: str) -> None:
-    response = guarded.request(method, path)
-    assert_problem(response, 401)
-    assert response.headers["WWW-Authenticate"] == "Bearer"
-
-
-def test_the_list_of_protected_routes_is_complete(guarded: TestClient) -> None:
-    document = guarded.get("/openapi.json").json()
-    found = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
-    listed = {(method, path.replace("/0", "/{exploration_id}")) for method, path in PROTECTED}
-    assert found - listed == {("GET", "/healthz"), ("GET", "/readyz")}
+def test_every_route_but_health_asks_for_a_token(guarded: TestClient) -> None:
+    paths = guarded.get("/openapi.json").json()["paths"]
+    routes = {(method.upper(), path) for path, item in paths.items() for method in item}
+    assert len(routes) > 20
+    for method, path in routes - {("GET", "/healthz"), ("GET", "/readyz")}:
+        response = guarded.request(method, path.replace("{exploration_id}", "0"))
+        assert_problem(response, 401)
+        assert response.headers["WWW-Authenticate"] == "Bearer"
 
 
 def test_health_is_open(guarded: TestClient) -> None:

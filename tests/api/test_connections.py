@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import socket
 import threading
@@ -15,7 +14,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from bexp.api.listener import BACKLOG, OneLineFormatter, RateFilter, Server, allow_connections
+from bexp.api.listener import BACKLOG, Server, allow_connections
 from bexp.api.settings import Limits, ServiceSettings
 from tests.api.forked import forked
 from tests.api.serving import Served
@@ -61,15 +60,6 @@ def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None
     assert more == ""
 
 
-def test_an_exception_is_one_line() -> None:
-    with pytest.raises(ValueError, match="two") as caught:
-        int("two\nlines")
-    fault = (ValueError, caught.value, None)
-    line = OneLineFormatter().format(logging.LogRecord("api", logging.ERROR, "", 0, "it %s", ("failed",), fault))
-    assert line.startswith("error: it failed: ValueError: invalid literal")
-    assert "test_connections.py" in line
-
-
 @pytest.mark.parametrize(
     ("soft", "hard", "raised", "allowed"),
     [
@@ -89,20 +79,6 @@ def test_as_many_connections_are_allowed_as_there_may_be_open_files(
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changes.append(limits))
     assert allow_connections(1000) == allowed
     assert changes == ([] if raised is None else [raised])
-
-
-def test_lines_beyond_a_rate_are_counted_and_left_out() -> None:
-    now = 0.0
-    limited = RateFilter(per_second=1.0, burst=3, clock=lambda: now)
-    records = [logging.LogRecord("api", logging.WARNING, "", 0, "line %d", (i,), None) for i in range(9)]
-    assert [limited.filter(record) for record in records[:6]] == [True] * 3 + [False] * 3
-    now = 1.5
-    assert [limited.filter(record) for record in records[6:8]] == [True, False]
-    assert records[0].getMessage() == "line 0"
-    assert records[6].getMessage() == "line 6 (3 lines before this one were left out)"
-    now = 2.5
-    assert limited.filter(records[8])
-    assert records[8].getMessage() == "line 8 (1 lines before this one were left out)"
 
 
 def test_a_slow_reader_gets_the_whole_of_a_large_response() -> None:

@@ -29,7 +29,9 @@ def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], 
         headers = {"Idempotency-Key": "once"}
         here = client.post("/v1/explorations", json=REQUEST, headers=headers).headers["Location"]
         assert client.post("/v1/explorations", json=REQUEST, headers=headers).headers["Location"] == here
-        assert client.post("/v1/explorations", json=REQUEST | {"seed": 1}, headers=headers).status_code == 422
+        refused = client.post("/v1/explorations", json=REQUEST | {"seed": 1}, headers=headers)
+        assert_problem(refused, 422)
+        assert refused.json()["errors"][0]["field"] == "Idempotency-Key"
         client.post("/v1/explorations", json=REQUEST)
 
         fingerprint = make_report().hardware.fingerprint

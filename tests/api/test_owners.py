@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -133,19 +132,6 @@ def test_an_expired_token_is_refused_with_the_reason(guarded: TestClient, sqlite
     assert response.json()["detail"].startswith("The token expired at ")
 
 
-def test_the_queued_quota_is_answered_with_429(guarded: TestClient, sqlite_database: Database) -> None:
-    set_quota(sqlite_database, "team-a", Quota(max_queued=1))
-    a = header(sqlite_database, "a")
-    assert guarded.post(HERE, json=REQUEST, headers=a).status_code == 202
-    response = guarded.post(HERE, json=REQUEST, headers=a)
-    assert_problem(response, 429)
-    assert response.json()["type"] == "urn:bexp:problem:quota-exceeded"
-    assert response.json()["detail"] == (
-        "Owner 'team-a' has as many queued explorations as its quota 'queued' allows (1)."
-    )
-    assert int(response.headers["Retry-After"]) >= 1
-
-
 def test_an_owner_that_stores_too_much_is_told_how_much_and_how_to_free_it(
     guarded: TestClient, sqlite_database: Database
 ) -> None:
@@ -229,40 +215,6 @@ def test_a_stream_ends_with_its_token_and_others_go_on(
     queue.request_cancel(job["id"])
     threads[1].join(PATIENCE_SECONDS)
     assert len(ended) == 2
-
-
-@pytest.mark.parametrize("path", ["events", "log?follow=true"])
-def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests(
-    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, sqlite_database: Database, path: str
-) -> None:
-    served = serve(replace(settings, require_token=True, token_streams=2, max_connections=4))
-    many, other = header(sqlite_database, "many"), header(sqlite_database, "other")
-    job = httpx.post(f"{served.url}{HERE}", json=REQUEST, headers=many).json()
-    url = f"{served.url}{HERE}/{job['id']}/{path}"
-
-    def has_watchers(number: int) -> bool:
-        return served.num_watchers == number
-
-    def refusal(headers: dict[str, str]) -> httpx.Response | None:
-        with httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS) as response:
-            if response.status_code == 200:
-                return None
-            response.read()
-            return response
-
-    with ExitStack() as stack:
-        for number, headers in enumerate((many, many, other), start=1):
-            stack.enter_context(httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS))
-            wait_until(partial(has_watchers, number))
-        for headers, status in ((many, 429), (other, 503)):
-            refused = refusal(headers)
-            assert refused is not None
-            assert_problem(refused, status)
-            assert refused.json()["type"] == "urn:bexp:problem:too-many-streams"
-            assert int(refused.headers["Retry-After"]) > 0
-        assert httpx.get(f"{served.url}/healthz").status_code == 200
-    wait_until(lambda: served.num_watchers == 0)
-    wait_until(lambda: refusal(many) is None)
 
 
 def test_requests_above_the_rate_get_429(

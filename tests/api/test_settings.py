@@ -113,10 +113,6 @@ def test_loopback_is_told_from_the_rest(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 
-def test_streams_leave_a_quarter_of_the_connections() -> None:
-    assert ServiceSettings("sqlite://", max_connections=100).max_streams == 75
-
-
 DOCS = Path(__file__).parents[2] / "docs"
 USUAL = ServiceSettings("sqlite:///bexp.db")
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)

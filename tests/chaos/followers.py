@@ -76,7 +76,7 @@ def follow_jobs(service: Service, database: Database, num_followers: int, *, dis
         "explorations": NUM_JOBS,
         "events": sum(len(follower.seen) for follower in followers),
         "disconnects": sum(follower.disconnects for follower in followers),
-        "restarts": service.exits.get("api -9", 0),
+        "restarts": service.num_kills,
         "seconds": round(time.monotonic() - started, 1),
     }
     if not disturbed:

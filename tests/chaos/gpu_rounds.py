@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.chaos.result import CANCEL_LIMIT_SECONDS, percentile
+from tests.chaos.result import late_cancels, spread
 
 
 @dataclass
@@ -39,29 +39,17 @@ def add_up(rounds: Sequence[Round]) -> dict[str, object]:
     """Return all rounds as one JSON document."""
     dropped = Counter(f"{done.kind}: {done.dropped}" for done in rounds if done.dropped is not None)
     rounds = [done for done in rounds if done.dropped is None]
-    cancels = sorted(done.cancel_seconds for done in rounds if done.cancel_seconds is not None)
+    cancels = [done.cancel_seconds for done in rounds if done.cancel_seconds is not None]
     violations = [f"{done.kind}: {text}" for done in rounds for text in done.violations]
-    p99 = percentile(cancels, 0.99)
-    if p99 is not None and p99 > CANCEL_LIMIT_SECONDS:
-        violations.append(f"of {len(cancels)} cancels, 1% took {p99:g} s or longer")
     return {
         "commits": sorted({done.commit for done in rounds}),
         "devices": sorted({done.device for done in rounds}),
         "rounds": dict(sorted(Counter(done.kind for done in rounds).items())),
         "struck": dict(sorted(Counter(done.kind for done in rounds if done.struck).items())),
-        "rounds_by_lanes_of_the_device": dict(sorted(Counter(str(done.lanes) for done in rounds).items())),
         "dropped": dict(sorted(dropped.items())),
-        "cold_starts": sum(done.cold_starts for done in rounds),
-        "forks": sum(done.forks for done in rounds),
         "seconds": round(sum(done.seconds for done in rounds), 1),
-        "cancels": {
-            "num": len(cancels),
-            "p50": percentile(cancels, 0.5),
-            "p99": p99,
-            "max": max(cancels, default=None),
-        },
-        "largest_used_bytes": max((done.used_bytes for done in rounds if done.used_bytes is not None), default=None),
-        "violations": violations,
+        "cancels": spread(cancels),
+        "violations": violations + late_cancels(cancels),
     }
 
 

@@ -30,8 +30,7 @@ def shown(job: JobSummary) -> tuple[object, ...]:
     return job.device_name, job.micro_batch_size, job.performance, job.tokens_per_second, job.confidence
 
 
-def test_a_list_shows_the_device_and_the_best_so_far(database: Database) -> None:
-    queue = Queue(database)
+def test_a_list_shows_the_device_and_the_best_so_far(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(budget=Budget(confidence_target=80)))
     assert shown(get_summary(database, job.id)) == (None, None, None, None, None)
     lease = claim_one(queue).lease

@@ -7,7 +7,6 @@ import sqlalchemy as sa
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.storage.audit import read_audit
-from bexp.storage.components import find_earlier_runs, keep_components
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobFilter, JobState, get_job, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller
@@ -83,8 +82,7 @@ def test_a_worker_of_long_names_is_known_and_measures(database: Database) -> Non
     assert get_job(database, job.id).software == f"bexp 1.0, own {LONG}, package {LONG}"
 
 
-def test_versions_that_differ_at_the_end_are_not_the_same(database: Database) -> None:
-    queue = Queue(database)
+def test_versions_that_differ_at_the_end_are_not_the_same(database: Database, queue: Queue) -> None:
     queue.enqueue(make_request())
     for end in "ab":
         claim = queue.claim(
@@ -95,13 +93,6 @@ def test_versions_that_differ_at_the_end_are_not_the_same(database: Database) ->
         queue.release(claim.lease)
     assert claim is not None
     assert get_job(database, claim.job.id).software is None
-
-
-def test_components_of_a_long_device_are_found(database: Database) -> None:
-    software = {"bexp": LONG}
-    keep_components(database, "one", make_request(), make_long_report(), software, [make_trial(0)])
-    found = find_earlier_runs(database, make_request(), make_long_report(), software)
-    assert len(found.runs) == 1
 
 
 def test_an_action_from_a_long_host_is_recorded(database: Database) -> None:

@@ -35,8 +35,7 @@ def told(database: Database, job_id: str) -> list[str]:
     return [event.message for event in read_events(database, job_id) if event.code is EventCode.WAITING]
 
 
-def test_a_job_says_whether_its_own_worker_starts_or_has_ended(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_says_whether_its_own_worker_starts_or_has_ended(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     register_worker(database, ANY)
     queue.note_waiting(grace=NO_GRACE)
@@ -53,8 +52,7 @@ def test_a_job_says_whether_its_own_worker_starts_or_has_ended(database: Databas
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_a_job_whose_own_worker_has_ended_fails_in_the_end(database: Database, is_begun: bool) -> None:
-    queue = Queue(database)
+def test_a_job_whose_own_worker_has_ended_fails_in_the_end(database: Database, queue: Queue, is_begun: bool) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     if is_begun:
         assert queue.claim(OWN) is not None
@@ -90,8 +88,7 @@ def test_a_job_is_resumed_for_others_once_its_own_worker_has_ended(
 
 
 @pytest.mark.parametrize("name", ["", "another"])
-def test_a_job_that_runs_is_left_to_its_worker(database: Database, name: str) -> None:
-    queue = Queue(database)
+def test_a_job_that_runs_is_left_to_its_worker(database: Database, queue: Queue, name: str) -> None:
     job, _ = queue.enqueue(make_request(), own_worker=name)
     assert queue.claim(make_worker("w", name=name)) is not None
     silence(database, job.id)
@@ -103,8 +100,7 @@ def test_a_job_that_runs_is_left_to_its_worker(database: Database, name: str) ->
     assert claim.job.id == job.id
 
 
-def test_an_ended_job_is_resumed_at_once_for_whoever_asks(database: Database) -> None:
-    queue = Queue(database)
+def test_an_ended_job_is_resumed_at_once_for_whoever_asks(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     for name in ("another", ""):
         queue.request_cancel(job.id)
@@ -127,16 +123,14 @@ def test_a_shared_job_is_any_workers_at_once_and_another_commands_job_stays(data
     assert queue.claim(ANY) is not None
 
 
-def test_a_cancel_of_its_command_leaves_a_job_that_is_another_workers(database: Database) -> None:
-    queue = Queue(database)
+def test_a_cancel_of_its_command_leaves_a_job_that_is_another_workers(queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="another")
     assert queue.request_cancel(job.id, own_worker="me").state is JobState.QUEUED
     assert queue.request_cancel(job.id, own_worker="another").state is JobState.CANCELLED
 
 
-def test_a_job_ends_at_once_when_its_command_knows_that_its_own_worker_has_ended(database: Database) -> None:
+def test_a_job_ends_at_once_when_its_command_knows_that_its_own_worker_has_ended(queue: Queue) -> None:
     """Its lease would hold for half a minute, and its resumption meet the cancel."""
-    queue = Queue(database)
     job, _ = queue.enqueue(make_request(), own_worker="me")
     assert queue.claim(OWN) is not None
     asked = queue.request_cancel(job.id, own_worker="me")
@@ -147,8 +141,7 @@ def test_a_job_ends_at_once_when_its_command_knows_that_its_own_worker_has_ended
     assert queue.claim(make_worker("w", name="another")) is not None
 
 
-def test_a_term_that_was_given_before_the_clock_was_set_back_is_none(database: Database) -> None:
-    queue = Queue(database)
+def test_a_term_that_was_given_before_the_clock_was_set_back_is_none(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     for factor, owner in ((1.5, "me"), (3, "")):
         with database.begin() as connection:
@@ -156,9 +149,8 @@ def test_a_term_that_was_given_before_the_clock_was_set_back_is_none(database: D
         assert queue.resume(job.id).own_worker == owner
 
 
-def test_a_worker_of_one_command_changes_nothing_for_other_jobs(database: Database) -> None:
+def test_a_worker_of_one_command_changes_nothing_for_other_jobs(database: Database, queue: Queue) -> None:
     """It comes and goes within seconds."""
-    queue = Queue(database)
     waiting = [queue.enqueue(make_request(device_kind=kind))[0].id for kind in (None, "cpu", "cuda")]
     queue.enqueue(make_request(), own_worker="me")
     for _ in range(3):
@@ -181,8 +173,7 @@ def test_the_worker_of_a_killed_command_is_no_lost_one_and_its_job_no_old_one(da
     assert read_statistics(database, live_within=-LIVE_WITHIN).num_lost_workers == 1
 
 
-def test_a_worker_that_waits_for_its_device_says_so_until_it_has_it(database: Database) -> None:
-    queue = Queue(database)
+def test_a_worker_that_waits_for_its_device_says_so_until_it_has_it(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     note_reason(database, job.id, f"{DEVICE_HELD}: by another")
     queue.note_waiting(grace=NO_GRACE)
@@ -192,9 +183,8 @@ def test_a_worker_that_waits_for_its_device_says_so_until_it_has_it(database: Da
     assert told(database, job.id)[1:] == ["A worker can run it now"]
 
 
-def test_a_stored_answer_of_another_workers_hardware_does_not_serve_it(database: Database) -> None:
+def test_a_stored_answer_of_another_workers_hardware_does_not_serve_it(database: Database, queue: Queue) -> None:
     """Else what a command asks of its own device would be what a CPU beside it has measured."""
-    queue = Queue(database)
     add_worker(database)
     measured = measure(queue)
     assert source(queue) == measured.id

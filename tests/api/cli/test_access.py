@@ -62,7 +62,12 @@ def test_a_token_without_options_is_local_for_the_usual_scopes_and_does_not_end(
     (listed,) = json.loads(bexp("token", "list", "--json").stdout)
     assert (listed["expires_at"], listed["prefix"]) == (None, secret[: len(listed["prefix"])])
     assert datetime.fromisoformat(listed["created_at"]) <= datetime.now(UTC)
+    assert secret not in bexp("token", "list", "--json").stdout
+    again = bexp("token", "create", "laptop")
+    assert (again.exit_code, "'laptop' exists" in again.stderr) == (ExitCode.USAGE, True)
     assert bexp("token", "revoke", "laptop").stderr == "token laptop is revoked\n"
+    unknown = bexp("token", "revoke", "laptop")
+    assert (unknown.exit_code, "no token named 'laptop'" in unknown.stderr) == (ExitCode.USAGE, True)
 
 
 def test_quotas_are_set_listed_and_removed(sqlite_database: Database) -> None:

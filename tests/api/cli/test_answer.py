@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bexp.explorer.dimensions.parallelism import Schedule
@@ -22,8 +24,6 @@ from bexp.explorer.records.recommendation import (
     VariantAnswer,
 )
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.event_messages import describe_noise
-from bexp.explorer.search.noise_limit import NoiseFigures
 from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, alternative, said_of, told
 from tests.explorer.alternatives import other_of, with_alternatives, without
 from tests.explorer.exports.samples import PARTS, exploration
@@ -64,42 +64,20 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended_by_its_own_rule", "advice"),
-    [(False, "explore again with a higher --max-seconds"), (True, "nothing that is left to measure")],
+    ("fields", "heading"),
+    [
+        (
+            {"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}},
+            "train, eager or compile, 32 tokens per sequence, autocast, LoRA of rank 8 ",
+        ),
+        ({"precision": "master"}, "32 tokens per sequence, master weights"),
+    ],
 )
-def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_rule: bool, advice: str) -> None:
-    target = REQUEST.budget.confidence_target
-    best = RECOMMENDATION.model_copy(update={"confidence": target - 1})
-    completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
-    answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
-    assert f"Provisional: {target} was asked for; {advice}" in said_of(answer, brief=True)
-
-
-def test_more_trials_are_not_advised_where_noise_has_ended_the_search() -> None:
-    words = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}, 0.15), 95)
-    noisy = Note(code=NoteCode.NOISE, text=words)
-    best = RECOMMENDATION.model_copy(update={"confidence": 3, "notes": (noisy,)})
-    answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
-    advice = said_of(answer)
-    assert "when nothing else runs here" in advice
-    assert "--max-trials" not in advice
-
-
-def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
-    request = ExplorationRequest.model_validate(
-        {
-            "target": "transformers",
-            "hf_config": {"model_type": "llama"},
-            "hf_seq_length": 32,
-            "execution": ["eager", "compile"],
-            "training": {"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}},
-        }
-    )
-    text = said_of(ANSWER, request)
-    assert (
-        "explored target transformers, train, eager or compile, 32 tokens per sequence, autocast, LoRA of rank 8 "
-        in text
-    )
+def test_the_heading_says_how_a_transformers_model_was_trained(fields: dict[str, Any], heading: str) -> None:
+    config = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "execution": ["eager", "compile"]}
+    text = said_of(ANSWER, ExplorationRequest.model_validate(config | {"training": fields}))
+    assert "explored target transformers, " in text
+    assert heading in text
 
 
 def test_the_weights_of_adapters_are_counted_and_named() -> None:
@@ -139,12 +117,6 @@ def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
     text = said_of(full, request)
     assert "texts packed; every row is full epoch 1,000 texts" in text
     assert "chance" not in text
-
-
-def test_the_heading_says_that_there_are_master_weights() -> None:
-    fields = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "training": {"precision": "master"}}
-    text = said_of(ANSWER, ExplorationRequest.model_validate(fields))
-    assert "32 tokens per sequence, master weights" in text
 
 
 def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
@@ -249,11 +221,6 @@ def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
     assert rows[0] == ["4", "123,456", "4", "11,500", "87"]
     assert rows[1][:2] == ["micro_batch_size=4", "bta_tile=2"]
     assert rows[2:] == [["1", "99", "-", "-", "-"], ["needs", "9", "GiB"]]
-
-
-def test_nothing_fits_says_why() -> None:
-    nothing = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="use zero3")
-    assert told(Answer(variants=(nothing,)), None) == "No recommendation: use zero3"
 
 
 def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:

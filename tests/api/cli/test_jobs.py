@@ -50,52 +50,25 @@ def _empty(queue: Queue) -> Any:
             queue.request_cancel(job.id)
 
 
-def test_submit_prints_the_bare_id(bexp: Run, config: Path) -> None:
-    done = bexp("submit", config)
-    assert done.code == 0
-    assert re.fullmatch(r"[0-9a-f]+\n", done.stdout)
-    listed = bexp("list", "--json", "--limit", "1")
-    assert [job["id"] for job in json.loads(listed.stdout)] == [done.stdout.strip()]
-
-
-def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -> None:
-    options = "--micro-batch-size 2-8 --batch-size 48 --seq-length 16 --max-seconds 5 --max-trials 3 --device cpu"
-    options += " --target bexp --set tolerance=0.05 --set training.optimizer.name=sgd"
-    options += " --headroom 0.25 --prefer memory"
-    options += " --confidence-target 50 --seed 7 --mode eval --execution compile --memory-limit-gib 2.5 --num-devices 2"
-    done = bexp("submit", config, *options.split(), "--json")
-    request = json.loads(done.stdout)["request"]
-    assert request["micro_batch_size"] == {"explore": {"min": 2, "max": 8}}
-    assert request["budget"] == {
-        "confidence_target": 50,
-        "max_trials": 3,
-        "max_seconds": 5,
-        "trial_timeout_seconds": request["budget"]["trial_timeout_seconds"],
-    }
-    assert request["model"]["seq_length"] == 16
-    expected = {
-        "batch_size": 48,
-        "num_devices": 2,
-        "device_kind": "cpu",
-        "seed": 7,
-        "mode": "eval",
-        "execution": "compile",
-        "memory_limit_gib": 2.5,
-        "target": "bexp",
-        "tolerance": 0.05,
-        "headroom": 0.25,
-        "prefer": "memory",
-    }
-    assert request["training"]["optimizer"]["name"] == "sgd"
-    assert {key: request[key] for key in expected} == expected
-
-
 @pytest.mark.parametrize("bexp", ["database"], indirect=True)
 @pytest.mark.parametrize(
     ("options", "field", "value"),
     [
         ("--quick", "quick", True),
         ("", "fresh", False),
+        ("--seq-length 16", "model.seq_length", 16),
+        ("--max-seconds 5", "budget.max_seconds", 5),
+        ("--max-trials 3", "budget.max_trials", 3),
+        ("--confidence-target 50", "budget.confidence_target", 50),
+        ("--num-devices 2", "num_devices", 2),
+        ("--seed 7", "seed", 7),
+        ("--mode eval", "mode", "eval"),
+        ("--execution compile", "execution", "compile"),
+        ("--memory-limit-gib 2.5", "memory_limit_gib", 2.5),
+        ("--headroom 0.25", "headroom", 0.25),
+        ("--prefer memory", "prefer", "memory"),
+        ("--target bexp", "target", "bexp"),
+        ("--set tolerance=0.05", "tolerance", 0.05),
         ("--fresh", "fresh", True),
         ("--optim sgd", "training.optimizer.name", "sgd"),
         ("--trainer deepspeed", "trainer", "deepspeed"),
@@ -138,15 +111,6 @@ def test_watch_prints_lines_then_the_answer_and_writes_the_log(bexp: Run, config
         again = bexp("watch", job_id, "--log-dir", "logs")
         assert (again.code, again.stdout, again.stderr) == (0, done.stdout, f"log file: {log}\n")
         assert log.read_text() == lines + "\n"
-
-
-def test_watch_as_json_is_one_document(bexp: Run, config: Path, worker: Worker) -> None:
-    with worker():
-        done = bexp("submit", config, "--watch", "--json")
-    document = json.loads(done.stdout)
-    assert document["job"]["state"] == "succeeded"
-    assert document["answer"]["variants"][0]["recommendation"] == document["recommendation"]
-    assert RECOMMENDED.search(done.stderr)
 
 
 def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) -> None:

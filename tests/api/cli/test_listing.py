@@ -119,18 +119,6 @@ def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored
     forget_worker(queue.database, "own")
 
 
-def test_a_table_that_is_wider_than_the_terminal_keeps_words_whole() -> None:
-    head = ("ID", "STATE", "MODEL", "CREATED")
-    rows = [("a" * 16, "running", "m" * 34, "2026-11-22 10:00:00"), ("b" * 16, "queued", "n", "team=search run=7 x=1")]
-    assert len(list(table_lines(head, rows, None))) == 3
-    for width in (80, 60, 20, 10):
-        lines = list(table_lines(head, rows, width))
-        words = [word for line in lines for word in line.split()]
-        assert words == [word for cells in (head, *rows) for cell in cells for word in cell.split()]
-        assert all(len(line) <= width or len(line.split()) == 1 for line in lines)
-    assert [line[:1] for line in table_lines(head, rows, 80)] == ["I", " ", "a", " ", "b", " "]
-
-
 WHOLE = """\
 ID      STATE    MODEL       CREATED
 aaaaaa  running  mmmmmmmmmm  today at 10

@@ -15,7 +15,6 @@ from bexp.api.cli.errors import ExitCode
 from bexp.explorer.records.event import Progress
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
-from bexp.storage.tables import jobs
 from tests.api.cli.samples import REQUEST
 from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial, make_worker
 
@@ -90,21 +89,6 @@ def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[i
     found = json.loads(stdout)
     assert set(found) == {"storage", "studies"}
     assert found["studies"] == [job_id, f"{job_id}/num_query_groups=1"]
-
-
-def test_an_exploration_is_found_by_the_beginning_of_its_id_and_as_the_latest(
-    study: Callable[..., tuple[int, str, str]], job_id: str, database: Database
-) -> None:
-    for given in (job_id, job_id[:-1], job_id[:4], "latest"):
-        code, stdout, _ = study(given)
-        assert (code, stdout.splitlines()[1]) == (0, f"study    {job_id}")
-    alike = ["madeup1", "madeup2"]  # drawn ids are hexadecimal: none begins so
-    with database.begin() as connection:
-        row = dict(connection.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()._mapping)
-        connection.execute(sa.insert(jobs), [row | {"id": each} for each in alike])
-    code, stdout, stderr = study("made")
-    assert (code, stdout) == (ExitCode.USAGE, "")
-    assert "several explorations begin with 'made': madeup2, madeup1" in " ".join(stderr.split())
 
 
 @pytest.mark.parametrize(

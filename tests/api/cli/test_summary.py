@@ -21,7 +21,7 @@ from bexp.explorer.records.recommendation import (
 )
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.request.request import ExplorationRequest
-from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED, said_of, told
+from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, said_of, told
 from tests.explorer.alternatives import without
 from tests.explorer.search.small import REPORT
 
@@ -76,16 +76,13 @@ def test_nothing_to_change_is_said_as_it_is() -> None:
     assert "speed about 12,346 tokens/s per device" in summary(blocks)
 
 
-def test_a_second_size_for_the_batch_has_its_own_figures() -> None:
-    assert "batch batch_size 24: 1, in 25 accumulation steps, 5.2% slower than 4, confidence 71" in summary(UNDIVIDED)
-
-
 def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
     asked = ExplorationRequest.model_validate({**TINY, "budget": {**TINY["budget"], "confidence_target": 95}})
     assert "faster. Provisional: 95 was asked for; explore again with a higher --max-seconds" in summary(request=asked)
     assert "asked for; nothing that is left to measure is" in summary(request=asked, completed_target=95)
     noisy = RECOMMENDATION.model_copy(update={"notes": (Note(code=NoteCode.NOISE, text="so noisy"),)})
     assert "when nothing else runs here" in summary(noisy, asked)
+    assert "--max-trials" not in summary(noisy, asked)
 
 
 def test_speed_in_time_of_the_processor_says_so() -> None:
@@ -116,7 +113,8 @@ def test_without_a_recommendation_the_reason_is_all() -> None:
     nothing = VariantAnswer.model_validate(
         {**ANSWER.variants[0].model_dump(mode="json"), "recommendation": None, "reason": "nothing fits"}
     )
-    assert told(Answer(variants=(nothing,)), brief=True) == "No recommendation: nothing fits"
+    for brief in (True, False):
+        assert told(Answer(variants=(nothing,)), brief=brief) == "No recommendation: nothing fits"
 
 
 @pytest.mark.parametrize("whole_model", [None, RECOMMENDATION.whole_model])
