@@ -7,20 +7,18 @@ hook of `bexp tune` when they begin, and the module of transformers' Trainer whe
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bexp.tune.environment import HOOK
 from bexp.tune.imports import _Watcher
-from tests.chaos.fork_server import ForkedProcess, ForkServer
+from tests.chaos.fork_server import ForkedProcess, shared_server
 from tests.forked_ranks import ROOT
 
 SCRIPTS = ROOT / "tests" / "tune_commands"
@@ -45,21 +43,11 @@ def start_training(command: Sequence[str], *, cwd: str, env: Mapping[str, str], 
     read, write = os.pipe()
     try:
         given = json.dumps([command[1:], cwd, dict(env)])
-        process: ForkedProcess = _server().start("tests.forked_trainings", given, output=write)
+        process: ForkedProcess = shared_server(*PRELOADED).start("tests.forked_trainings", given, output=write)
     finally:
         os.close(write)
     process.stdout = os.fdopen(read, "rb")
     return process
-
-
-@cache
-def _server() -> ForkServer:
-    """The process that forks all commands of this one. It is started by the first of them."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
-        server = ForkServer({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, log, PRELOADED)
-    atexit.register(server.end)
-    return server
 
 
 def _main(arguments: list[str], folder: str, environment: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
@@ -21,12 +21,6 @@ from tests.api.serving import Served
 from tests.waits import PATIENCE_SECONDS
 
 HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def connect(url: str, stack: ExitStack, sent: bytes = b"") -> socket.socket:

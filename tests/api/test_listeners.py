@@ -103,12 +103,6 @@ def listen(
 
 
 @pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def secret(sqlite_database: Database) -> str:
     return create_token(sqlite_database, "limited")
 

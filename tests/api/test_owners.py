@@ -123,7 +123,6 @@ def test_without_tokens_there_is_one_local_owner_who_sees_all(client: TestClient
     assert claimed is not None
     Queue(sqlite_database).enqueue(claimed.request)
     assert {item["owner"] for item in client.get(HERE).json()["items"]} == {"local"}
-    assert_problem(client.post(HERE, json=REQUEST, params={"priority": 101}), 422)
 
 
 def test_an_expired_token_is_refused_with_the_reason(guarded: TestClient, sqlite_database: Database) -> None:

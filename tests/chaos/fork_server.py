@@ -6,6 +6,7 @@ one that the interpreter starts. Only its imports are there already.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Protocol
@@ -117,6 +119,16 @@ class ForkServer:
             if not reply:
                 raise RuntimeError(f"the fork server ended with status {self._popen.wait()}: its log says why")
             return reply.decode()
+
+
+@cache
+def shared_server(*preloaded: str) -> ForkServer:
+    """The server with these modules, for all of this process; it ends with it, and writes to its standard error."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    with os.fdopen(os.dup(2), "wb") as log:
+        server = ForkServer({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, log, preloaded)
+    atexit.register(server.end)
+    return server
 
 
 class ForkedProcess:

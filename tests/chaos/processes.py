@@ -17,7 +17,6 @@ import psutil
 
 from tests.chaos import failpoints
 from tests.chaos.fork_server import ForkServer, StartedProcess
-from tests.chaos.interposition import environment_with
 from tests.chaos.slow_worker import VARIABLE
 from tests.waits import PATIENCE_SECONDS
 
@@ -94,7 +93,7 @@ class Service:
         }
         if failpoints_folder is not None:
             self._environment[failpoints.VARIABLE] = str(failpoints_folder)
-            self._environment = environment_with([failpoints.CHANGE], self._environment)
+            self._environment = failpoints.environment_with([failpoints.CHANGE], self._environment)
         self._cold_share = cold_share
         self._rng = Random(num_workers)
         self._fork_server = ForkServer(self._environment, self._log)

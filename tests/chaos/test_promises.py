@@ -38,10 +38,10 @@ from tests.chaos.failpoints import (
     PLACES,
     UNREACHED,
     Failpoints,
+    environment_with,
     list_edges,
 )
 from tests.chaos.history import Call, History, Seen
-from tests.chaos.interposition import environment_with
 from tests.chaos.invariants import GIVEN_UP, violations_of
 from tests.chaos.processes import TABLE, TABLES
 from tests.chaos.promises import Stored, broken_promises

