@@ -203,7 +203,7 @@ class Bench:
 def run_round(bench: Bench, kind: str) -> Round:
     """Run one job with one fault."""
     done = Round(kind, read_commit(), bench.device, lanes=bench.num_lanes)
-    started, cold, forked = time.monotonic(), bench.starts.cold, bench.starts.forked
+    started = time.monotonic()
     if kind == "cancel":
         _cancel(bench, done)
     elif kind == "foreign_process":
@@ -213,7 +213,6 @@ def run_round(bench: Bench, kind: str) -> Round:
     _check_memory(bench, done)
     if bench.has_lost_its_worker():
         done.violations.append("the worker has ended")
-    done.cold_starts, done.forks = bench.starts.cold - cold, bench.starts.forked - forked
     done.seconds = round(time.monotonic() - started, 2)
     return done
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from tests.chaos.result import late_cancels, spread
@@ -15,9 +15,8 @@ from tests.chaos.result import late_cancels, spread
 class Round:
     """One job with one fault. `used_bytes` is what all processes hold of the device afterwards; null on the CPU.
 
-    Processes on the device were started by the interpreter (`cold_starts`) or are forks. So many `lanes` ran jobs with
-    faults on the device at the same time. A round that was judged wrongly is `dropped`, for a reason, and counts
-    nowhere.
+    So many `lanes` ran jobs with faults on the device at the same time. A round that was judged wrongly is `dropped`,
+    for a reason, and counts nowhere.
     """
 
     kind: str
@@ -28,8 +27,6 @@ class Round:
     outcomes: dict[str, int] = field(default_factory=dict)
     cancel_seconds: float | None = None
     used_bytes: int | None = None
-    cold_starts: int = 0
-    forks: int = 0
     lanes: int = 1
     dropped: str | None = None
     violations: list[str] = field(default_factory=list)
@@ -61,7 +58,9 @@ def append_round(path: Path, done: Round) -> None:
 
 def read_rounds(path: Path) -> list[Round]:
     """Return the rounds of a file; none if there is no file."""
-    return [Round(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {each.name for each in fields(Round)}
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Round(**{name: value for name, value in json.loads(line).items() if name in known}) for line in lines]
 
 
 def next_kind(kinds: Sequence[str], rounds: Sequence[Round], num_rounds: int) -> str | None:
