@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,18 +23,6 @@ GPT2 = {
     "n_embd": 64,
     "n_positions": 128,
     "vocab_size": 512,
-}
-CEREBRAS = {
-    "runconfig": {"num_csx": 1, "use_cs_grad_accum": True},
-    "train_input": {"batch_size": 4, "micro_batch_size": "explore"},
-    "model": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_heads": 4,
-        "vocab_size": 512,
-        "filter_size": 128,
-        "max_position_embeddings": 128,
-    },
 }
 
 
@@ -62,33 +49,11 @@ def test_a_submission_is_queued_and_can_be_found(client: TestClient) -> None:
     assert client.get(response.headers["Location"]).json() == exploration
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        GPT2 | {"batch_size": 8},
-        change("num_csx", 2),
-        CEREBRAS,
-    ],
-    ids=["hugging-face", "num_csx", "cerebras"],
-)
-def test_every_shape_of_input_is_taken(client: TestClient, document: dict[str, Any]) -> None:
-    response = client.post(EXPLORATIONS, json=document)
-    assert response.status_code == 202, response.text
-
-
 @pytest.mark.parametrize("media_type", ["application/yaml", "text/yaml; charset=utf-8", "application/x-yaml"])
 def test_yaml_means_what_json_means(client: TestClient, media_type: str) -> None:
     response = client.post(EXPLORATIONS, content=REQUEST_YAML, headers={"Content-Type": media_type})
     assert response.status_code == 202, response.text
     assert response.json()["request"] == client.post(EXPLORATIONS, json=REQUEST).json()["request"]
-
-
-def test_the_examples_folder_can_be_posted(client: TestClient) -> None:
-    paths = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-    assert paths
-    for path in paths:
-        response = client.post(EXPLORATIONS, content=path.read_bytes(), headers=YAML_HEADERS)
-        assert response.status_code == 202, f"{path.name}: {response.text}"
 
 
 def test_what_was_ignored_is_said_in_the_response_and_in_the_log(client: TestClient) -> None:
@@ -99,17 +64,6 @@ def test_what_was_ignored_is_said_in_the_response_and_in_the_log(client: TestCli
     assert [(event["seq"], event["code"]) for event in events] == [(1, 101), (2, 302)]
     assert notice in events[1]["message"]
     assert exploration["last_seq"] == 2
-
-
-def test_a_config_for_transformers_is_stored_as_it_came(client: TestClient) -> None:
-    config = {"model_type": "gemma2", "hidden_size": 64, "final_logit_softcapping": 30.0}
-    document = config | {"target": "transformers", "allocator": "expandable_segments", "seq_length": 256}
-    response = client.post(EXPLORATIONS, json=document)
-    assert response.status_code == 202, response.text
-    request = response.json()["request"]
-    assert (request["hf_config"], request["hf_seq_length"], request["model"]) == (config, 256, None)
-    assert (request["target"], request["allocator"]) == ("transformers", "expandable_segments")
-    assert response.json()["model"] == "gemma2"
 
 
 def test_fields_that_are_set_replace_those_of_the_body(client: TestClient) -> None:

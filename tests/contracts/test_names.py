@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlalchemy as sa
-
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.storage.audit import read_audit
@@ -11,7 +9,6 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import JobFilter, JobState, get_job, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
-from bexp.storage.tables import metadata
 from bexp.storage.tokens import create_token
 from bexp.storage.workers import read_workers, register_worker
 from tests.contracts.samples import (
@@ -24,34 +21,6 @@ from tests.contracts.samples import (
 
 LONG = "very long name, " * 40
 SHOWN = 255
-BOUNDED = {
-    "bexp_audit": {"action", "owner", "subject", "token"},
-    "bexp_components": {"component", "environment", "source", "subject"},
-    "bexp_jobs": {
-        *("body_hash", "device_kind", "fingerprint", "id", "idempotency_key", "model_name", "owner", "request_key"),
-        *("own_worker", "reused_from", "state", "target", "worker"),
-    },
-    "bexp_labels": {"key", "value"},
-    "bexp_leaders": {"holder", "role"},
-    "bexp_quotas": {"owner"},
-    "bexp_tokens": {"digest", "name", "owner", "prefix", "scopes"},
-    "bexp_trials": {"kind", "outcome"},
-    "bexp_turns": {"owner"},
-    "bexp_workers": {"device_kind", "fingerprint", "id", "name"},
-}
-"""The columns of so many characters whose values are made here, or refused where they are given if they are longer."""
-
-
-def test_every_other_text_is_as_long_as_it_may_be() -> None:
-    found = {
-        table.name: {
-            column.name
-            for column in table.columns
-            if isinstance(column.type, sa.String) and column.type.length is not None and not column.foreign_keys
-        }
-        for table in metadata.tables.values()
-    }
-    assert {name: columns for name, columns in found.items() if columns} == BOUNDED
 
 
 def make_long_report() -> DeviceReport:

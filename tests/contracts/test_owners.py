@@ -12,7 +12,6 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, get_summary, list_jobs
 from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller, Scope
 from bexp.storage.queue import Queue
-from bexp.storage.submission import IdempotencyConflictError
 from bexp.storage.tables import audit, jobs
 from bexp.storage.tokens import (
     create_token,
@@ -48,16 +47,6 @@ def test_the_jobs_of_another_owner_are_not_there(database: Database, queue: Queu
     assert [job.id for job in list_jobs(database, JobFilter(owner=A.sees))[0]] == [mine]
     assert {job.id for job in list_jobs(database, JobFilter(owner=ADMIN.sees))[0]} == {mine, theirs}
     assert queue.request_cancel(mine, by=ADMIN).state is JobState.CANCELLED
-
-
-def test_an_idempotency_key_is_of_its_owner(queue: Queue) -> None:
-    mine, _ = submit(queue, A, "k")
-    assert submit(queue, A, "k") == (mine, False)
-    theirs, is_new = submit(queue, B, "k", seed=7)
-    assert is_new
-    assert theirs != mine
-    with pytest.raises(IdempotencyConflictError, match="'k'"):
-        submit(queue, A, "k", seed=7)
 
 
 @pytest.mark.parametrize("end", ["cancelled", "being cancelled", "failed", "a day old"])

@@ -310,14 +310,6 @@ def test_the_key_of_a_request_leaves_out_what_is_not_asked() -> None:
     assert request_key(make_request(model=None, target="my-gpt")) is None
 
 
-def test_an_idempotency_key_still_means_one_exploration(database: Database, queue: Queue) -> None:
-    measure(queue)
-    add_worker(database)
-    one, is_new = queue.enqueue(make_request(), idempotency_key="k")
-    two, is_new_again = queue.enqueue(make_request(), idempotency_key="k")
-    assert (one.id, is_new, is_new_again) == (two.id, True, False)
-
-
 def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database, queue: Queue) -> None:
     add_worker(database)
     first = measure(queue)

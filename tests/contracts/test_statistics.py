@@ -20,14 +20,6 @@ from tests.contracts.jobs import store
 from tests.contracts.samples import make_request, make_trial, make_worker
 
 
-def test_an_empty_database_counts_zero(database: Database) -> None:
-    statistics = read_statistics(database)
-    assert set(statistics.jobs_by_state) == set(JobState)
-    assert not any(statistics.jobs_by_state.values())
-    assert statistics.oldest_queued_seconds == 0
-    assert statistics.workers_by_device_kind == {}
-
-
 def test_counts(database: Database, queue: Queue) -> None:
     for _ in range(3):
         queue.enqueue(make_request())

@@ -12,7 +12,6 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, DatabaseLimits, describe_trouble, open_database
-from bexp.storage.schema import is_current
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg", "postgres"])
@@ -70,20 +69,6 @@ def test_a_process_opens_no_more_connections_than_its_limit(tmp_path: Path) -> N
         pass
     with database.read() as connection:
         assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one() == 3000
-    database.dispose()
-
-
-def test_a_password_is_not_in_an_error() -> None:
-    with pytest.raises(ValueError, match="database") as caught:
-        open_database("mysql://me:secret@host/name")
-    assert "secret" not in str(caught.value)
-
-
-def test_the_folder_of_a_file_is_created(tmp_path: Path) -> None:
-    database = open_database(f"sqlite:///{tmp_path}/a/b/bexp.db")
-    is_current(database)
-    assert (tmp_path / "a" / "b" / "bexp.db").exists()
-    assert database.sqlite_path == tmp_path / "a" / "b" / "bexp.db"
     database.dispose()
 
 

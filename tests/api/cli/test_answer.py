@@ -119,15 +119,6 @@ def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
     assert "chance" not in text
 
 
-def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
-    text = told(ANSWER, REQUEST)
-    assert "12,34" not in text
-    alone = RECOMMENDATION.model_copy(update={"whole_model": None})
-    text = said_of(alone)
-    assert "about 12,346 tokens/s per device, 1.23x micro_batch_size 1" in text
-    assert "composed of measured blocks; no whole model has confirmed it" in text
-
-
 @pytest.mark.parametrize(
     ("gain", "change"), [(1.25, "BTA gains 25.0%: 1.25x over"), (0.555, "BTA costs 44.5%: 0.56x over")]
 )

@@ -12,7 +12,7 @@ import pytest
 
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
-from bexp.api.comparison import _advice, compare_answers
+from bexp.api.comparison import compare_answers
 from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import row
@@ -275,35 +275,8 @@ def test_further_runs_take_as_long_as_those_that_were() -> None:
     assert needed["advice"].startswith(f"{needed['runs_of_each']} more runs of each, about {needed['seconds']:.1f} s, ")
 
 
-@pytest.mark.parametrize(
-    ("needed", "seconds", "begin"),
-    [
-        (0, 0.0, "none: which one is faster is known"),
-        (1, 12.0, "1 more run of each, about 12.0 s, would tell"),
-        (2, None, "2 more runs of each would tell them apart with 95% if the difference stays: explore both again"),
-        (None, None, "none: so many runs would be needed"),
-    ],
-)
-def test_what_to_measure_next_is_said_in_runs_and_seconds(
-    needed: int | None, seconds: float | None, begin: str
-) -> None:
-    assert _advice(needed, seconds).startswith(begin)
-
-
 @pytest.mark.parametrize(("other", "count"), [(0.0, 1), (0.01, 0), (0.19, 0), (0.25, 1)])
 def test_the_load_of_the_host_is_a_difference_from_ten_percent_on(other: float, count: int) -> None:
     known = Known(a=(100.0,), b=(100.0,))
     known.loads = {"a": 0.1, "b": other}
     assert len(known.compare("a", "b")[0]["differences"]) == count
-
-
-def test_up_to_three_fields_of_a_model_are_told_one_by_one() -> None:
-    request = job_document()["request"]
-    known = Known(a=(100.0,), b=(100.0,))
-    three = {"hidden_size": 256, "num_layers": 7, "vocab_size": 4096}
-    known.changes["b"] = {"request": {**request, "model": {**request["model"], **three}}}
-    assert set(known.compare("a", "b")[0]["differences"]) == {
-        "model.hidden_size: 64 in A, 256 in B",
-        "model.num_layers: 2 in A, 7 in B",
-        "model.vocab_size: 256 in A, 4096 in B",
-    }

@@ -18,7 +18,7 @@ from bexp.api.cli import local_run
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.errors import CommandError
 from bexp.api.cli.local_run import usable_device_counts
-from bexp.api.cli.options import device_kind, parse_micro_batch_size, read_request
+from bexp.api.cli.options import parse_micro_batch_size, read_request
 from bexp.api.cli.submit import missing_target
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration
@@ -229,21 +229,6 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
-
-
-@pytest.mark.parametrize(
-    ("device", "kind"),
-    [(None, None), ("cpu", "cpu"), ("cuda:0-3", "cuda"), ("cuda,cpu", "cuda"), ("replay:table.jsonl", None)],
-)
-def test_a_device_says_its_kind(device: str | None, kind: str | None) -> None:
-    assert device_kind(device) == kind
-
-
-@pytest.mark.parametrize("device", ["", "all:0", "cpus", "gpu:0", "tpu"])
-def test_what_is_no_device_is_refused_with_what_is(device: str) -> None:
-    with pytest.raises(CommandError, match="is none of cpu, cuda:0, cuda:0-3 and replay:TABLE") as refused:
-        device_kind(device)
-    assert refused.value.code == 2
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:0-3", "cpu,cpu", "replay:table.jsonl"])

@@ -238,11 +238,6 @@ def test_remaining_time_follows_the_confidence_and_the_budget() -> None:
     assert "◀ recommended" in ended
 
 
-def test_trials_that_are_slow_take_longer_than_there_is_time_for() -> None:
-    trials = [event(number, EventCode.TRIAL) for number in range(2, 8)]  # 6 of 8
-    assert re.search(r"0:06 passed, at most about 0:0[12] left", render(view_of(started_ago(6), *trials)))
-
-
 def test_the_clock_of_a_resumed_exploration_goes_on_where_it_stopped() -> None:
     def at(seconds: float, code: EventCode) -> Event:
         return Event(seq=1, at=NOW - timedelta(seconds=seconds), code=code, message="")

@@ -212,15 +212,6 @@ def test_a_cancelled_exploration_is_awaited_for_some_seconds(
     assert clock.now == pytest.approx(min(ends_after, local_run.CANCEL_SECONDS), abs=0.2)
 
 
-@pytest.mark.parametrize(("own", "said"), [({"command": "python other.py"}, "python other.py"), (None, "none")])
-def test_another_command_is_not_resumed(bexp: Run, queue: Queue, own: dict[str, str] | None, said: str) -> None:
-    request = REQUEST if own is None else ExplorationRequest.model_validate({"target": "local", "target_config": own})
-    job, _ = queue.enqueue(request)
-    queue.request_cancel(job.id)
-    done = bexp("tune", "--resume", job.id, "--", "true")
-    assert (done.code, done.stderr) == (2, f"bexp: exploration {job.id} is of another command: {said}\n")
-
-
 @pytest.mark.parametrize(
     ("reason", "state", "starts_after", "said"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import optuna
 import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner
@@ -64,22 +63,6 @@ def test_the_storage_and_every_study_of_the_exploration_are_printed(
     url = storage.split()[1]
     assert url.startswith(("sqlite:///", "postgresql"))
     assert f"optuna-dashboard --host 127.0.0.1 '{url}'" in stderr
-
-
-def test_optuna_opens_what_is_printed(
-    study: Callable[..., tuple[int, str, str]], job_id: str, database_url: str
-) -> None:
-    """On PostgreSQL the password is left to the person; the rest of the URL is the database's own."""
-    _, stdout, _ = study(job_id)
-    printed = sa.make_url(stdout.split()[1])
-    expected = sa.make_url(database_url)
-    assert (printed.host, printed.port, printed.database) == (expected.host, expected.port, expected.database)
-    storage = optuna.storages.RDBStorage(database_url)
-    names = [line.split()[1] for line in stdout.splitlines()[1:]]
-    values = [optuna.load_study(study_name=name, storage=storage).best_value for name in names]
-    storage.remove_session()
-    storage.engine.dispose()
-    assert values == [make_trial(0).tokens_per_second] * 2
 
 
 def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[int, str, str]], job_id: str) -> None:
