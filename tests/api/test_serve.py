@@ -108,12 +108,7 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
     ],
 )
 def test_tokens_are_required_beyond_loopback_and_behind_a_proxy(
-    sqlite_url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    host: str,
-    proxies: tuple[int, ...],
-    is_required: bool,
-    url: str,
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, host: str, proxies: tuple[int, ...], is_required: bool, url: str
 ) -> None:
     required, urls, said = list[bool](), list[str](), list[str]()
 

@@ -94,12 +94,7 @@ def _waits(followers: Sequence[Follower], begun: Mapping[tuple[str, int], float]
 
 
 def _write(
-    queue: Queue,
-    leases: Sequence[Lease],
-    service: Service,
-    begun: dict[tuple[str, int], float],
-    *,
-    disturbed: bool,
+    queue: Queue, leases: Sequence[Lease], service: Service, begun: dict[tuple[str, int], float], *, disturbed: bool
 ) -> None:
     """Write events at an even pace and end the explorations. Note when each write began."""
     pause = SECONDS / NUM_EVENTS

@@ -111,10 +111,7 @@ class Bench:
         self._gpu = None if device == "cpu" else open_gpu(device, environment)
         self.limit_bytes: int | None = None
         self.profiler = Profiler(
-            device,
-            environment=environment,
-            setup_allowance_seconds=ALLOWANCE_SECONDS[self.kind],
-            lock_directory=folder,
+            device, environment=environment, setup_allowance_seconds=ALLOWANCE_SECONDS[self.kind], lock_directory=folder
         )
 
     def start(self) -> None:

@@ -11,13 +11,7 @@ from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
 from bexp.storage.workers import read_workers, register_worker
-from tests.contracts.samples import (
-    make_recommendation,
-    make_report,
-    make_request,
-    make_trial,
-    make_worker,
-)
+from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial, make_worker
 
 LONG = "very long name, " * 40
 SHOWN = 255

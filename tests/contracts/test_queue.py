@@ -21,12 +21,7 @@ from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, stored_trials
-from tests.contracts.samples import (
-    make_progress,
-    make_report,
-    make_request,
-    make_trial,
-)
+from tests.contracts.samples import make_progress, make_report, make_request, make_trial
 
 
 def test_a_job_from_enqueue_to_answer(database: Database, queue: Queue) -> None:

@@ -21,13 +21,7 @@ from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import get_job, list_jobs
 from bexp.storage.queue import Queue
-from bexp.storage.schema import (
-    VERSION_TABLE,
-    include_name,
-    is_current,
-    latest_revision,
-    upgrade,
-)
+from bexp.storage.schema import VERSION_TABLE, include_name, is_current, latest_revision, upgrade
 from bexp.storage.tables import metadata
 from bexp.storage.trials import StoredTrial, read_trials
 from tests.contracts.processes import bring_up_to_date, run_two

@@ -51,11 +51,7 @@ def test_a_configuration_that_breaks_rules_names_field_and_rule(bexp: Run, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"a: [1", "not valid YAML"),
-        (b"\xff\xfe\x00\x00", "not a text file"),
-    ],
+    ("content", "expected"), [(b"a: [1", "not valid YAML"), (b"\xff\xfe\x00\x00", "not a text file")]
 )
 def test_a_file_that_is_none(bexp: Run, tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "config.yaml"

@@ -156,12 +156,7 @@ def test_a_field_that_is_set_has_a_value(bexp: Run, refused: Refused, configure:
     ],
 )
 def test_a_submission_says_if_no_worker_has_its_target(
-    bexp: Run,
-    queue: Queue,
-    configure: Callable[..., Path],
-    name: str,
-    targets: list[dict[str, str]],
-    note: str | None,
+    bexp: Run, queue: Queue, configure: Callable[..., Path], name: str, targets: list[dict[str, str]], note: str | None
 ) -> None:
     """The id is printed whatever is said of the workers; a lost worker has no target."""
     for number, each in enumerate([{name: "1"}, *targets]):

@@ -15,14 +15,7 @@ import pytest
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
-from bexp.api.cli.results import (
-    INDENT,
-    conclude,
-    print_json,
-    say_best,
-    table_lines,
-    terminal_width,
-)
+from bexp.api.cli.results import INDENT, conclude, print_json, say_best, table_lines, terminal_width
 from bexp.api.stored import StoredExplorations
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
@@ -197,12 +190,7 @@ NOTHING = Answer(
     ],
 )
 def test_the_end_of_an_exploration_is_its_answer_or_why_there_is_none(
-    capsys: pytest.CaptureFixture[str],
-    code: EventCode,
-    known: dict[str, Any],
-    status: ExitCode,
-    begin: str,
-    said: str,
+    capsys: pytest.CaptureFixture[str], code: EventCode, known: dict[str, Any], status: ExitCode, begin: str, said: str
 ) -> None:
     job = Exploration.model_validate(job_document(**known))
     client: Any = SimpleNamespace(get=lambda _: job, run_reports=lambda _: ())

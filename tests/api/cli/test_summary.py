@@ -34,10 +34,7 @@ def summary(best: Recommendation = RECOMMENDATION, request: ExplorationRequest |
 def test_the_first_line_names_the_device_that_was_measured() -> None:
     main = ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "nothing fits"})
     nothing = Answer(variants=(main,))
-    for answer, first in (
-        (ANSWER, "Recommended micro_batch_size: 4 for tiny"),
-        (nothing, "No recommendation"),
-    ):
+    for answer, first in ((ANSWER, "Recommended micro_batch_size: 4 for tiny"), (nothing, "No recommendation")):
         for brief in (True, False):
             line = told(answer, REQUEST, REPORT, width=160, brief=brief).splitlines()[0]
             assert line.startswith(first)

@@ -194,11 +194,7 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("command", "told", "more"),
     [
-        (
-            f"python train.py --{SIZE} 1",
-            [("for the command", f"--{SIZE} 1 -> 8"), ("", f"add --{STEPS} 2")],
-            {},
-        ),
+        (f"python train.py --{SIZE} 1", [("for the command", f"--{SIZE} 1 -> 8"), ("", f"add --{STEPS} 2")], {}),
         (
             "python train.py {micro_batch_size} {grad_accum_steps}",
             [("for the command", "{micro_batch_size} = 8, {grad_accum_steps} = 2")],
@@ -219,11 +215,7 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
             [("for the command", f"add --{SIZE} 8"), ("", f"add --{STEPS} 2")],
             {"class_name": "my_trainer"},
         ),
-        (
-            "python train.py",
-            [("for the command", "nothing to change")],
-            {"own": {SIZE: 8, STEPS: 2}},
-        ),
+        ("python train.py", [("for the command", "nothing to change")], {"own": {SIZE: 8, STEPS: 2}}),
     ],
 )
 def test_what_to_change_comes_first(command: str, told: list[tuple[str, str]], more: dict[str, Any]) -> None:
