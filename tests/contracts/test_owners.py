@@ -12,8 +12,9 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, get_summary, list_jobs
 from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller, Scope
 from bexp.storage.queue import Queue
-from bexp.storage.tables import audit, jobs
+from bexp.storage.tables import audit, jobs, tokens
 from bexp.storage.tokens import (
+    TokenExistsError,
     create_token,
     digest_of,
     find_revoked,
@@ -134,3 +135,45 @@ def test_who_did_what_is_written_down_and_pruned_by_age(database: Database, queu
     assert read_audit(database)[0].action is Action.CREATE_TOKEN, "the oldest goes first, whatever its id"
     assert prune_audit(database, timedelta(days=1)) == 1
     assert [record.owner for record in read_audit(database)] == ["ops", "team-a"]
+
+
+def name_of(database: Database, secret: str) -> str | None:
+    token = verify_token(database, secret)
+    return None if token is None else token.name
+
+
+def test_a_token_is_known_until_it_is_revoked(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    other = create_token(database, "ci")
+    assert name_of(database, secret) == "laptop"
+    assert name_of(database, other) == "ci"
+    assert [token.name for token in list_tokens(database)] == ["ci", "laptop"]
+    assert revoke_token(database, "laptop")
+    assert verify_token(database, secret) is None
+    assert name_of(database, other) == "ci"
+    assert not revoke_token(database, "laptop")
+
+
+def test_the_secret_is_not_stored(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    with database.read() as connection:
+        row = connection.execute(sa.select(tokens)).one()
+    assert secret not in str(row)
+    assert (len(secret), row.prefix) == (len("bexp_") + 43, secret[:11]), "256 bits in base64, and how they begin"
+
+
+def test_a_wrong_secret_is_nobody(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    for ending in ("x", "", "é", "\0", "\ud800", " "):
+        wrong = secret[:-1] + ending
+        assert verify_token(database, wrong if wrong != secret else wrong[:-1] + "y") is None
+        assert verify_token(database, ending) is None
+
+
+def test_names_are_unique_and_plain(database: Database) -> None:
+    create_token(database, "laptop")
+    with pytest.raises(TokenExistsError, match="laptop"):
+        create_token(database, "laptop")
+    for name in ("", "a b", "x" * 65, "-x", "a\n"):
+        with pytest.raises(ValueError, match="name"):
+            create_token(database, name)
