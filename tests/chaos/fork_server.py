@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 PRELOADED = (
     "bexp.workers.__main__",
@@ -40,23 +40,6 @@ POLL_SECONDS = 0.01
 MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 16, 16
 HIGH_DESCRIPTOR = 500
 """Above all descriptors that a process has when it begins."""
-
-
-class StartedProcess(Protocol):
-    """What `subprocess.Popen` and `ForkedProcess` have in common."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 class ForkServer:
@@ -171,6 +154,9 @@ class ForkedProcess:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+StartedProcess = subprocess.Popen[bytes] | ForkedProcess
 
 
 def main() -> None:
