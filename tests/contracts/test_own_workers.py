@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
+from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.matching import OWN_WORKER_TERM, keep_job, share_job
 from bexp.storage.queue import Queue
 from bexp.storage.statistics import read_statistics
@@ -51,38 +51,38 @@ def test_a_job_says_whether_its_own_worker_starts_or_has_ended(database: Databas
     assert queue.claim(ANY) is None, "it may be for a device of its machine"
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-def test_a_job_whose_own_worker_has_ended_fails_in_the_end(database: Database, queue: Queue, is_begun: bool) -> None:
+@pytest.fixture(params=["queued", "begun"])
+def own(request: pytest.FixtureRequest, database: Database, queue: Queue) -> Job:
+    """A job of the worker `OWN`, which perhaps has begun it, and was lost then."""
     job, _ = queue.enqueue(make_request(), own_worker="me")
-    if is_begun:
+    if request.param == "begun":
         assert queue.claim(OWN) is not None
         expire(database, job.id)
-    silence(database, job.id)
+    return job
+
+
+def test_a_job_whose_own_worker_has_ended_fails_in_the_end(database: Database, queue: Queue, own: Job) -> None:
+    silence(database, own.id)
     for _ in range(2):
         queue.note_waiting(grace=NO_GRACE, max_wait=NO_GRACE)
         with database.begin() as connection:
             connection.execute(sa.update(events).values(at=database.clock(-LIVE_WITHIN)))
-    ended = get_job(database, job.id)
+    ended = get_job(database, own.id)
     assert (ended.state, ended.error) == (
         JobState.FAILED,
         "no worker could run it within 0 s: its own worker has ended",
     )
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("name", ["", "another"])
 def test_a_job_is_resumed_for_others_once_its_own_worker_has_ended(
-    database: Database, is_begun: bool, name: str
+    database: Database, queue: Queue, own: Job, name: str
 ) -> None:
-    queue, other = Queue(database), make_worker("other", fingerprint=FINGERPRINT, name=name)
-    job, _ = queue.enqueue(make_request(), own_worker="me")
-    if is_begun:
-        assert queue.claim(OWN) is not None
-        expire(database, job.id)
-    assert queue.resume(job.id, own_worker=name).own_worker == "me", "that one may still start"
+    other = make_worker("other", fingerprint=FINGERPRINT, name=name)
+    assert queue.resume(own.id, own_worker=name).own_worker == "me", "that one may still start"
     assert queue.claim(other) is None
-    silence(database, job.id)
-    assert queue.resume(job.id, own_worker=name).own_worker == name
+    silence(database, own.id)
+    assert queue.resume(own.id, own_worker=name).own_worker == name
     assert queue.claim(OWN) is None
     assert queue.claim(other) is not None
 
@@ -110,16 +110,12 @@ def test_an_ended_job_is_resumed_at_once_for_whoever_asks(database: Database, qu
     assert queue.claim(ANY) is not None
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-def test_a_shared_job_is_any_workers_at_once_and_another_commands_job_stays(database: Database, is_begun: bool) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request(), own_worker="me")
-    if is_begun:
-        assert queue.claim(OWN) is not None
-        expire(database, job.id)
-    share_job(database, job.id, "another")
+def test_a_shared_job_is_any_workers_at_once_and_another_commands_job_stays(
+    database: Database, queue: Queue, own: Job
+) -> None:
+    share_job(database, own.id, "another")
     assert queue.claim(ANY) is None
-    share_job(database, job.id, "me")
+    share_job(database, own.id, "me")
     assert queue.claim(ANY) is not None
 
 
