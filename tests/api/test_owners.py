@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,7 +23,7 @@ from bexp.api.rate_limits import BURST_SECONDS, MAX_KEYS, RateLimiter, address_k
 from bexp.api.settings import ServiceSettings
 from bexp.storage.audit import read_audit
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState
+from bexp.storage.jobs import Job, JobState
 from bexp.storage.owners import ALL_SCOPES, USUAL_SCOPES, Scope
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import Quota, set_quota
@@ -215,6 +216,18 @@ def test_a_stream_ends_with_its_token_and_others_go_on(
     queue.request_cancel(job["id"])
     threads[1].join(PATIENCE_SECONDS)
     assert len(ended) == 2
+
+
+@pytest.mark.parametrize("path", ["events", "log?follow=true"])
+def test_a_stream_beyond_those_that_there_may_be_is_refused(settings: ServiceSettings, job: Job, path: str) -> None:
+    with in_process(replace(settings, max_connections=4)) as client, ExitStack() as stack:
+        limits = client.app.state.service.stream_limits  # type: ignore[attr-defined]  # of the application it holds
+        for _ in range(3):
+            stack.enter_context(limits.count(None))
+        refused = client.get(f"{HERE}/{job.id}/{path}")
+    assert_problem(refused, 503)
+    assert refused.json()["type"] == "urn:bexp:problem:too-many-streams"
+    assert int(refused.headers["Retry-After"]) > 0
 
 
 def test_requests_above_the_rate_get_429(

@@ -12,7 +12,7 @@ import pytest
 
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
-from bexp.api.comparison import compare_answers
+from bexp.api.comparison import _advice, compare_answers
 from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import row
@@ -280,3 +280,30 @@ def test_the_load_of_the_host_is_a_difference_from_ten_percent_on(other: float, 
     known = Known(a=(100.0,), b=(100.0,))
     known.loads = {"a": 0.1, "b": other}
     assert len(known.compare("a", "b")[0]["differences"]) == count
+
+
+@pytest.mark.parametrize(
+    ("needed", "seconds", "begin"),
+    [
+        (0, 0.0, "none: which one is faster is known"),
+        (1, 12.0, "1 more run of each, about 12.0 s, would tell"),
+        (2, None, "2 more runs of each would tell them apart with 95% if the difference stays: explore both again"),
+        (None, None, "none: so many runs would be needed"),
+    ],
+)
+def test_what_to_measure_next_is_said_in_runs_and_seconds(
+    needed: int | None, seconds: float | None, begin: str
+) -> None:
+    assert _advice(needed, seconds).startswith(begin)
+
+
+def test_up_to_three_fields_of_a_model_are_told_one_by_one() -> None:
+    request = job_document()["request"]
+    known = Known(a=(100.0,), b=(100.0,))
+    three = {"hidden_size": 256, "num_layers": 7, "vocab_size": 4096}
+    known.changes["b"] = {"request": {**request, "model": {**request["model"], **three}}}
+    assert set(known.compare("a", "b")[0]["differences"]) == {
+        "model.hidden_size: 64 in A, 256 in B",
+        "model.num_layers: 2 in A, 7 in B",
+        "model.vocab_size: 256 in A, 4096 in B",
+    }

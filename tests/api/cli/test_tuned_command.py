@@ -195,6 +195,7 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
     ("command", "told", "more"),
     [
         (f"python train.py --{SIZE} 1", [("for the command", f"--{SIZE} 1 -> 8"), ("", f"add --{STEPS} 2")], {}),
+        ("python train.py {micro_batch_size}", [("for the command", "{micro_batch_size} = 8")], {}),
         (
             "python train.py {micro_batch_size} {grad_accum_steps}",
             [("for the command", "{micro_batch_size} = 8, {grad_accum_steps} = 2")],
