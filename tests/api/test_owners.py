@@ -219,7 +219,10 @@ def test_a_stream_ends_with_its_token_and_others_go_on(
 
 
 @pytest.mark.parametrize("path", ["events", "log?follow=true"])
-def test_a_stream_beyond_those_that_there_may_be_is_refused(settings: ServiceSettings, job: Job, path: str) -> None:
+def test_a_stream_beyond_those_that_there_may_be_is_refused(
+    settings: ServiceSettings, queue: Queue, job: Job, path: str
+) -> None:
+    queue.request_cancel(job.id)  # a stream that is not refused ends
     with in_process(replace(settings, max_connections=4)) as client, ExitStack() as stack:
         limits = client.app.state.service.stream_limits  # type: ignore[attr-defined]  # of the application it holds
         for _ in range(3):
