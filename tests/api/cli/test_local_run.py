@@ -71,12 +71,14 @@ def test_an_interrupted_resume_leaves_what_another_worker_runs(bexp: Run, queue:
     job, _ = queue.enqueue(REQUEST)
     other = make_worker("other-1-cpu", host="other")
     register_worker(queue.database, other)
-    assert queue.claim(other) is not None
+    claim = queue.claim(other)
+    assert claim is not None
     done = bexp("resume", job.id, "--device", "cpu")
     assert done.code == 130
     assert f"exploration {job.id} goes on: another worker runs it" in done.stderr
     assert "it runs already, or its worker has died" in done.stderr
     assert not get_job(queue.database, job.id).cancel_requested
+    queue.finish(claim.lease, JobState.CANCELLED)  # the command's thread follows it until then
 
 
 @pytest.mark.parametrize(
