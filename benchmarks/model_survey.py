@@ -33,7 +33,7 @@ from bexp.workers.targets.transformers.config import (
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.self_check import FEATURES, self_check
-from bexp.workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
+from bexp.workers.targets.transformers.shrink import TINY_SEQ_LENGTH, tiny_config
 
 DATA, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
 DEADLINE_SECONDS = 300.0

@@ -37,8 +37,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.replay.profiler import mismatch
-from bexp.workers.replay.recording import Recording, RecordingError
-from bexp.workers.replay.rows import RecordingHeader
+from bexp.workers.replay.recording import Recording, RecordingError, RecordingHeader
 
 NOISE = (
     "Each run of a component builds it anew, in a profiler process that has measured others before it; run 0 goes "

@@ -15,7 +15,7 @@ from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.knowledge import at_least
 from bexp.workers.process.interface import DeviceProfiler
-from bexp.workers.replay.rows import ComponentRow
+from bexp.workers.replay.recording import ComponentRow
 
 WHOLE_MODEL_SHARE = 0.4  # of the budget that is left after run 0, unless all candidates are to be timed whole
 WITHIN = 0.9  # half of the whole models are drawn among candidates with this share of the best composed throughput

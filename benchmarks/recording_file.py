@@ -11,8 +11,14 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentFigures, Conditions, Measurement, Outcome
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.replay.recording import Recording, RecordingError, whole_lines
-from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
+from bexp.workers.replay.recording import (
+    ComponentRow,
+    Recording,
+    RecordingError,
+    RecordingHeader,
+    WholeModelRow,
+    whole_lines,
+)
 
 SIGNIFICANT_DIGITS = 6
 

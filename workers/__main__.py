@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bexp.measure.device_names import parse_devices
-from bexp.workers.devices.discovery import visible_devices
-from bexp.workers.devices.selection import default_devices, parse_counts
+from bexp.workers.devices.discovery import default_devices, parse_counts, visible_devices
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.settings import WorkerSettings, read_settings

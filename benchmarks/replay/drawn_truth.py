@@ -21,7 +21,7 @@ from bexp.explorer.cost.composition import Floats
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds, WholeModelMeasurement
 from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
-from bexp.workers.replay.rows import ComponentRow, WholeModelRow
+from bexp.workers.replay.recording import ComponentRow, WholeModelRow
 
 RUN_STD = 0.006
 FFN_RUN_STD = 0.02

@@ -18,7 +18,7 @@ from benchmarks.replay.summary import summarize
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.replay.profiler import VirtualClock
-from bexp.workers.replay.rows import WholeModelRow
+from bexp.workers.replay.recording import WholeModelRow
 from tests.simulated_tables import write
 from tests.workers.replay.samples import recording, table_of
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.measure.device_names import parse_devices
-from bexp.workers.devices.selection import default_devices, parse_counts
+from bexp.workers.devices.discovery import default_devices, parse_counts
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
-from bexp.workers.replay.rows import WholeModelRow
+from bexp.workers.replay.recording import WholeModelRow
 from tests.workers.replay.samples import empty, figures, plan, recording, row, table_of
 
 

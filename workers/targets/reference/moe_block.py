@@ -15,7 +15,7 @@ from bexp.kernels.router import route, score
 from bexp.kernels.selective_recompute import recomputable
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.compilation import left_eager
-from bexp.workers.targets.reference.mlp import MLP
+from bexp.workers.targets.reference.ffn_block import MLP
 from bexp.workers.targets.reference.norm import build_norm
 from bexp.workers.targets.reference.weights import Weights
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from bexp.explorer.cost.text_batches import TextBatch
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
-from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
 from bexp.workers.targets.transformers.config import ResolvedConfig
 from bexp.workers.targets.transformers.kinds import kind_names
 from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.reference_run import LayerRecord, ReferenceRun, run_reference
+from bexp.workers.targets.transformers.results import DifferenceError, require_all_equal, require_equal
 from bexp.workers.targets.transformers.skeleton import hidden_states
 from bexp.workers.targets.transformers.trees import tensors_of
 

@@ -32,11 +32,10 @@ from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.batch import arranged, is_flattened
 from bexp.workers.targets.transformers.builder import PartsBuilder
-from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.quantized import keeps_inputs
 from bexp.workers.targets.transformers.resolved import ResolvedModel
-from bexp.workers.targets.transformers.results import require_alike, results_of, results_of_shell
+from bexp.workers.targets.transformers.results import DifferenceError, require_alike, results_of, results_of_shell
 
 _NAMES = {
     SDPBackend.MATH.value: "math",

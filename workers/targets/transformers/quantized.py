@@ -15,7 +15,7 @@ from bexp.explorer.model.optimizers import BITSANDBYTES
 from bexp.explorer.model.quantization import Quantization
 from bexp.out_of_memory import is_out_of_memory
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
-from bexp.workers.targets.transformers.optimizers import EXTRAS
+from bexp.workers.targets.transformers.training_run import EXTRAS
 
 if TYPE_CHECKING:
     from bexp.workers.targets.transformers.layers import BuiltLayer

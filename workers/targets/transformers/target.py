@@ -52,15 +52,14 @@ from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.quantized import require_library
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
-from bexp.workers.targets.transformers.tiny import num_layers_for
+from bexp.workers.targets.transformers.shrink import num_layers_for
 from bexp.workers.targets.transformers.training_run import (
     TrainerOptimizer,
     TransformersTrainingRun,
     embeddings_of,
 )
 from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up, count_quantized
-from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel
 
 
 class TransformersTarget:

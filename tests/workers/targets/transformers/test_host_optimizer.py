@@ -59,7 +59,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 @pytest.fixture(autouse=True)
 def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     package = SimpleNamespace(CPUOffloadOptimizer=CPUOffloadOptimizer)
-    monkeypatch.setattr("bexp.workers.targets.transformers.optimizers.import_module", lambda _: package)
+    monkeypatch.setattr("bexp.workers.targets.transformers.training_run.import_module", lambda _: package)
 
 
 def optimizers() -> dict[str, Any]:
