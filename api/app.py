@@ -16,21 +16,18 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from bexp.api import examples
-from bexp.api.administration import QuotaLimits
 from bexp.api.auth import authorize
 from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.metrics import LatencyMiddleware, Metrics
 from bexp.api.problems import install_problem_handlers
 from bexp.api.refusals import Problem, invalid_parameter
+from bexp.api.resources import QuotaLimits
 from bexp.api.routes import (
     administration,
-    comparisons,
     explorations,
     logs,
     monitoring,
     results,
-    resuming,
-    run_reports,
     schemas,
     web,
     workers,
@@ -86,7 +83,7 @@ def _include_all() -> APIRouter:
     # A route's name is what a generated client calls the function.
     routes = APIRouter(generate_unique_id_function=lambda route: route.name)
     v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
-    for module in (explorations, resuming, results, comparisons, run_reports, logs, workers, administration, schemas):
+    for module in (explorations, results, logs, workers, administration, schemas):
         routes.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
     routes.include_router(monitoring.router)
     routes.include_router(web.router)

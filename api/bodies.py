@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 from email.message import Message
 from http import HTTPStatus
+from typing import TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from bexp.api.refusals import ProblemException, invalid_body
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.model.base import rule_of
+
+Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
 YAML = "application/yaml"
@@ -28,6 +34,20 @@ async def read_text(request: Request, max_bytes: int, max_seconds: float) -> str
         return body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise invalid_body([((), f"is not UTF-8: invalid byte at offset {error.start}")]) from None
+
+
+def parse_body(kind: type[Model], text: str, refusal: str) -> Model:
+    """Return the document that a body of JSON or YAML states.
+
+    Raises:
+        ProblemException: 422 with the detail `refusal`, because the body breaks rules.
+        FormatError: the text is no document.
+    """
+    try:
+        return kind.model_validate(load_document(text))
+    except ValidationError as error:
+        problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
+        raise invalid_body(problems, refusal) from None
 
 
 async def read_body(request: Request, max_bytes: int, max_seconds: float) -> bytes:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import sqlalchemy as sa
 
+from bexp.api.background import TERM
 from bexp.api.examples import REQUEST
-from bexp.api.housekeeping import TERM
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState

@@ -7,7 +7,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
 from bexp.api import comparison, stored
-from bexp.api import results as api_results
+from bexp.api import stored as api_stored
 from bexp.api.comparison import compare_answers
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.records.measurement import Outcome
@@ -133,7 +133,7 @@ def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
         exported.append(found)
         raise ExportError("nothing")
 
-    monkeypatch.setattr(api_results, "export", export)
+    monkeypatch.setattr(api_stored, "export", export)
     first = measure(queue)
     add_worker(queue.database)
     second, _ = queue.enqueue(make_request())

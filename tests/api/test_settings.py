@@ -9,10 +9,8 @@ import pytest
 
 from bexp.api import (
     background,
-    housekeeping,
     listener,
     local_worker,
-    log_folder,
     rate_limits,
     streams,
     tokens,
@@ -153,9 +151,9 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         (
             "operations",
             r"dies or freezes is replaced within (\S+) s",
-            housekeeping.TERM.total_seconds() + USUAL.waiting_check_seconds,
+            background.TERM.total_seconds() + USUAL.waiting_check_seconds,
         ),
-        ("answer", r"and `serve` \(every (\S+) s\)", log_folder.WRITE_SECONDS),
+        ("answer", r"and `serve` \(every (\S+) s\)", background.WRITE_SECONDS),
         ("answer", r"its processes within (\S+) s", local_worker.GRACE_SECONDS),
         ("operations", r"A cancelled exploration ends within (\S+) s", local_run.CANCEL_SECONDS),
         ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
