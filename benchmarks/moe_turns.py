@@ -47,8 +47,7 @@ from bexp.kernels.experts.registry import expert_backend, expert_support
 from bexp.workers.instruments.failures import classify, is_poisoned
 from bexp.workers.instruments.kernel_shapes import experts_shape
 from bexp.workers.profiler.hardware import measure_hardware
-from bexp.workers.targets.reference.ffn_block import DenseFFN
-from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.ffn_block import DenseFFN, MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
 
 HIDDEN, WIDTH, SEQ_LENGTH = 2048, 1408, 2048

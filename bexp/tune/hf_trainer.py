@@ -46,9 +46,8 @@ from bexp.tune.measuring import (
     serving,
 )
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
-from bexp.tune.placeholders import APPLY, text_of
+from bexp.tune.placeholders import APPLY, FIXED_SIZES, owner_of_sizes, text_of
 from bexp.tune.trainer_accumulation import TrainerCheck
-from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 
 _OFF = {
     "report_to": [],

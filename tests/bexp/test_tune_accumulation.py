@@ -14,7 +14,7 @@ import bexp
 from bexp.tune.agreement import CannotCheckError, Parts, check
 from bexp.tune.agreement_text import AccumulationCheck, Cause
 from bexp.tune.gradients import SAMPLED, Gradient, difference, kind_of
-from bexp.tune.label_tokens import label_tokens, most_unequal
+from bexp.tune.lengths import label_tokens, most_unequal
 
 Batch = list[torch.Tensor]
 LENGTHS = (5, 31, 8, 17, 23, 40, 12, 9)

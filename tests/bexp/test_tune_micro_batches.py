@@ -18,8 +18,8 @@ from bexp.tune import measuring
 from bexp.tune import micro_batches as tune_micro_batches
 from bexp.tune.hf_trainer import _epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
+from bexp.tune.measuring import MicroStep
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of, positions_of
-from bexp.tune.micro_step import MicroStep
 
 SIZE = 4
 Seconds = Callable[[Figures, Figures], Figures]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bexp.tune.rounding import LOSS_SCALE, rounded_otherwise
+from bexp.tune.switched_off import LOSS_SCALE, rounded_otherwise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pynvml
 
-from bexp.measure.nvml import Gpu
-from bexp.measure.visible_gpus import visible_gpus
+from bexp.measure.nvml import Gpu, visible_gpus
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -30,9 +30,8 @@ from bexp.workers.meshes.tensor_parallel import SequenceParallel, VocabularyEmbe
 from bexp.workers.meshes.training_run import MeshTrainingRun
 from bexp.workers.profiler.trials.whole_model import run_steps
 from bexp.workers.targets.reference.attention_block import AttentionBlock
-from bexp.workers.targets.reference.embedding import Embedding
 from bexp.workers.targets.reference.factory import build_block
-from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.head import Embedding, Head
 from bexp.workers.targets.reference.norm import norm_over_ranks, total_alone
 
 __all__ = ["build_shard", "measure_exchange", "run_whole_model", "serves", "shard_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from bexp.measure.visible_gpus import visible_gpus
+from bexp.measure.nvml import visible_gpus
 
 UUIDS = ("GPU-aa11", "GPU-ab22", "GPU-cc33")
 

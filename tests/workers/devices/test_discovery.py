@@ -3,7 +3,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from bexp.measure import visible_gpus
+from bexp.measure import nvml
 from bexp.workers.devices import discovery as devices
 
 UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
@@ -11,7 +11,7 @@ UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: UUIDS)
+    monkeypatch.setattr(nvml, "_gpu_uuids", lambda: UUIDS)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def refuse(*_: Any) -> Any:
 
 def test_a_gpu_is_found_by_its_uuid_whatever_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
+    monkeypatch.setattr(nvml, "_gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
     assert devices.open_gpu("cuda:0", {"CUDA_VISIBLE_DEVICES": "2,0"}) is not None
@@ -61,6 +61,6 @@ def test_a_gpu_is_found_by_its_uuid_whatever_it_is_called(monkeypatch: pytest.Mo
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: ["GPU-a"])
+    monkeypatch.setattr(nvml, "_gpu_uuids", lambda: ["GPU-a"])
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
     assert devices.open_gpu("cuda:0", {}) is None

@@ -14,7 +14,7 @@ from bexp.explorer.cost.text_batches import TextBatch, TextBatches
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import BatchFigures, ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.measure.memory import ActivationBytes, measure_memory
+from bexp.measure.memory_meters import ActivationBytes, measure_memory
 from bexp.measure.passes import Passes
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock

@@ -14,10 +14,9 @@ from bexp.explorer.cost.text_batches import TextBatch
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.layers import BuiltLayer
+from bexp.workers.targets.transformers.layers import BuiltLayer, ShellPart
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.quantized import held_tensors, storage_bytes
-from bexp.workers.targets.transformers.shell import ShellPart
 from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states
 from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
 

@@ -15,7 +15,6 @@ from bexp.explorer.model.optimizers import BITSANDBYTES
 from bexp.explorer.model.quantization import Quantization
 from bexp.out_of_memory import is_out_of_memory
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
-from bexp.workers.targets.transformers.training_run import EXTRAS
 
 if TYPE_CHECKING:
     from bexp.workers.targets.transformers.layers import BuiltLayer
@@ -26,7 +25,7 @@ def require_library(quantization: Quantization) -> None:
     try:
         import_module(BITSANDBYTES)
     except Exception as error:  # a library that is broken in any way
-        install = f"pip install 'bexp[{EXTRAS[BITSANDBYTES]}]'"
+        install = f"pip install 'bexp[{BITSANDBYTES}]'"
         raise UnsupportedModelError(
             f"quantization '{quantization.name}' needs {BITSANDBYTES}: {install} ({one_line(error)})"
         ) from error

@@ -18,8 +18,13 @@ from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import ResolvedConfig, one_line, quiet_library
 from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
-from bexp.workers.targets.transformers.parts_comparison import CPU, OtherLayerError, PartsComparison
-from bexp.workers.targets.transformers.reference_run import run_plain, taken_gradients
+from bexp.workers.targets.transformers.parts_comparison import (
+    CPU,
+    OtherLayerError,
+    PartsComparison,
+    run_plain,
+    taken_gradients,
+)
 from bexp.workers.targets.transformers.results import DifferenceError, require_all_equal, require_equal
 
 PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # needed to measure by parts

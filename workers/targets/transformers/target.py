@@ -35,23 +35,25 @@ from bexp.workers.targets.transformers.adapters import adapted_weights, add_adap
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.float8 import compare_float8
-from bexp.workers.targets.transformers.host_memory import full_host, require_host_memory
 from bexp.workers.targets.transformers.materialize import build_by_layers
-from bexp.workers.targets.transformers.measured_settings import (
-    BY_OPERATION,
-    WHOLE_LAYER,
-    float8_of,
-    settings_of,
-    settings_of_component,
-)
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.packing import LEAK
 from bexp.workers.targets.transformers.parts import num_bytes
-from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
+from bexp.workers.targets.transformers.passes import (
+    BY_OPERATION,
+    WHOLE_LAYER,
+    LayerPasses,
+    ShellPasses,
+    float8_of,
+    full_host,
+    require_host_memory,
+    settings_of,
+    settings_of_component,
+)
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.quantized import require_library
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
+from bexp.workers.targets.transformers.results import compare_float8
 from bexp.workers.targets.transformers.shrink import num_layers_for
 from bexp.workers.targets.transformers.training_run import (
     TrainerOptimizer,

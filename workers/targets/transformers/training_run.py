@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.optimizers import BITSANDBYTES, LIBRARY, TORCHAO, OptimizerName
+from bexp.explorer.model.optimizers import LIBRARY, TORCHAO, OptimizerName
 from bexp.explorer.model.training import OptimizerSpec
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.transformers.graph import graphed
@@ -26,8 +26,6 @@ BETAS = (0.9, 0.999)
 """TrainingArguments' defaults."""
 BLOCK_SIZE = 256
 """Elements that share a scale in torchao's states; the Trainer's default."""
-EXTRAS = {BITSANDBYTES: "bitsandbytes", TORCHAO: "torchao"}
-"""The extras of this package that install them."""
 
 
 def make_optimizer(
@@ -45,7 +43,7 @@ def make_optimizer(
         module: Any = import_module(f"{package}.optim")
     except Exception as error:  # a library that is broken in any way
         raise UnsupportedTrialError(
-            f"optimizer '{name}' needs {package}: pip install 'bexp[{EXTRAS[package]}]' ({error})"
+            f"optimizer '{name}' needs {package}: pip install 'bexp[{package}]' ({error})"
         ) from error
     made: torch.optim.Optimizer
     if package == TORCHAO:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bexp.workers.profiler.distributed.launch import launch_config
+from bexp.workers.profiler.distributed.coordinator import launch_config
 from tests.forked_ranks import run_ranks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.workers.instruments.failures import UnsupportedTrialError
-from bexp.workers.targets.transformers.float8 import compare_float8
+from bexp.workers.targets.transformers.results import compare_float8
 from tests.bexp.transformers import fake_torchao
 from tests.workers.targets.transformers.targets import HARDWARE, QWEN_MOE, open_target, request_for
 
