@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.environment import describe_environment, write_results
-from benchmarks.kernels_digest import kernels_digest
+from benchmarks.environment import describe_environment, kernels_digest, write_results
 from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routes import draw_routes

@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment, write_results
-from benchmarks.kernels_digest import kernels_digest
+from benchmarks.environment import describe_environment, kernels_digest, write_results
 from bexp.api.cli.connection import open_current
 from bexp.api.local_worker import child_environment
 from bexp.api.stored import StoredExplorations

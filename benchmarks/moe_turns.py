@@ -35,15 +35,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.environment import begin, describe_environment, write_results
-from benchmarks.kernels_digest import kernels_digest
-from benchmarks.turns import Run, TurnsBudget, synchronize, time_in_turns
+from benchmarks.environment import begin, describe_environment, kernels_digest, write_results
+from benchmarks.turns import Run, TurnsBudget, time_in_turns
 from bexp.explorer.cost.components import BlockRecompute
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.registry import expert_backend, expert_support
+from bexp.measure.timestamps import synchronize
 from bexp.workers.instruments.failures import classify, is_poisoned
 from bexp.workers.instruments.kernel_shapes import experts_shape
 from bexp.workers.profiler.hardware import measure_hardware

@@ -23,8 +23,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.environment import ROOT
-from benchmarks.kernels_digest import kernels_digest
+from benchmarks.environment import ROOT, kernels_digest
 
 RESULTS = ROOT / "benchmarks" / "results"
 SPECIFICATION = ROOT / "benchmarks" / "result_tables.yaml"

@@ -30,6 +30,12 @@ class CudaMark:
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device; the CPU has done its work already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def mark_of(device: torch.device, *, alone: bool = True) -> Callable[[], Mark]:
     """Return the maker of marks on `device`; `alone` is false where processes wait for each other."""
     return CudaMark if device.type == "cuda" else partial(HostMark, alone=alone)

@@ -35,7 +35,7 @@ from bexp.explorer.model.spelling import shortened
 from bexp.measure import host_limits
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.step_checks import BatchShapes, StepError, check_gradients, is_finite, shapes_of
-from bexp.measure.timestamps import Mark, mark_of
+from bexp.measure.timestamps import Mark, mark_of, synchronize
 from bexp.measure.timing import TimingBudget, collector_paused, standard_error
 from bexp.out_of_memory import is_out_of_memory
 
@@ -217,14 +217,14 @@ class TargetRun:
         batches = self._batches(micro_batch_size)
         for _ in range(WARM_UP_STEPS):
             self._run_step(batches)
-        self._synchronize()
+        synchronize(self._device)
         micro_steps: list[float] = []
         optimizer: list[float] = []
         begun = time.perf_counter()
         with collector_paused():
             while not BUDGET.is_spent(micro_steps, time.perf_counter() - begun):
                 marks = self._run_step(batches)
-                self._synchronize()
+                synchronize(self._device)
                 seconds = [start.seconds_until(end) for start, end in itertools.pairwise(marks)]
                 micro_steps.append(seconds[1])  # the first begins on an idle device
                 optimizer.append(seconds[-1])
@@ -281,7 +281,7 @@ class TargetRun:
         with byte_meter(self._device, existing) as meter:
             meter.reset_peak()
             self._run_step(batches, losses)
-            self._synchronize()
+            synchronize(self._device)
             counted = meter.peak()
         self._check(losses, micro_batch_size)
         return counted if self._device.type == "cuda" else counted + _bytes_of(existing)
@@ -323,10 +323,6 @@ class TargetRun:
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._trained:  # also those that the optimizer does not have
             parameter.grad = None
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def _bytes_of(tensors: list[Tensor]) -> int:

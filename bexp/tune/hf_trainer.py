@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 from transformers.trainer_utils import PredictionOutput
 
 from bexp.explorer.cost.epochs import Epoch
+from bexp.measure.heap import freeze_imports
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import (
@@ -39,7 +40,6 @@ from bexp.tune.measuring import (
     Clock,
     Ranks,
     describe_parameters,
-    freeze_imports,
     measured,
     peak_bytes,
     reset_peak,

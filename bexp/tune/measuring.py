@@ -278,12 +278,6 @@ class Clock:
         return time.perf_counter()
 
 
-def freeze_imports() -> None:
-    """Exempt the command's imports from garbage collections, because each size begins with some."""
-    gc.collect()  # garbage among exempt objects would stay for ever
-    gc.freeze()
-
-
 def reset_peak(device: torch.device) -> None:
     """Begin a new peak of a device."""
     if device.type == "cuda":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from bexp.transformers.offload import OnHost
+from bexp.transformers.recompute import OnHost
 from tests.bexp.kernels.references import assert_same_values
 
 

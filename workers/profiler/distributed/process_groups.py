@@ -15,8 +15,8 @@ from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.trial import TrialTask
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group
+from bexp.measure.heap import freeze_imports
 from bexp.workers.devices.discovery import open_gpu
-from bexp.workers.instruments.device_instruments import freeze_imports
 from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
 from bexp.workers.process.protocol import Hello, Refused, RunTrial

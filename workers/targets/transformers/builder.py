@@ -17,8 +17,7 @@ from bexp.workers.targets.transformers.config import ResolvedConfig, Unsupported
 from bexp.workers.targets.transformers.layers import BuiltLayer, ShellPart
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.quantized import held_tensors, storage_bytes
-from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states
-from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
+from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states, map_tensors, tensors_of
 
 
 class PartsBuilder:

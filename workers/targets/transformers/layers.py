@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from bexp.workers.targets.transformers.model import BuildSettings
-from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states, passed_through
-from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors_of
+from bexp.workers.targets.transformers.skeleton import (
+    LayerCall,
+    Skeleton,
+    copied,
+    hidden_states,
+    map_tensors,
+    passed_through,
+    tensors_of,
+)
 
 
 class BuiltLayer:

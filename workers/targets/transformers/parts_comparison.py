@@ -18,8 +18,7 @@ from bexp.workers.targets.transformers.kinds import kind_names
 from bexp.workers.targets.transformers.layers import BuiltLayer, LayerStandIn
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.results import DifferenceError, require_all_equal, require_equal
-from bexp.workers.targets.transformers.skeleton import LayerCall, hidden_states
-from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors_of
+from bexp.workers.targets.transformers.skeleton import LayerCall, copied, hidden_states, map_tensors, tensors_of
 
 
 class _Gate(torch.autograd.Function):

@@ -22,7 +22,7 @@ from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure import host_limits
 from bexp.measure.passes import ModulePasses
-from bexp.transformers.offload import OnHost
+from bexp.transformers.recompute import OnHost
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.settings import Float8, Settings
 from bexp.workers.instruments.failures import TrialFailedError

@@ -35,10 +35,9 @@ from bexp.workers.targets.transformers.adapters import adapted_weights, add_adap
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.materialize import build_by_layers
-from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.model import BuildSettings, build_by_layers, build_model
 from bexp.workers.targets.transformers.packing import LEAK
-from bexp.workers.targets.transformers.parts import num_bytes
+from bexp.workers.targets.transformers.parts import PartWeights, WeightsByKind, add_up, count_quantized, num_bytes
 from bexp.workers.targets.transformers.passes import (
     BY_OPERATION,
     WHOLE_LAYER,
@@ -60,7 +59,6 @@ from bexp.workers.targets.transformers.training_run import (
     TransformersTrainingRun,
     embeddings_of,
 )
-from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up, count_quantized
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel
 
 

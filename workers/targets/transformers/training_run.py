@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import LIBRARY, TORCHAO, OptimizerName
 from bexp.explorer.model.training import OptimizerSpec
-from bexp.measure.timestamps import Mark, mark_of
+from bexp.measure.timestamps import Mark, mark_of, synchronize
 from bexp.transformers.graph import graphed
-from bexp.transformers.offload import pinned_bytes
+from bexp.transformers.recompute import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess, require_captured
@@ -234,10 +234,10 @@ class TransformersTrainingRun:
         seconds: list[float] = []
 
         def timed_micro_step() -> None:
-            self._synchronize()
+            synchronize(self._device)
             started = time.perf_counter()
             self.micro_step(self.num_micro_steps - 1)
-            self._synchronize()
+            synchronize(self._device)
             seconds.append(time.perf_counter() - started)
 
         if self._graphed is not None:
@@ -263,7 +263,7 @@ class TransformersTrainingRun:
 
     def finish(self) -> None:
         """Wait for the device, and free memory that outlives the model."""
-        self._synchronize()
+        synchronize(self._device)
         self._parallel.finish()
 
     def micro_step(self, number: int) -> None:
@@ -280,7 +280,3 @@ class TransformersTrainingRun:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

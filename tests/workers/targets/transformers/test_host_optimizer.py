@@ -13,7 +13,7 @@ from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.optimizers import OptimizerName
 from bexp.measure import host_limits
-from bexp.transformers.offload import pinned_bytes
+from bexp.transformers.recompute import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.training_run import LEARNING_RATE, TrainerOptimizer
 from tests.bexp.kernels.references import assert_same_values

@@ -15,8 +15,7 @@ from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.parts import ModelParts
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.trials.component import measure_component
-from bexp.workers.profiler.trials.optimizer import measure_optimizer
+from bexp.workers.profiler.trials.component import measure_component, measure_optimizer
 from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.target import TransformersTarget

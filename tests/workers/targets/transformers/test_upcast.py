@@ -14,8 +14,7 @@ from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.trials.component import measure_component
-from bexp.workers.profiler.trials.optimizer import measure_optimizer
+from bexp.workers.profiler.trials.component import measure_component, measure_optimizer
 from bexp.workers.profiler.trials.whole_model import run_whole_model
 from tests.workers.profiler.trials.test_optimizer import OneSecond
 from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target, request_for
