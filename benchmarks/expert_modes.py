@@ -142,7 +142,6 @@ class Bench:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Time every mode of every shape, print them, and write one JSON file after each row (rank 0)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=tuple(SHAPES), default="cuda")

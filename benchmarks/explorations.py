@@ -45,7 +45,6 @@ IDLE_SECONDS = 15.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the configurations and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--device", default=None, help="cpu, cuda:0, ...; default: what `bexp worker` takes")

@@ -50,7 +50,6 @@ _MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the types that have no row yet, and write the data and the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.model_survey", description="Tries every model type.")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--again", nargs="*", default=None, help="types to try again; none named: all")
@@ -173,7 +172,6 @@ _LONGEST_REASON = 70
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The page for a survey's JSON document, in Markdown."""
     rows: Mapping[str, Mapping[str, Any]] = document["models"]
     counts = Counter(row["status"] for row in rows.values())
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
@@ -218,7 +216,6 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 
 def _missing(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The features that types measured by parts lack."""
     lacking = defaultdict(list)
     for name, row in rows.items():
         for feature in row["failures"] if row["status"] == "parts" else ():

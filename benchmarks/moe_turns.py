@@ -70,7 +70,6 @@ CLOCKS = {"relative_to_dense": "seconds", "device_relative_to_dense": "device_se
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what there is time for and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="start no cell after so long")
@@ -152,7 +151,6 @@ class Cell:
         self._once: dict[str, float] = {}
 
     def measure(self) -> list[dict[str, Any]]:
-        """A row a contender."""
         experts, top_k = self._model
         names = contenders(layer_model(*self._model), self._device)
         for name in (*DENSE, *sorted(names, key=_waits)):
@@ -249,7 +247,6 @@ def layer_block(name: str, num_experts: int, top_k: int, num_tokens: int, device
 
 
 def dense_block(top_k: int, device: torch.device, *, compiled: bool) -> DenseFFN:
-    """The dense layer with the FLOPs of `top_k` experts."""
     layer = DenseFFN(layer_model(top_k, top_k), recompute=BlockRecompute.NONE, device=device, training=True)
     if compiled:
         layer.compile_core()

@@ -75,7 +75,6 @@ ANSWER = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every configuration that the file does not have yet with these fields."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_trainers", description=__doc__)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -248,7 +247,6 @@ class ModelRun:
         return recipe_of(self._row["exploration"]["document"])
 
     def _client(self, arguments: Sequence[str], folder: str) -> subprocess.CompletedProcess[str]:
-        """`bexp` with a database and a log folder of its own."""
         command = [sys.executable, "-m", "bexp.api.cli", *arguments]
         paths = os.pathsep.join(filter(None, [str(Path.cwd()), self._environment.get("PYTHONPATH")]))
         environment = {**self._environment, "BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", "PYTHONPATH": paths}

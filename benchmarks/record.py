@@ -121,7 +121,6 @@ def _tables(recording: Recording, models: Iterable[ModelSpec]) -> list[Compositi
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Record tables, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the table; of several configurations, their folder")

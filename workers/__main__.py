@@ -92,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profilers(options: argparse.Namespace, settings: WorkerSettings) -> dict[str, DeviceProfiler]:
-    """Return the profilers by the names of their devices."""
     if options.ray is not None:
         from bexp.workers.ray.pool import RayDevicePool  # noqa: PLC0415 - few need it
 

@@ -244,7 +244,6 @@ class OwnJob:
             self._is_told = True
 
     def _refuse(self, hardware: HardwareSpec) -> None:
-        """Log why the job is not claimed."""
         reason = find_reason(self._queue.database, self._job_id)
         why = "" if reason is None else f": it {reason.removeprefix(OWN_WORKER)}"
         _log.error("the worker cannot run this exploration%s; the worker has %s", why, hardware.describe())

@@ -97,7 +97,6 @@ TRUTHS = ("recorded", "drawn")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run everything, print the comparison and write one JSON file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description="Replay searches on tables.")
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)

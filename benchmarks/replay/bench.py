@@ -53,7 +53,6 @@ class TrialBench:
         self.tries.append(Try(None, None, self.clock()))
 
     def run(self, row: int) -> float | None:
-        """Try a candidate: its tokens/s, or None."""
         table = self.truth.table
         missing = tuple(c for c in table.decompositions[row].components if c not in self._measured)
         failed = any(c in self._failed for c in missing)
@@ -77,7 +76,6 @@ class TrialBench:
         return tokens
 
     def fastest(self) -> Candidate | None:
-        """The fastest candidate that was tried and fits."""
         well = [(t.tokens_per_second, t.row) for t in self.tries if t.tokens_per_second is not None]
         _, row = max(well, key=lambda pair: pair[0], default=(0.0, None))
         return None if row is None else self.truth.table.candidates[row]

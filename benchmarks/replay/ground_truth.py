@@ -109,7 +109,6 @@ class GroundTruth:
         return float(self.tokens_C.max())
 
     def single(self, row: int) -> Composition:
-        """The table of one candidate."""
         if row not in self._singles:
             self._singles[row] = Composition([self.table.candidates[row]], self.table.model, self.request)
         return self._singles[row]

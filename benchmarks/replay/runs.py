@@ -287,7 +287,6 @@ def search(truth: SearchTruth, seed: int, device: Measure, clock: VirtualClock, 
 
 
 def run_strategy(truth: GroundTruth, name: str, seed: int) -> Run:
-    """Run one of the other strategies."""
     bench = TrialBench(truth, seed)
     chosen = STRATEGIES[name](bench, seed)
     return Run(

@@ -113,7 +113,6 @@ def misses(figures: Mapping[str, Any], limits: Limits) -> list[str]:
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:
-    """Print the figures for a person."""
     regret, calibration = figures["regret"], figures["calibration"]
     parts = ", ".join(f"{name} {regret[name]:.2%}" for name in ("median", "p95", "max", "mean"))
     print(f"{figures['num_runs']} searches on unseen devices in {figures['wall_seconds']:.0f} s; regret {parts}")

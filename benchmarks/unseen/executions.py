@@ -273,7 +273,6 @@ def _search(seed: int, space: str, choice: str | None) -> tuple[UnseenTruth, Run
 
 
 def summarize(runs: Sequence[ExecutionRun]) -> dict[str, Any]:
-    """Return for each choice in each space how many times the seconds are, what is gained, and both regrets."""
     by_space = {}
     for choice, space in dict.fromkeys((run.choice, run.space) for run in runs):
         of = [run for run in runs if (run.choice, run.space) == (choice, space)]

@@ -136,7 +136,6 @@ class CudaTimer:
         )
 
     def _time_forwards(self, passes: Passes) -> float:
-        """Seconds of one forward in a row of them, each of which waits for the device."""
         passes.prepare_forward()
         torch.cuda.synchronize(self._device)
         passes.forward()

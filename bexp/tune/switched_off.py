@@ -56,7 +56,6 @@ def without_batch_statistics(model: nn.Module) -> Callable[[], AbstractContextMa
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:
-    """The modules of a model, and its configurations."""
     seen = set[int]()
     waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     yield from model.modules()

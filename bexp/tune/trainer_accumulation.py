@@ -233,7 +233,6 @@ class TrainerCheck:
         return found
 
     def _set(self, size: int, steps: int) -> None:
-        """Have the Trainer train from its beginning, with these sizes, for one step."""
         trainer = self._trainer
         arguments = trainer.args
         arguments.per_device_train_batch_size = trainer._train_batch_size = size
