@@ -48,7 +48,7 @@ from bexp.workers.instruments.failures import classify, is_poisoned
 from bexp.workers.instruments.kernel_shapes import experts_shape
 from bexp.workers.profiler.hardware import measure_hardware
 from bexp.workers.targets.reference.ffn_block import DenseFFN, MoEFFN
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.weights import device_routes
 
 HIDDEN, WIDTH, SEQ_LENGTH = 2048, 1408, 2048
 MINUTES = 9.0

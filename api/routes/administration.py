@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Query
 
 from bexp.api import bodies, examples
 from bexp.api.auth import Administrator
-from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import ProblemException
 from bexp.api.resources import NO_NUL, AuditPage, AuditResource, QuotaLimits, QuotaList, QuotaResource
 from bexp.api.service import ServiceDep, body_text
@@ -18,7 +17,7 @@ from bexp.storage.audit import read_audit
 from bexp.storage.owners import check_name
 from bexp.storage.quotas import EVERYBODY, Quota, list_quotas, quota_of, set_quota
 
-router = APIRouter(prefix="/v1", tags=["administration"], dependencies=[Depends(accepts_json)])
+router = APIRouter(prefix="/v1", tags=["administration"], dependencies=[Depends(bodies.accepts_json)])
 
 MAX_QUOTA_BYTES = 4 * 1024
 

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 
 from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
-from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import invalid_parameter
 from bexp.api.resources import NO_NUL, SEARCH, ExplorationPage, exploration_of, summary_of
 from bexp.api.service import ServiceDep, body_text
@@ -36,7 +35,7 @@ from bexp.storage.owners import Scope
 from bexp.storage.pruning import delete_job
 from bexp.storage.submission import JobFinishedError
 
-router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
+router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(bodies.accepts_json)])
 
 _HERE = "/v1/explorations"
 _ONE = exploration_path(examples.JOB_ID)

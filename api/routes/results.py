@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Query, Response
 from bexp.api import bodies, examples
 from bexp.api.auth import Reader, Submitter
 from bexp.api.cli.errors import CommandError
-from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import ProblemException, readable
 from bexp.api.resources import RunReportPage, RunReportResource, TrialPage, exploration_of
 from bexp.api.routes.explorations import JobDep, SummaryDep
@@ -25,7 +24,9 @@ from bexp.storage.jobs import get_summary
 from bexp.storage.run_reports import insert_run_report, read_run_reports
 from bexp.storage.trials import read_trials
 
-router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
+router = APIRouter(
+    prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(bodies.accepts_json)]
+)
 
 _ONE = exploration_path(examples.JOB_ID)
 SUFFIXES = {

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from bexp.measure.host_time import HostMark
 from bexp.measure.passes import Passes
+from bexp.measure.timestamps import HostMark
 
 
 @dataclass(frozen=True, slots=True)

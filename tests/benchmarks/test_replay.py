@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second
 from benchmarks.replay.__main__ import main, summarize
-from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth, GroundTruth
-from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, coordinate_descent, run_search, run_strategy
+from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, TrialBench, coordinate_descent, run_search, run_strategy
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.replay.profiler import VirtualClock

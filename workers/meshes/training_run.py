@@ -40,7 +40,7 @@ from bexp.workers.targets.reference.decoder import (
 from bexp.workers.targets.reference.factory import build_block, random_tokens
 from bexp.workers.targets.reference.ffn_block import MoEFFN
 from bexp.workers.targets.reference.head import Embedding, Head
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.weights import device_routes
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess, data_parallel, spread_parameters
 from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 

@@ -14,8 +14,7 @@ import torch
 from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType
 from bexp.measure import host_limits as host
-from bexp.measure.host_time import HostMark
-from bexp.measure.timestamps import synchronize
+from bexp.measure.timestamps import HostMark, synchronize
 from bexp.targets.registry import version_of
 from bexp.workers.instruments.device_instruments import clear_workspaces
 from bexp.workers.instruments.kernel_shapes import torch_dtype

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bexp.measure.host_time import HostMark
-from bexp.measure.timestamps import CudaMark, mark_of
+from bexp.measure.timestamps import CudaMark, HostMark, mark_of
 
 
 class FakeEvent:

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from bexp.measure import host_time
+from bexp.measure import timestamps
 from bexp.measure import timing as timing_module
 from bexp.measure.timing import (
     HostTimer,
@@ -54,7 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(timing_module, "time", found)
-    monkeypatch.setattr(host_time, "time", found)
+    monkeypatch.setattr(timestamps, "time", found)
     return found
 
 

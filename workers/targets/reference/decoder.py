@@ -19,7 +19,7 @@ from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.factory import build_block
 from bexp.workers.targets.reference.ffn_block import MoEFFN
 from bexp.workers.targets.reference.head import Embedding, Head
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.weights import device_routes
 
 
 class TakeUnit(Protocol):

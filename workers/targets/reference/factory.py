@@ -15,7 +15,7 @@ from bexp.workers.targets.extensions import extension_for
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.ffn_block import DenseFFN, MoEFFN
 from bexp.workers.targets.reference.head import Embedding, Head
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.weights import device_routes
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
 
