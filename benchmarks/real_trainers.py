@@ -226,7 +226,8 @@ class ModelRun:
         """One run of the Trainer, on the texts of the row or on the longest of them alone."""
         asked = {key: run[key] for key in ASKED if key in run}
         wanted: Run = {key: self._row[key] for key in ("seq_length", "batch_size")}
-        wanted |= {**asked, "lengths": self._row.get("lengths"), "max_seconds": seconds, "recipe": self._recipe()}
+        recipe = recipe_of(self._row["exploration"]["document"])
+        wanted |= {**asked, "lengths": self._row.get("lengths"), "max_seconds": seconds, "recipe": recipe}
         if longest:
             wanted |= {"lengths": None, "seq_length": longest_text(wanted["lengths"], wanted["seq_length"])}
         elif wanted["lengths"] is not None:
@@ -242,9 +243,6 @@ class ModelRun:
             raise RuntimeError("benchmarks.trainer_runs has ended")
         made: Run = json.loads(answer)
         return made
-
-    def _recipe(self) -> Run:
-        return recipe_of(self._row["exploration"]["document"])
 
     def _client(self, arguments: Sequence[str], folder: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "bexp.api.cli", *arguments]

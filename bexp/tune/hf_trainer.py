@@ -27,7 +27,6 @@ from bexp.tune.link import (
     SCRATCH,
     SIZE,
     CannotSetError,
-    Link,
     choice,
     connect,
     note_failure,
@@ -187,7 +186,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
                 **model,
             }
         )
-    while (command := ranks.share(_next(link))) is not None:
+    while (command := ranks.share(None if link is None else link.receive())) is not None:
         reply = measured(partial(answers[command["command"]], command))
         if link is not None:
             link.send(reply)
@@ -259,10 +258,6 @@ def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
         return found
 
     return grouped
-
-
-def _next(link: Link | None) -> dict[str, Any] | None:
-    return None if link is None else link.receive()
 
 
 def _measure(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import describe_parts
 
@@ -47,7 +47,7 @@ def test_layers_that_differ_by_their_mask_alone_are_different_kinds(resolved: Re
 def test_parts_hold_every_parameter_of_the_model_once(resolved: ResolvedModel) -> None:
     parts = describe_parts(resolved, tiles=None, checkpointing=None, named={})
     inside = sum(parts.layers.count(kind.name) * kind.num_parameters for kind in parts.kinds)
-    whole = resolved.builder(CPU).whole()
+    whole = build_model(resolved.config, resolved.settings, CPU)
     assert inside + parts.shell.num_parameters == parts.num_parameters == sum(p.numel() for p in whole.parameters())
     assert resolved.check.by_parts
 

@@ -13,7 +13,7 @@ from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers import builder as building
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import quiet_library
-from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 
 pytest.importorskip("transformers")
@@ -54,7 +54,7 @@ def _resolved(model_type: str) -> ResolvedModel:
 def test_a_layer_alone_spreads_tokens_over_experts_as_the_layers_of_its_model_do(model_type: str) -> None:
     resolved = _resolved(model_type)
     builder = resolved.builder(CPU)
-    model = builder.whole()
+    model = build_model(builder.resolved, builder.settings, CPU)
     with _busiest(model) as whole, torch.no_grad(), quiet_library():
         model(**builder.batch(2), use_cache=False)
     typical = statistics.median(whole)
