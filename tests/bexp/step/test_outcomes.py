@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from bexp.explorer.records.measurement import Outcome
-from bexp.step.outcomes import attempt
+from bexp.step.agreement import attempt
 from tests.waits import PATIENCE_SECONDS, wait_until
 
 

@@ -31,7 +31,6 @@ from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
-from bexp.workers.targets.transformers.adapters import adapted_weights, add_adapters
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
@@ -50,7 +49,7 @@ from bexp.workers.targets.transformers.passes import (
     settings_of_component,
 )
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
-from bexp.workers.targets.transformers.quantized import require_library
+from bexp.workers.targets.transformers.quantized import adapted_weights, add_adapters, require_library
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.results import compare_float8
 from bexp.workers.targets.transformers.shrink import num_layers_for
