@@ -11,7 +11,6 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import row
-from bexp.explorer.answers.uses import FRESH
 from bexp.explorer.model.amounts import rate_text, seconds_text
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.spelling import shortened
@@ -164,7 +163,7 @@ def _advice(needed: int | None, seconds: float | None) -> str:
     runs = f"{needed} more run{'' if needed == 1 else 's'} of each"
     return (
         f"{runs}{about} would tell them apart with {KNOWN:.0%} if the difference stays: explore both again with "
-        f"{FRESH}, and compare ID,ID with ID,ID"
+        "fresh: true (option --fresh), and compare ID,ID with ID,ID"
     )
 
 

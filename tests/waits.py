@@ -18,6 +18,21 @@ def wait_until(condition: Callable[[], object], what: str = "it has not happened
         time.sleep(0.01)
 
 
+class Clock:
+    """Stands for the module `time`, which passes only when somebody says so."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = thread_time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class Waits(threading.Event):
     """An event that is waited for in no time, as often as `most` says before it is set."""
 

@@ -9,8 +9,6 @@ from bexp.explorer.records.recommendation import NoteCode, Recommendation
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.trainer_terms import own_formats
 
-FRESH = "fresh: true (option --fresh)"
-
 
 def is_provisional(confidence: int, request: ExplorationRequest) -> bool:
     """Return whether a search has ended below the confidence that its request asks for."""
@@ -22,12 +20,11 @@ def surer_text(best: Recommendation, request: ExplorationRequest, served: int, *
 
     A person gets options of commands. A program gets fields of a request, with the options behind them.
     """
-    budget = request.budget
-    if served >= budget.confidence_target:  # a larger budget would get this answer again
-        fresh = FRESH if for_program else "--fresh"
-        return f"explore again with {fresh}: the search ended before its budget was spent"
     if best.says(NoteCode.NOISE):
         return "explore again when nothing else runs here: runs differ too much for more trials to help"
+    budget = request.budget
+    if served >= budget.confidence_target:  # a larger budget would get this answer again
+        return "nothing that is left to measure is expected to change the answer"
     limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
     fields = "budget.max_seconds or budget.max_trials (options --max-seconds, --max-trials)"
     higher = fields if for_program else "--max-seconds or --max-trials"

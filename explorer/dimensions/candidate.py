@@ -62,6 +62,11 @@ class Candidate(  # pydantic takes the fields of the last class first
         """Whether the candidate is of a model that is measured whole, whose code chooses the rest by itself."""
         return self.attention_backend == OWN_ATTENTION
 
+    @property
+    def support(self) -> tuple[Any, ...]:
+        """The values that decide whether its whole model can be run at all."""
+        return tuple(getattr(self, choice.fields[0]) for choice in CHOICES if choice.decides_support)
+
     def describe(self) -> str:
         """Return one line for a person: `micro_batch_size=8 bta_tile=2 recompute=none attention=flash experts=bmm`."""
         return " ".join(filter(None, (dimension.label(self) for dimension in DIMENSIONS)))

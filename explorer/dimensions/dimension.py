@@ -167,6 +167,8 @@ class Choice(Dimension, Generic[V]):
     """A candidate names its value even where there is no choice."""
     stated: Callable[[Place], V | None] = lambda place: None
     """The value that the request states for all candidates."""
+    decides_support: bool = False
+    """Whether a whole model that is unsupported rules out all candidates that share it and the other such values."""
 
     def __post_init__(self) -> None:
         """Fill in the term."""

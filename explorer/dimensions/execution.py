@@ -145,5 +145,6 @@ EXECUTION = ExecutionChoice(
     of_mark=lambda mark: Execution.COMPILE if mark == COMPILED else None,
     is_tried=lambda execution: False,  # a layer is captured instead
     settings=lambda execution: {"compile": execution.compiles, "graph": execution.replays},
+    decides_support=True,
     **named("execution", "execution"),
 )

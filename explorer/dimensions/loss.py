@@ -101,6 +101,7 @@ LOSS = LossChoice(
     settings=lambda loss: {"loss": loss},
     is_tried=lambda loss: LOSSES[loss].is_tried,
     is_written=True,
+    decides_support=True,
     **marked({loss: loss for loss in LOSSES}),
     **named("loss", "loss"),
 )

@@ -133,7 +133,7 @@ class CandidateSpace(SearchSpace):
 
         On a noisy device the base is measured once more, a while after its first runs.
         """
-        done = self._whole_models.ends_search
+        done = bool(self._whole_models.trials)
         spent = 0.0 if done else self._history.device_seconds
         following = next_comparison(self._posterior, self._context.report, spent)
         if following is not None or done or self._base is None:
@@ -151,8 +151,8 @@ class CandidateSpace(SearchSpace):
 
     @property
     def ends_search(self) -> bool:
-        """Whether a whole model ran well, or none can be run."""
-        return self._whole_models.ends_search
+        """Whether a whole model ran well, and the answer is sure or another whole model makes it surer."""
+        return self._request.verify and self._whole_models.ends_search
 
     # -- trials of components ------------------------------------------------------------------------------------
 

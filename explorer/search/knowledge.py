@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -110,6 +111,11 @@ class Knowledge:
         self.failures.reject(candidate, reason, too_large=too_large)
         self.version += 1
 
+    def reject_alike(self, candidate: Candidate, reason: str) -> None:
+        """Rule out all candidates whose whole model is unsupported if that of `candidate` is."""
+        self.failures.reject_alike(candidate, reason)
+        self.version += 1
+
 
 BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
 """Outcomes that do not depend on memory, so that a recomputing block fails as well."""
@@ -125,6 +131,7 @@ class Failures:
     candidates: dict[Candidate, str] = field(default_factory=dict)
     _broken: set[Component] = field(default_factory=set)
     _too_large: set[Candidate] = field(default_factory=set)
+    _unsupported: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.components) + len(self.candidates)
@@ -147,6 +154,15 @@ class Failures:
         if too_large:
             self._too_large.add(candidate)
 
+    def reject_alike(self, candidate: Candidate, reason: str) -> None:
+        """Rule out the candidates whose whole model is unsupported if that of `candidate` is."""
+        self._unsupported.setdefault(candidate.support, reason)
+
+    def none_runs_whole(self, table: Composition) -> bool:
+        """Return whether no whole model is supported: all are ruled out, or two unlike ones failed for one reason."""
+        reasons = list(self._unsupported.values())
+        return len(set(reasons)) < len(reasons) or all(c.support in self._unsupported for c in table.candidates)
+
     def too_large(self, table: Composition) -> list[int]:
         """Return the rows whose whole model ran out of memory."""
         return sorted(table.row[c] for c in self._too_large if c in table.row)
@@ -158,7 +174,7 @@ class Failures:
 
         A whole model that was too large rules out all that need as much as composed, but for those that `ran` whole. If
         the error of its composed peak explains that it was (`explained`), the error of another may be smaller. Then a
-        few others are tried.
+        few others are tried. Where no whole model is supported, this says nothing of the candidates.
         """
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         too_large = self.too_large(table)
@@ -168,6 +184,8 @@ class Failures:
             rejected_C |= required_C >= required_C[too_large].min()
             rejected_C[list(ran)] = False
         rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
+        if self._unsupported and not self.none_runs_whole(table):
+            rejected_C |= np.array([c.support in self._unsupported for c in table.candidates])
         return rejected_C
 
     def failing(self, table: Composition, log: ObservationLog) -> Mask:

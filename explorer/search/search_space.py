@@ -69,7 +69,7 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def ends_search(self) -> bool:
-        """Whether whole models have ended the search: one ran well, or none can be run."""
+        """Whether whole models have ended the search for the time being."""
 
     @property
     def is_limited_by_noise(self) -> bool:

@@ -37,11 +37,14 @@ CONSIDERABLE = 0.1
 """Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
 """
 FEW_RUNS, TIMES_SEARCHED = 4, 1.0
-"""After a few whole models, all of them take at most so many times the seconds in which components were measured."""
+"""Once the confidence has reached its target, and a few whole models were run, all of them take at most so many times
+the seconds in which components were measured.
+"""
 RUN_WORTH = 0.5
-"""The gain that a runner-up's whole model must promise, as a share of what its seconds are worth to the compiler.
+"""The gain that a runner-up's whole model must promise once the confidence has reached its target.
 
-It is less, because a whole model also makes the answer surer.
+It is a share of what its seconds are worth to the compiler. It is less, because a whole model also makes the answer
+surer.
 """
 SHARE = 1 / 3
 """Share of a variant's seconds that its whole models have, after the first that ran well.
@@ -50,8 +53,6 @@ If noise outweighs what they tell, it is the same share of the seconds that a se
 """
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
 """A candidate whose whole model ends like this is not recommended."""
-IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
-"""After a whole model that ends like this no other is run, because it would end alike."""
 
 
 class WholeModels:
@@ -71,9 +72,20 @@ class WholeModels:
         return self._history.whole_models(self._posterior.table.model.variant)
 
     @property
+    def has_run(self) -> bool:
+        """Whether a whole model ran well."""
+        return any(trial.measurement.outcome is Outcome.OK for trial in self.trials)
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether no whole model can be run here, or not in time."""
+        timed_out = any(trial.measurement.outcome is Outcome.TIMED_OUT for trial in self.trials)
+        return timed_out or self._posterior.knowledge.failures.none_runs_whole(self._posterior.table)
+
+    @property
     def ends_search(self) -> bool:
-        """Whether the search is over, because a whole model ran well or none can be run."""
-        return any(trial.measurement.outcome in IMPOSSIBLE | {Outcome.OK} for trial in self.trials)
+        """Whether no more components are measured: a whole model ran well, and the answer is sure or another is run."""
+        return self.has_run and (self._is_sure(self._posterior.recommend()) or self.next() is not None)
 
     def learn(self, trial: Trial) -> None:
         """Learn from a whole model: its throughput, or that its candidate is impossible."""
@@ -86,6 +98,8 @@ class WholeModels:
             knowledge.reject(candidate, reason, too_large=True)
         elif outcome in REFUTING:
             knowledge.reject(candidate, reason)
+        elif outcome is Outcome.UNSUPPORTED:
+            knowledge.reject_alike(candidate, reason)
         check = compare_whole_run(posterior, posterior.table.row[candidate], trial)
         if check is not None:
             whole = check.measurement
@@ -101,21 +115,22 @@ class WholeModels:
         composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate fits as composed,
         those that may fit are run, the likeliest first.
 
-        No other is run after a whole model that cannot be run here, or not in time. One on a shared or throttled device
-        says nothing and is run again. On a CPU no other is run once the answer is surely within several percent of the
-        best. A model that is always measured whole needs none.
+        After one that is unsupported here, candidates of another loss or execution follow, unless these end alike. No
+        other is run after one that was not run in time. One on a shared or throttled device says nothing and is run
+        again. On a CPU no other is run once the answer is surely within several percent of the best. A model that is
+        always measured whole needs none.
         """
         posterior, trials = self._posterior, self.trials
         if posterior.is_whole:
             return None
         best = posterior.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
-        if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
+        if self.is_impossible or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
-        if self.ends_search and best is not None and self._noise.settles_on_cpu:
+        if self.has_run and best is not None and self._noise.settles_on_cpu:
             return None
         if best is not None and not posterior.knowledge.whole_models.was_run(best.row):
-            begins = len(trials) < ATTEMPTS and (not self.ends_search or self._has_time(best.row))
+            begins = len(trials) < ATTEMPTS and (not self.has_run or self._has_time(best.row))
             return NextCheck(best.row) if begins else None
         if best is None:
             return self._likeliest_to_fit()
@@ -123,7 +138,7 @@ class WholeModels:
             return None
         rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
-        if rival is not None:
+        if rival is not None and self._is_sure(best):
             least = max(least, RUN_WORTH * worth(posterior.whole_model_seconds(rival.row)))
         if rival is None or rival.gain < least * posterior.request.tolerance:
             return self._above_limit()
@@ -149,7 +164,7 @@ class WholeModels:
         spent = sum(trial.seconds for trial in self.trials)
         searched = self._history.seconds_of(self._posterior.table.model.variant) - spent
         most = share * self._history.seconds_each
-        if len(self.trials) >= FEW_RUNS:
+        if len(self.trials) >= FEW_RUNS and self._is_sure(self._posterior.recommend()):
             most = min(most, TIMES_SEARCHED * searched)
         return spent + expected <= most
 
@@ -166,9 +181,13 @@ class WholeModels:
             return None
         return NextCheck(runner_up.row, probability_fits=runner_up.probability)
 
+    def _is_sure(self, best: BestCandidate | None) -> bool:
+        """Whether the confidence in the answer has reached its target."""
+        return best is not None and 100 * best.confidence >= self._posterior.request.budget.confidence_target
+
     def _is_compared(self, best: BestCandidate) -> bool:
         """Whether another candidate than the best was run whole, and the confidence has reached its target."""
-        if 100 * best.confidence < self._posterior.request.budget.confidence_target:
+        if not self._is_sure(best):
             return False
         recommended = self._posterior.table.candidates[best.row]
         return any(t.measurement.outcome is Outcome.OK and t.candidate != recommended for t in self.trials)

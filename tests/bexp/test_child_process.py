@@ -1,4 +1,4 @@
-"""Child processes of the service import nothing from the folder that a person stands in."""
+"""What processes import: nothing from the folder that a person stands in, and no library that they do not need."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def test_an_unsafe_child_would_import_from_the_folder(tmp_path: Path) -> None:
     assert imported.exists()
 
 
-def test_a_folder_that_holds_the_whole_package_is_found_by_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_the_whole_package_is_found_by_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bexp" / "workers").mkdir(parents=True)
     monkeypatch.setattr("bexp.child_process.PACKAGES_FOLDER", tmp_path)
     assert safe_environment({"PYTHONPATH": "/other"})["PYTHONPATH"] == os.pathsep.join((str(tmp_path), "/other"))
@@ -71,3 +69,32 @@ assert {{m.mine.OWNER for m in ({", ".join(names)})}} == {{'the person'}}
 
 def test_a_child_runs_a_module_without_the_working_directory() -> None:
     assert module_command("bexp.workers", "--job") == [sys.executable, "-P", "-m", "bexp.workers", "--job"]
+
+
+def imported(statement: str) -> set[str]:
+    """The top-level packages, and those right below `bexp`, that a fresh interpreter has loaded after `statement`."""
+    script = f"{statement}\nimport sys\nprint(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    names = [name.split(".") for name in found.stdout.split()]
+    return {name[0] for name in names} | {".".join(name[:2]) for name in names if name[0] == "bexp"}
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    assert not imported("import bexp, bexp.kernels, bexp.measure, bexp.measure.nvml") & {
+        "torch",
+        "triton",
+        "transformers",
+        "pydantic",
+    }
+
+
+def test_exploring_a_configuration_loads_no_torch_and_no_service() -> None:
+    unwanted = {"torch", "sqlalchemy", "bexp.storage", "bexp.workers", "bexp.api"}
+    assert not imported("import bexp.config_exploration") & unwanted
+
+
+def test_the_kernels_and_the_measuring_load_no_service_no_triton_no_transformers_and_no_compiler() -> None:
+    kernels = "bexp.kernels.attention, bexp.kernels.router, bexp.kernels.experts.registry"
+    unwanted = {"bexp.storage", "bexp.workers", "bexp.api", "transformers", "pydantic", "sqlalchemy", "triton"}
+    compiler = {"sympy"}  # torch's compiler imports it, and torch itself does not
+    assert not imported(f"import {kernels}, bexp.measure.memory_meters, bexp.measure.timing") & (unwanted | compiler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,21 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import MixtralConfig, MixtralForCausalLM, PretrainedConfig
 
 import bexp
 from bexp.tune.agreement import CannotCheckError, Parts, check
 from bexp.tune.agreement_text import AccumulationCheck, Cause
 from bexp.tune.gradients import SAMPLED, Gradient, difference, kind_of
 from bexp.tune.lengths import label_tokens, most_unequal
+from bexp.tune.switched_off import (
+    LOSS_SCALE,
+    nothing_random,
+    rounded_otherwise,
+    without_batch_statistics,
+    without_router_loss,
+)
+from tests.bexp.kernels.references import assert_same_values, relative_error
 
 Batch = list[torch.Tensor]
 LENGTHS = (5, 31, 8, 17, 23, 40, 12, 9)
@@ -244,3 +254,102 @@ def test_a_sample_says_how_many_label_tokens_it_has(sample: Any, number: int | N
 def test_samples_are_taken_from_few_tokens_to_many_where_they_are_known() -> None:
     assert most_unequal([3, 1, 2]) == [1, 2, 0]
     assert most_unequal([3, None, 2]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_returns_what_is_off_by_about_one_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, dtype=dtype)
+    x = torch.randn(64, 64).to(dtype)
+    plain: list[torch.Tensor] = []
+    layer.register_forward_hook(lambda _, __, out: plain.append(out.detach()))
+    with rounded_otherwise(nn.Sequential(layer, nn.Tanh())):
+        rounded = layer(x).detach()
+    share = ((rounded - plain[0]).double() / plain[0].double()).abs()
+    assert float(share.max()) <= 1.01 * torch.finfo(dtype).eps
+    assert 0.05 < float((share > 0).double().mean()) < 0.95
+    assert torch.equal(layer(x), plain[1]), "nothing is added afterwards"
+
+
+def test_gradients_flow_as_if_nothing_was_added() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    with rounded_otherwise(layer):
+        layer(x).sum().backward()
+    assert layer.bias.grad is not None
+    assert torch.equal(layer.bias.grad, torch.full((4,), 2.0))
+
+
+def test_what_a_layer_returns_beside_numbers_stays() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return x.argmax(), "text"
+
+    with rounded_otherwise(model := Chooses()):
+        assert model(torch.arange(3)) == (2, "text")
+
+
+def test_the_losss_scale_changes_mantissas() -> None:
+    assert math.frexp(LOSS_SCALE)[0] != 0.5
+
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def model() -> Any:
+    """A model whose attention drops, and whose routers are noisy, by fields that are no modules."""
+    return MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=64,
+            num_local_experts=4,
+            attention_dropout=0.5,
+            router_jitter_noise=0.5,
+            output_router_logits=True,
+        )
+    )
+
+
+def test_the_configuration_of_a_part_is_changed_as_well() -> None:
+    config = PretrainedConfig()
+    config.text_config = PretrainedConfig()
+    config.text_config.layerdrop = 0.3
+    model: Any = nn.Linear(1, 1)
+    model.config = config
+    with nothing_random(model):
+        assert config.text_config.layerdrop == 0.0
+    assert config.text_config.layerdrop == 0.3
+
+
+def test_the_loss_of_routers_can_be_switched_off_where_there_is_one(model: Any) -> None:
+    tokens = torch.arange(16)[None]
+    switched_off = without_router_loss(model)
+    assert switched_off is not None
+    with nothing_random(model):
+        whole = model(input_ids=tokens, labels=tokens)
+        with switched_off():
+            alone = model(input_ids=tokens, labels=tokens)
+    assert bool(whole.loss > alone.loss)
+    assert without_router_loss(nn.Linear(1, 1)) is None
+
+
+def test_batch_norms_can_use_their_running_statistics_while_the_model_trains() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)) * 5
+    switched_off = without_batch_statistics(model)
+    assert switched_off is not None
+    with switched_off():
+        model.train()  # as a training step does
+        assert_same_values([model(x)[:2]], [model(x[:2])])
+    assert model[0].training
+    assert relative_error(model(x)[:2], model(x[:2])) > 0.1
+    assert without_batch_statistics(nn.Linear(1, 1)) is None

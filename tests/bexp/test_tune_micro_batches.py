@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +19,13 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bexp.explorer.cost.epochs import Epoch
 from bexp.explorer.cost.expectation import LEAST_ERROR, Figures, expect
-from bexp.tune import measuring
+from bexp.tune import measuring, own_loop
 from bexp.tune import micro_batches as tune_micro_batches
 from bexp.tune.hf_trainer import _epoch
-from bexp.tune.lengths import WORST_TIMES, Lengths
-from bexp.tune.measuring import MicroStep
+from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
+from bexp.tune.measuring import MicroStep, peak_bytes, reset_peak
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of, positions_of
+from bexp.tune.own_loop import _parameters
 
 SIZE = 4
 Seconds = Callable[[Figures, Figures], Figures]
@@ -327,3 +333,112 @@ def test_the_mean_of_unknown_lengths_is_timed_until_it_is_known() -> None:
 )
 def test_the_positions_of_a_micro_batch_are_those_of_its_tokens(batch: object, positions: int | None) -> None:
     assert positions_of(batch) == positions
+
+
+def samples(*lengths: int) -> list[dict[str, list[int]]]:
+    return [{"input_ids": [1] * length} for length in lengths]
+
+
+def test_the_longest_samples_come_first_and_then_all_in_a_fixed_order() -> None:
+    lengths = Lengths.of(samples(5, 9, 2, 7))
+    assert (lengths.is_known, lengths.mean) == (True, 5.75)
+    order = list(WorstFirst(lengths, 2, range(4)))
+    assert order[: 2 * WORST_TIMES] == [1, 3] * WORST_TIMES
+    assert order[2 * WORST_TIMES :][:6] == [0, 1, 2, 3, 0, 1]
+    assert len(order) == len(WorstFirst(lengths, 2, range(4))) >= 2 * FEWEST_BATCHES
+
+
+def test_a_micro_batch_larger_than_the_data_takes_samples_again() -> None:
+    order = list(islice(WorstFirst(Lengths.of(samples(1, 3)), 5, range(2)), 5))
+    assert order == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sample", "tokens"),
+    [
+        ({"input_ids": [1, 2], "labels": [1, 2]}, (2,)),
+        ({"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}, (6,)),
+        ({"chosen_input_ids": [1, 2], "rejected_input_ids": [1], "chosen_attention_mask": [1, 1]}, (3,)),
+        ({"text": "words"}, ()),
+        ((1, 2), ()),
+    ],
+)
+def test_a_samples_length_is_that_of_its_tokens(sample: Any, tokens: tuple[int, ...]) -> None:
+    lengths = Lengths.of([sample])
+    assert lengths.tokens == tokens
+    assert lengths.number == 1
+
+
+class Whole(list[Any]):
+    """Whose samples can only be read as a batch."""
+
+    def __getitem__(self, _: Any) -> Any:
+        raise RuntimeError("read __getitems__")
+
+
+@pytest.mark.parametrize(("dataset", "number"), [(iter(samples(1)), None), (Whole(samples(1)), 1)])
+def test_what_cannot_be_read_one_by_one_has_no_lengths(dataset: Any, number: int | None) -> None:
+    lengths = Lengths.of(dataset)
+    assert not lengths.is_known
+    assert (lengths.mean, lengths.number) == (1.0, number)
+
+
+def test_a_sample_of_several_texts_takes_a_row_for_each() -> None:
+    pairs = [
+        {"chosen_ids": [1] * chosen, "rejected_ids": [1] * rejected, "prompt_ids": [1, 1]}
+        for chosen, rejected in ((5, 5), (1, 8), (4, 4))
+    ]
+    lengths = Lengths.of(pairs)
+    assert (lengths.rows, lengths.widths, lengths.tokens) == (2, (7, 10, 6), (12, 11, 10))
+    assert lengths.longest(2) == [1, 0], "all rows are padded to the longest of them"
+    assert lengths.describe() == {"mean": 11.0, "samples": {"number": 3, "num_read": 3, "longest": 10, "rows": 2}}
+
+
+CPU = torch.device("cpu")
+LARGE = 100 << 20
+PIECE = 1 << 16
+"""Small enough for the heap, and larger than most holes that other tests have left there: their edges are resident."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts nothing anew")
+def test_a_size_has_a_peak_of_its_own_whatever_larger_ones_have_left_behind() -> None:
+    reset_peak(CPU)
+    before, _ = peak_bytes(CPU)
+    texts = [b"-" * PIECE for _ in range(LARGE // PIECE)]
+    after_it = b"-" * PIECE  # so that the heap does not shrink by itself
+    cycle: list[object] = [texts]
+    cycle.append(cycle)
+    del texts, cycle
+    large, _ = peak_bytes(CPU)
+    assert large - before > 0.9 * LARGE
+    reset_peak(CPU)
+    assert peak_bytes(CPU)[0] - before < 0.1 * LARGE
+    assert after_it
+
+
+def test_an_optimizer_that_a_trainer_drops_is_gone_with_its_state() -> None:
+    loop = own_loop._Loop()
+    optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+    measuring.serving.append(object())
+    try:
+        loop.before_step(optimizer)
+        loop.after_step(optimizer)
+    finally:
+        measuring.serving.pop()
+    kept = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert kept() is None
+
+
+def test_the_optimizer_that_steps_counts_even_if_the_command_has_frozen_its_objects() -> None:
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in layers)
+    both = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    assert both <= {id(parameter) for parameter in _parameters(first, torch.optim.Optimizer)}
+    gc.freeze()
+    try:
+        alone = _parameters(second, torch.optim.Optimizer)
+    finally:
+        gc.unfreeze()
+    assert {id(parameter) for parameter in layers[1].parameters()} == {id(parameter) for parameter in alone}

@@ -17,8 +17,9 @@ from bexp.transformers.layers import decoder_layers
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
 from tests.bexp.kernels import expert_cases, references
+from tests.gpu.needs import one_gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = one_gpu()
 transformers = pytest.importorskip("transformers")
 DEVICE = torch.device("cuda", 0)
 
@@ -109,7 +110,7 @@ IMPLEMENTATIONS: dict[str, FFN] = {
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("case", "in_transposed", "out_transposed"), LYING)
-def test_experts_read_weights_as_they_lie(
+def test_weights_are_read_as_they_lie(
     implementation: str, case: str, in_transposed: bool, out_transposed: bool
 ) -> None:
     if implementation == "hopper_grouped" and torch.cuda.get_device_capability() != (9, 0):

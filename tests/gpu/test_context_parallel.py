@@ -13,10 +13,10 @@ from bexp.kernels.context_parallel.ring_attention import RingAttention
 from tests.bexp.kernels import references
 from tests.bexp.kernels.context_parallel_ranks import attention
 from tests.bexp.kernels.thread_ring import run_ranks
+from tests.gpu.needs import one_gpu
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    *one_gpu(),
     # The reference's backward begins with a product, in a thread of autograd's that has no context until then.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.bexp.kernels import expert_parallel_ranks as ranks
+from tests.gpu.needs import visible
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.several_gpus,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
-]
+pytestmark = visible(2)
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,16 @@ from torch import Tensor
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.fused.fused_experts import FUSED
 from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
-from bexp.kernels.experts.registry import expert_support
 from bexp.kernels.launcher import Launch
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
 from tests.gpu.fused_paths import PATHS, tiles_of
+from tests.gpu.needs import one_gpu
 from tests.gpu.test_kernels import experts_shape
 
 CUDA = torch.device("cuda")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 if torch.cuda.is_available() and (REASON := FUSED.unsupported_reason(experts_shape(), CUDA)) is not None:
     pytestmark.append(pytest.mark.skip(reason=REASON))
 
@@ -52,42 +49,34 @@ LARGE = (
 )
 
 
-def expected(case: expert_cases.ExpertCase, routes: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    inputs = references.leaves(tensors[:4])
-    x, weights, w_in, w_out = inputs
-    out = references.experts(x, routes, weights, w_in, w_out, case.activation)
-    out.backward(tensors[4].double())
-    grads = [tensor.grad for tensor in inputs]
-    return [out.detach(), *(grad for grad in grads if grad is not None)]
-
-
-def errors(backend: ExpertBackend, case: expert_cases.ExpertCase, dtype: torch.dtype) -> dict[str, float]:
+def errors(backend: ExpertBackend, case: expert_cases.ExpertCase, dtype: torch.dtype) -> list[float]:
+    """Relative errors of the output and of each gradient."""
     routes, tensors = expert_cases.problem(case, dtype, CUDA)
     with poisoned_memory():
         found = expert_cases.run(backend, case, routes, tensors)
-    pairs = zip(("out", "x", "weights", "w_in", "w_out"), found, expected(case, routes, tensors), strict=True)
-    return {name: references.relative_error(actual, wanted) for name, actual, wanted in pairs}
+    pairs = zip(found, expert_cases.expected(case, routes, tensors, CUDA), strict=True)
+    return [references.relative_error(actual, wanted) for actual, wanted in pairs]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", (*expert_cases.CASES, *LARGE), ids=lambda case: case.name)
 def test_output_and_gradients(case: expert_cases.ExpertCase, path: str) -> None:
     found = errors(backend(path), case, torch.bfloat16)
-    assert max(found.values()) <= TOLERANCE, found
+    assert max(found) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("path", ["chosen", "hopper"])
 @pytest.mark.parametrize("case", (expert_cases.CASES[1], *LARGE), ids=lambda case: case.name)
 def test_output_and_gradients_in_float16(case: expert_cases.ExpertCase, path: str) -> None:
     found = errors(backend(path), case, torch.float16)
-    assert max(found.values()) <= TOLERANCE, found
+    assert max(found) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("num_tokens", [128, 512, 1024, 2048, 8192])
 def test_default_tiles_of_every_size(num_tokens: int) -> None:
     case = expert_cases.ExpertCase("size", num_tokens, 16, 2, hidden=256, width=256, skew=1.0)
     found = errors(FUSED, case, torch.bfloat16)
-    assert max(found.values()) <= TOLERANCE, found
+    assert max(found) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -150,11 +139,5 @@ def test_launches_go_below_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "by_triton", refuse)
     for routes, tensors in problems[1:]:
         found = expert_cases.run(FUSED, case, routes, tensors)
-        for actual, wanted in zip(found, expected(case, routes, tensors), strict=True):
+        for actual, wanted in zip(found, expert_cases.expected(case, routes, tensors, CUDA), strict=True):
             assert references.relative_error(actual, wanted) <= TOLERANCE
-
-
-def test_a_model_is_served() -> None:
-    (support,) = (s for s in expert_support(experts_shape(), CUDA) if s.name == "fused")
-    assert support.usable, support.reason
-    assert not support.stock

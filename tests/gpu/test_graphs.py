@@ -28,8 +28,9 @@ from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.reference.target import ReferenceTrainingRun
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.trainer.recommendations import document
+from tests.gpu.needs import one_gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = one_gpu()
 transformers = pytest.importorskip("transformers")
 DEVICE = torch.device("cuda", 0)
 STEPS, MICRO_STEPS = 4, 2
@@ -64,6 +65,12 @@ def build(model_type: str, dtype: torch.dtype = torch.float32, **changed: Any) -
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **{**TYPES[model_type], **changed})
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).train()
+
+
+def loss_of(model: Any) -> GraphedLoss:
+    forward = graphed(model)
+    assert forward is not None
+    return forward.loss
 
 
 def batches(size: int = 2, length: int = 128) -> list[dict[str, Tensor]]:
@@ -138,10 +145,7 @@ def test_steps_are_those_of_eager(case: str) -> None:
     model = build(model_type, **changed)
     set_up(model, replace(settings, graph=True))
     found = train(model, **how)
-    forward = graphed(model)
-    assert forward is not None
-    assert forward.loss.problem is None
-    assert forward.loss.num_captures == 1
+    assert (loss_of(model).problem, loss_of(model).num_captures) == (None, 1)
     assert_alike(found, wanted, tolerance)
 
 
@@ -154,9 +158,7 @@ def test_dropout_draws_new_numbers_at_every_replay_and_a_mask_of_ones_is_left_ou
         loss = model(**batch, attention_mask=torch.ones_like(batch["input_ids"]), num_items_in_batch=254).loss
         loss.backward()
         losses.append(loss.item())
-    forward = graphed(model)
-    assert forward is not None
-    assert (forward.loss.problem, forward.loss.num_captures) == (None, 1)
+    assert (loss_of(model).problem, loss_of(model).num_captures) == (None, 1)
     assert len(set(losses)) == 3
 
 
@@ -181,9 +183,7 @@ def test_dropout_that_is_recomputed_is_refused_with_its_reason() -> None:
     set_up(model, Settings(recompute="full", graph=True))
     batch = batches()[0]
     model(**batch, use_cache=False).loss.backward()
-    forward = graphed(model)
-    assert forward is not None
-    assert "random numbers" in str(forward.loss.problem)
+    assert "random numbers" in str(loss_of(model).problem)
 
 
 def test_an_earlier_loss_that_is_still_alive_is_not_in_the_way() -> None:
@@ -192,9 +192,7 @@ def test_an_earlier_loss_that_is_still_alive_is_not_in_the_way() -> None:
     kept = model(**batch, use_cache=False).loss
     set_up(model, Settings(graph=True))
     model(**batch, use_cache=False).loss.backward()
-    forward = graphed(model)
-    assert forward is not None
-    assert forward.loss.problem is None
+    assert loss_of(model).problem is None
     found = [parameter.grad.clone() for parameter in model.parameters()]
     kept.backward()
     for parameter, gradient in zip(model.parameters(), found, strict=True):
@@ -259,9 +257,7 @@ def test_a_model_that_waits_for_the_device_goes_on_as_it_is(hidden: bool) -> Non
     other = build("llama")  # nothing of the attempt is left that would be in the way of another model
     set_up(other, Settings(graph=True))
     other(**batches()[0], use_cache=False).loss.backward()
-    forward = graphed(other)
-    assert forward is not None
-    assert forward.loss.problem is None
+    assert loss_of(other).problem is None
 
 
 class Trained(NamedTuple):
@@ -337,9 +333,7 @@ def test_a_trainer_replays_and_reaches_the_losses_of_eager(tmp_path: Path) -> No
         told["job"]["request"]["batch_size"] = 8
         told["recommendation"]["candidate"] |= {"recompute": "none", "bta_tile": None, "expert_backend": "grouped_mm"}
         model = build("olmoe", torch.bfloat16, num_experts=6)  # grouped products in float32 wait for the device
-        told["job"]["request"].pop("model", None)
-        told["job"]["request"].pop("hf_config", None)
-        told["recommendation"].pop("model", None)
+        told["job"]["request"].pop("model")
         bexp.apply(model, told, execution=execution)
         rows = [{"input_ids": row, "labels": row} for batch in batches() for row in batch["input_ids"].cpu()]
         arguments = transformers.TrainingArguments(
@@ -355,7 +349,5 @@ def test_a_trainer_replays_and_reaches_the_losses_of_eager(tmp_path: Path) -> No
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         if execution == "graph":
-            forward = graphed(model)
-            assert forward is not None
-            assert (forward.loss.problem, forward.loss.num_captures) == (None, 1)
+            assert (loss_of(model).problem, loss_of(model).num_captures) == (None, 1)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)

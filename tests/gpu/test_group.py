@@ -13,20 +13,16 @@ from bexp.explorer.cost.collectives import CommunicationUnits
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.model.model import DType
+from bexp.explorer.model.model import DType, ModelSpec
 from bexp.explorer.model.training import OptimizerSpec, Sharding, TrainingSpec
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
+from tests.gpu.needs import visible
 from tests.gpu.test_profiler import MODEL, REQUEST
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.several_gpus,
-    pytest.mark.skipif("cuda:1" not in visible_devices(os.environ), reason="fewer than two CUDA devices"),
-]
+pytestmark = visible(2)
 
 LONG = MODEL.model_copy(update={"seq_length": 1 << 16})
 
@@ -37,27 +33,36 @@ def group() -> Iterator[Profiler]:
         yield shared
 
 
-def run(group: Profiler, layout: str, m: int = 1, kind: TrialKind = TrialKind.COMPONENTS, size: int = 2) -> Measurement:
-    candidate = Candidate(
+def measure(
+    group: Profiler,
+    kind: TrialKind,
+    *components: Component,
+    layout: str | None = None,
+    m: int = 4,
+    size: int = 2,
+    model: ModelSpec = MODEL,
+) -> Measurement:
+    """A trial of `size` devices, which share sequences if there is a layout."""
+    candidate = candidate_of(m, layout, size)
+    fields = {"number": 0, "kind": kind, "model": model, "candidate": candidate, "components": components}
+    return group.measure(TrialTask.model_validate({**fields, "timeout_seconds": 120.0, "num_processes": size}))
+
+
+def candidate_of(m: int, layout: str | None, size: int) -> Candidate:
+    return Candidate(
         micro_batch_size=m,
         attention_backend="flash",
         expert_backend="grouped_mm",
         num_query_groups=MODEL.query_groups,
-        context_parallel_size=size,
+        context_parallel_size=1 if layout is None else size,
         context_parallel_layout=layout,
     )
-    model = LONG if kind is TrialKind.COMPONENTS else MODEL
-    components = Decomposer(model, training=True)(candidate).components if kind is TrialKind.COMPONENTS else ()
-    task = TrialTask(
-        number=0,
-        kind=kind,
-        model=model,
-        candidate=candidate,
-        components=components,
-        timeout_seconds=120.0,
-        num_processes=size,
-    )
-    return group.measure(task)
+
+
+def run(group: Profiler, layout: str, m: int = 1, size: int = 2) -> Measurement:
+    """All components of long sequences that devices share."""
+    components = Decomposer(LONG, training=True)(candidate_of(m, layout, size)).components
+    return measure(group, TrialKind.COMPONENTS, *components, layout=layout, m=m, size=size, model=LONG)
 
 
 def test_layouts_on_two_devices(group: Profiler) -> None:
@@ -71,29 +76,8 @@ def test_layouts_on_two_devices(group: Profiler) -> None:
         assert attention.standard_error_seconds < 0.1 * attention.device_seconds
         seconds[layout] = attention.device_seconds
     assert seconds["zigzag"] < seconds["ring"], "the ring's last rank has most of the work"
-    whole = run(group, "zigzag", kind=TrialKind.WHOLE_MODEL)
+    whole = measure(group, TrialKind.WHOLE_MODEL, layout="zigzag", m=1)
     assert whole.outcome is Outcome.OK, whole.reason
-
-
-def together(group: Profiler, kind: TrialKind, *components: Component, layout: str | None = None) -> Measurement:
-    candidate = Candidate(
-        micro_batch_size=4,
-        attention_backend="flash",
-        expert_backend="grouped_mm",
-        num_query_groups=MODEL.query_groups,
-        context_parallel_size=1 if layout is None else 2,
-        context_parallel_layout=layout,
-    )
-    task = TrialTask(
-        number=0,
-        kind=kind,
-        model=MODEL,
-        candidate=candidate,
-        components=components,
-        timeout_seconds=120.0,
-        num_processes=2,
-    )
-    return group.measure(task)
 
 
 def trained(sharding: Sharding, gradients: DType | None = None) -> ExplorationRequest:
@@ -105,7 +89,7 @@ def trained(sharding: Sharding, gradients: DType | None = None) -> ExplorationRe
 def test_traffic_on_two_devices(group: Profiler, sharding: Sharding) -> None:
     group.begin(trained(sharding))
     component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=MODEL.query_groups)
-    result = together(group, TrialKind.COMPONENTS, component)
+    result = measure(group, TrialKind.COMPONENTS, component)
     assert result.outcome is Outcome.OK, result.reason
     (found,) = result.components
     units = CommunicationUnits.of(MODEL)
@@ -129,7 +113,7 @@ def test_traffic_on_two_devices(group: Profiler, sharding: Sharding) -> None:
 def test_whole_models_train_together(group: Profiler, sharding: Sharding, gradients: DType | None) -> None:
     group.begin(trained(sharding, gradients))
     for layout in (None, "zigzag"):
-        result = together(group, TrialKind.WHOLE_MODEL, layout=layout)
+        result = measure(group, TrialKind.WHOLE_MODEL, layout=layout)
         assert result.outcome is Outcome.OK, result.reason
         whole = result.whole_model
         assert whole is not None
@@ -142,7 +126,7 @@ def test_sharding_spares_memory(group: Profiler) -> None:
     peaks = {}
     for sharding in Sharding:
         group.begin(trained(sharding))
-        result = together(group, TrialKind.WHOLE_MODEL)
+        result = measure(group, TrialKind.WHOLE_MODEL)
         assert result.whole_model is not None, result.reason
         peaks[sharding] = result.whole_model.peak_bytes
     assert peaks[Sharding.ZERO3] < peaks[Sharding.ZERO1] < peaks[Sharding.NONE]

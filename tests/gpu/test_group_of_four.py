@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
 from bexp.explorer.records.measurement import Outcome
-from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
+from tests.gpu.needs import visible
 from tests.gpu.test_group import run
 from tests.gpu.test_profiler import REQUEST
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.several_gpus,
-    pytest.mark.skipif("cuda:3" not in visible_devices(os.environ), reason="fewer than four CUDA devices"),
-]
+pytestmark = visible(4)
 
 
 def test_trials_of_a_part_of_a_group_and_of_all_of_it() -> None:

@@ -19,11 +19,11 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory_meters import measure_memory
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.target import TransformersTarget
+from tests.gpu.needs import one_gpu
 from tests.workers.targets.transformers.targets import HARDWARE
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *one_gpu(),
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),  # of torchao's own code
 ]
 pytest.importorskip("transformers")

@@ -7,15 +7,15 @@ import torch
 
 from bexp.kernels.activations import Activation, activate
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
+from bexp.kernels.experts.capacity import ExpertsWithCapacity
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
 from bexp.kernels.loss import float32_log_softmax
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from tests.bexp.kernels import expert_cases, references
+from tests.gpu.needs import one_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 
 CUDA = torch.device("cuda")
 TOLERANCE = 1e-2
@@ -90,16 +90,6 @@ def test_experts_give_the_same_bits_twice(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_back_ends_agree_on_a_large_problem() -> None:
-    case = expert_cases.ExpertCase("large", 4096, 64, 8, hidden=512, width=256, skew=1.0)
-    routes, tensors = expert_cases.problem(case, torch.bfloat16, CUDA)
-    wanted = expert_cases.run(expert_backend("loop"), case, routes, tensors)
-    for name in ("grouped_mm", "bmm"):
-        actual = expert_cases.run(expert_backend(name), case, routes, tensors)
-        for value, expected in zip(actual, wanted, strict=True):
-            assert references.relative_error(value, expected) <= TOLERANCE, name
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_grouped_mm_never_waits_for_the_device() -> None:
     case = expert_cases.CASES[0]
@@ -145,3 +135,24 @@ def test_log_softmax_in_place_gives_the_bits_of_torch(vocab_size: int, dtype: to
     found = float32_log_softmax(logits)
     assert torch.cuda.max_memory_allocated() - before <= (0 if dtype is torch.float32 else found.nbytes + (1 << 20))
     assert torch.equal(found, expected)
+
+
+CASE = expert_cases.ExpertCase("large", 4096, 64, 8, hidden=512, width=256, skew=1.0)
+CAPACITY = 512
+
+
+def run(name: str) -> list[torch.Tensor]:
+    routes, tensors = expert_cases.problem(CASE, torch.bfloat16, CUDA)
+    experts = ExpertsWithCapacity(expert_backend(name).forward, lambda num_tokens: CAPACITY)
+    return expert_cases.run(ExpertBackend(name, False, lambda *_: None, experts), CASE, routes, tensors)
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "bmm", "hopper_grouped", "fused"])
+def test_back_ends_agree_on_the_pairs_that_are_left(name: str) -> None:
+    shape = ExpertsShape(CASE.hidden, CASE.width, CASE.num_experts, CASE.top_k, torch.bfloat16)
+    reason = expert_backend(name).unsupported_reason(shape, CUDA)
+    if reason is not None:
+        pytest.skip(reason)
+    found, wanted = run(name), run("loop")
+    errors = [references.relative_error(one, other) for one, other in zip(found, wanted, strict=True)]
+    assert max(errors) <= 2e-2, errors

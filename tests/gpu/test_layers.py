@@ -21,13 +21,11 @@ from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.training.optimizer import TrainingOptimizer
 from tests.bexp.kernels.references import relative_error
+from tests.gpu.needs import one_gpu
 from tests.workers.targets.reference import references
 from tests.workers.targets.reference.models import outcome, shake, small_model, small_moe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")

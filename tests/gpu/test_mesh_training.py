@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
-from bexp.workers.devices.discovery import visible_devices
 from tests.forked_ranks import run_ranks
+from tests.gpu.needs import visible
 from tests.workers.meshes.mesh_ranks import NUM_RANKS, cases_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.several_gpus,
-    pytest.mark.skipif("cuda:1" not in visible_devices(os.environ), reason="fewer than two CUDA devices"),
-]
+pytestmark = visible(2)
 
 Said = dict[str, tuple[float, float]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,14 +16,10 @@ from bexp.explorer.model.model import DType, ModelSpec, MoESpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
+from tests.gpu.needs import visible
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.alone,
-    pytest.mark.skipif("cuda:0" not in visible_devices(os.environ), reason="no CUDA device"),
-]
+pytestmark = visible(1)
 
 MODEL = ModelSpec(
     name="small",

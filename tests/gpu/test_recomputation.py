@@ -19,12 +19,10 @@ from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shap
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses
 from tests.bexp.kernels.references import relative_error
+from tests.gpu.needs import one_gpu
 from tests.workers.targets.reference.models import outcome, shake
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = one_gpu()
 
 CUDA = torch.device("cuda")
 MICRO_BATCH = 4
@@ -92,9 +90,7 @@ def compare(spec: ModelSpec, kind: ComponentKind, backend: str | None) -> None:
 
 @pytest.mark.parametrize("backend", ATTENTION)
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"num_query_groups": 2}, {"num_query_groups": 2, "qk_norm": "head", "norm": "layernorm"}],
-    ids=str,
+    "fields", [{}, {"num_query_groups": 2}, {"num_query_groups": 2, "qk_norm": "head", "norm": "layernorm"}], ids=str
 )
 def test_attention(backend: str, fields: dict[str, Any]) -> None:
     spec = model(**fields)

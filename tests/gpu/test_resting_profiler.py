@@ -7,18 +7,14 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
-from bexp.workers.devices.discovery import device_key, open_gpu, visible_devices
+from bexp.workers.devices.discovery import device_key, open_gpu
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.profiler import Profiler
+from tests.gpu.needs import visible
 from tests.waits import wait_until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.alone,
-    pytest.mark.skipif("cuda:0" not in visible_devices(os.environ), reason="no CUDA device"),
-]
+pytestmark = visible(1)
 
 CONTEXT_BYTES, TOLERATED_BYTES = 100 << 20, 16 << 20
 """A process that has opened the device takes more than the first, and nobody takes the second meanwhile."""

@@ -14,9 +14,10 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import bexp
+from tests.gpu.needs import one_gpu
 from tests.waits import PATIENCE_SECONDS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = one_gpu()
 
 
 @pytest.fixture

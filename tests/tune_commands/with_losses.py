@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArguments
 
 MASK = 255
 

@@ -79,11 +79,7 @@ class FakeProfiler(DeviceProfiler):
 
 
 def fake_explore(
-    request: ExplorationRequest,
-    report: DeviceReport,
-    measure: Measure,
-    *,
-    history: Sequence[Trial] = (),
+    request: ExplorationRequest, report: DeviceReport, measure: Measure, *, history: Sequence[Trial] = ()
 ) -> Iterator[Progress]:
     """Three trials, numbered on from the history, and an answer; nothing is found when `seed` is 13."""
     for number in range(len(history), NUM_TRIALS):

@@ -21,9 +21,7 @@ def a_host_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_the_cpu_is_diagnosed_with_its_back_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_is_diagnosed_with_all_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = diagnose(os.environ)
     cpu, cuda = found.devices
     assert cpu.device == "cpu"
@@ -45,9 +43,7 @@ def test_the_cpu_is_diagnosed_with_its_back_ends(
     assert "CUDA graphs not usable: CUDA graphs need a GPU" in printed
 
 
-def test_a_device_that_cannot_be_used_says_why(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_device_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object) -> None:
         raise ProfilerError("the driver is too old")
 
@@ -56,7 +52,7 @@ def test_a_device_that_cannot_be_used_says_why(
     assert "the driver is too old" in capsys.readouterr().out
 
 
-def test_a_device_that_a_worker_holds_is_busy_and_names_it(
+def test_a_held_device_is_busy_and_names_who_has_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     since = "process 7 of user ann, started 2026-01-02 03:04:05"

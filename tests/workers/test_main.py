@@ -188,9 +188,7 @@ def test_a_worker_for_one_job_leaves_the_others_and_ends_with_it(
         (["--num-devices", "2", "--ray", "auto"], "--num-devices"),
     ],
 )
-def test_bad_input_is_a_usage_error_that_names_it(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_named_as_bad_usage(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -211,9 +209,22 @@ def test_a_file_that_is_no_table_is_a_usage_error(
     assert table in said
 
 
-def test_a_database_that_is_away_is_named_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["--device", "cpu", "--database-url", "postgresql://nobody@127.0.0.1:1/none"]) == SERVICE_FAILED
-    assert "the database cannot be used" in caplog.text
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgresql://nobody@127.0.0.1:1/none", "the database cannot be used"),
+        ("sqlite:///{folder}/notes.txt", "file is not a database"),
+        ("sqlite:///{folder}/bexp.db", r"the database cannot be opened: \S.*: {folder}/bexp.db.upgrade.lock$"),
+    ],
+    ids=["away", "no database", "not to be upgraded"],
+)
+def test_a_database_that_cannot_be_used_is_named_without_a_traceback(
+    url: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a database " * 100)
+    (tmp_path / "bexp.db.upgrade.lock").mkdir()  # as where the user may write nothing in its folder
+    assert main(["--device", "cpu", "--database-url", url.format(folder=tmp_path)]) == SERVICE_FAILED
+    assert re.search(said.format(folder=tmp_path), caplog.messages[-1])
 
 
 def test_a_worker_waits_for_a_held_device_no_longer_than_it_may_and_names_the_holder(
@@ -225,24 +236,6 @@ def test_a_worker_waits_for_a_held_device_no_longer_than_it_may_and_names_the_ho
     assert main(["--device", "cpu", "--database-url", sqlite_database.url]) == SERVICE_FAILED
     holder.release()
     assert f"cpu is in use by process {os.getpid()} of user " in caplog.messages[-1]
-
-
-def test_a_file_that_is_no_database_is_named_without_a_traceback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "notes.txt").write_text("not a database " * 100)
-    assert main(["--device", "cpu", "--database-url", f"sqlite:///{tmp_path / 'notes.txt'}"]) == SERVICE_FAILED
-    assert "file is not a database" in caplog.text
-
-
-def test_a_database_that_cannot_be_upgraded_is_named_without_a_traceback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where the user may read the file, and write nothing in its folder."""
-    lock = tmp_path / "bexp.db.upgrade.lock"
-    lock.mkdir()
-    assert main(["--device", "cpu", "--database-url", f"sqlite:///{tmp_path / 'bexp.db'}"]) == SERVICE_FAILED
-    assert re.fullmatch(rf"the database cannot be opened: \S.*: {lock}", caplog.messages[-1])
 
 
 def test_a_worker_on_a_cluster_without_ray_says_how_to_get_it(

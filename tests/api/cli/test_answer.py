@@ -65,14 +65,14 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
 
 @pytest.mark.parametrize(
     ("ended_by_its_own_rule", "advice"),
-    [(False, "with a higher --max-seconds"), (True, "with --fresh: the search ended")],
+    [(False, "explore again with a higher --max-seconds"), (True, "nothing that is left to measure")],
 )
 def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_rule: bool, advice: str) -> None:
     target = REQUEST.budget.confidence_target
     best = RECOMMENDATION.model_copy(update={"confidence": target - 1})
     completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
-    assert f"Provisional: {target} was asked for; explore again {advice}" in said_of(answer, brief=True)
+    assert f"Provisional: {target} was asked for; {advice}" in said_of(answer, brief=True)
 
 
 def test_more_trials_are_not_advised_where_noise_has_ended_the_search() -> None:

@@ -83,7 +83,7 @@ def test_a_second_size_for_the_batch_has_its_own_figures() -> None:
 def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
     asked = ExplorationRequest.model_validate({**TINY, "budget": {**TINY["budget"], "confidence_target": 95}})
     assert "faster. Provisional: 95 was asked for; explore again with a higher --max-seconds" in summary(request=asked)
-    assert "explore again with --fresh" in summary(request=asked, completed_target=95)
+    assert "asked for; nothing that is left to measure is" in summary(request=asked, completed_target=95)
     noisy = RECOMMENDATION.model_copy(update={"notes": (Note(code=NoteCode.NOISE, text="so noisy"),)})
     assert "when nothing else runs here" in summary(noisy, asked)
 

@@ -144,7 +144,7 @@ def test_a_second_forward_before_the_backward_runs_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("failure", [NotCapturableError("it waits"), torch.OutOfMemoryError("full")])
-def test_a_failed_capture_says_why_once_and_leaves_the_model_as_it_was(
+def test_a_failed_capture_says_why_once_and_changes_nothing(
     failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, net, graphed_loss, _ = pair(failure)
@@ -172,20 +172,16 @@ def test_parameters_that_moved_are_captured_again() -> None:
     assert net.layers[0].weight.grad is None
 
 
-def another_buffer(net: Net) -> None:
-    net.calls = torch.full((), 5.0)
-
-
-def another_part(net: Net) -> None:
-    net.layers.append(nn.Dropout(0.0))
-
-
-def another_mode(net: Net) -> None:
-    net.layers[1].eval()
-
-
-@pytest.mark.parametrize("change", [another_buffer, another_part, another_mode])
-def test_a_model_that_is_another_than_was_captured_is_captured_again(change: Callable[[Net], None]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "calls", torch.full((), 5.0)),
+        lambda net: net.layers.append(nn.Dropout(0.0)),
+        lambda net: net.layers[1].eval(),
+    ],
+    ids=["buffer", "part", "mode"],
+)
+def test_a_model_that_is_another_than_was_captured_is_captured_again(change: Callable[[Net], object]) -> None:
     _, net, graphed_loss, recorder = pair()
     graphed_loss(x=draw(0)).backward()
     first = graphed_loss._steps.copy()
@@ -225,22 +221,16 @@ def test_parameters_that_are_used_without_their_modules_are_refused() -> None:
     assert not torch.equal(weight.grad, torch.ones_like(weight))
 
 
-def hooked_parameter(net: Net) -> None:
-    next(net.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-def hooked_module(net: Net) -> None:
-    net.layers[0].register_full_backward_hook(lambda *_: None)
-
-
-def frozen(net: Net) -> None:
-    net.requires_grad_(False)
-
-
 @pytest.mark.parametrize(
-    ("change", "reason"), [(hooked_parameter, "hooks"), (hooked_module, "hooks"), (frozen, "no parameter")]
+    ("change", "reason"),
+    [
+        (lambda net: next(net.parameters()).register_post_accumulate_grad_hook(lambda _: None), "hooks"),
+        (lambda net: net.layers[0].register_full_backward_hook(lambda *_: None), "hooks"),
+        (lambda net: net.requires_grad_(False), "no parameter"),
+    ],
+    ids=["parameter", "module", "frozen"],
 )
-def test_models_whose_gradients_do_not_simply_add_up_are_refused(change: Callable[[Net], None], reason: str) -> None:
+def test_models_whose_gradients_do_not_simply_add_up_are_refused(change: Callable[[Net], object], reason: str) -> None:
     _, net, graphed_loss, recorder = pair()
     change(net)
     graphed_loss(x=draw(0))
@@ -294,9 +284,7 @@ def test_the_wrapped_forward_has_the_signature_of_the_model_and_copies_do_not_sh
         assert getattr(copied._plain, "__self__", None) is copied._model
 
 
-def test_apply_takes_another_execution_and_a_model_on_the_host_says_why_it_has_no_graphs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_apply_takes_another_execution_and_says_why_a_host_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = models.tiny("olmoe"), models.batch()
     wanted = models.step(model, batch)
     report = bexp.apply(model, document(), execution="graph")

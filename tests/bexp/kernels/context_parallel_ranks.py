@@ -1,9 +1,4 @@
-"""Ranks of a context-parallel group as processes on the CPU, each of which compares its part with the whole.
-
-    python -m tests.bexp.kernels.context_parallel_ranks FOLDER
-
-writes there what each rank found, for a test to judge: relative errors by case.
-"""
+"""Ranks that share sequences as processes on the CPU, and write relative errors of their part by case."""
 
 from __future__ import annotations
 

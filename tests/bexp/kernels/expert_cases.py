@@ -11,6 +11,8 @@ from bexp.kernels.activations import Activation
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from tests.bexp.kernels import references
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class ExpertCase:
@@ -78,11 +80,11 @@ def run(backend: ExpertBackend, case: ExpertCase, routes: Tensor, tensors: list[
     return [out.detach(), *(_gradient(tensor) for tensor in inputs)]
 
 
-def expected(case: ExpertCase, routes: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The same by the float64 reference, on the host."""
-    x, weights, w_in, w_out = inputs = references.leaves([tensor.cpu() for tensor in tensors[:4]])
-    out = references.experts(x, routes.cpu(), weights, w_in, w_out, case.activation)
-    out.backward(tensors[4].cpu().double())
+def expected(case: ExpertCase, routes: Tensor, tensors: list[Tensor], device: torch.device = HOST) -> list[Tensor]:
+    """The same by the float64 reference, on `device`."""
+    x, weights, w_in, w_out = inputs = references.leaves([tensor.to(device) for tensor in tensors[:4]])
+    out = references.experts(x, routes.to(device), weights, w_in, w_out, case.activation)
+    out.backward(tensors[4].to(device).double())
     return [out.detach(), *(_gradient(tensor) for tensor in inputs)]
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bexp.kernels.activations import Activation, activate
+from bexp.kernels.experts.capacity import ExpertsWithCapacity, keep_pairs
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
-from bexp.kernels.experts.rows import combine, dispatch, padded_rows, sorted_rows
 from bexp.kernels.shapes import ExpertsShape
-from tests.bexp.kernels import expert_cases
-from tests.bexp.kernels.references import assert_same_values
+from tests.bexp.kernels import expert_cases, references
 
 CPU = torch.device("cpu")
 NAMES = ("loop", "grouped_mm", "bmm")
@@ -27,44 +27,13 @@ def backend(request: pytest.FixtureRequest) -> ExpertBackend:
     return expert_backend(request.param)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
-def test_output_and_gradients_in_float32(backend: ExpertBackend, case: expert_cases.ExpertCase) -> None:
-    errors = expert_cases.errors(backend, case, torch.float32, CPU)
-    assert max(errors.values()) <= 1e-5, errors
-
-
-@pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
-def test_output_and_gradients_in_bfloat16(backend: ExpertBackend, case: expert_cases.ExpertCase) -> None:
-    """Intermediate values are rounded to 8 bits between the operations, so that errors of 2^-9 add up along a chain."""
-    errors = expert_cases.errors(backend, case, torch.bfloat16, CPU)
-    assert errors["out"] <= 1e-2, errors
-    assert max(errors.values()) <= 2e-2, errors
-
-
-def test_a_second_run_gives_what_the_first_gave(backend: ExpertBackend) -> None:
-    case = expert_cases.CASES[1]
-    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
-    first, second = (expert_cases.run(backend, case, routes, tensors) for _ in range(2))
-    assert_same_values(second, first)
-
-
-def test_padded_rows_have_the_capacity_of_the_largest_expert() -> None:
-    routes = torch.tensor([[0], [2], [0], [0]])
-    rows, capacity = padded_rows(routes, 3)
-    assert capacity == 3
-    assert rows.row_of_pair.tolist() == [0, 6, 1, 2]
-    assert rows.token_of_row.tolist() == [0, 2, 3, 0, 0, 0, 1, 0, 0]
-    assert rows.ends.tolist() == [3, 6, 9]
-
-
-def test_dispatch_and_combine_are_each_others_transpose() -> None:
-    generator = torch.Generator().manual_seed(1)
-    routes = torch.rand(9, 5, generator=generator).topk(3, dim=-1).indices
-    rows = sorted_rows(routes, 5, count=False)
-    x = torch.randn(9, 4, generator=generator)
-    y = torch.randn(27, 4, generator=generator)
-    x_rows, _ = dispatch(x, torch.ones(9, 3), rows)
-    torch.testing.assert_close((x_rows * y).sum(), (x * combine(y, rows, 3)).sum())
+def test_output_and_gradients(backend: ExpertBackend, case: expert_cases.ExpertCase, dtype: torch.dtype) -> None:
+    """In bfloat16, values are rounded to 8 bits between the operations, and errors of 2^-9 add up along a chain."""
+    errors = expert_cases.errors(backend, case, dtype, CPU)
+    assert errors["out"] <= (1e-5 if dtype is torch.float32 else 1e-2), errors
+    assert max(errors.values()) <= (1e-5 if dtype is torch.float32 else 2e-2), errors
 
 
 def test_support_names_the_rule_that_is_broken() -> None:
@@ -96,3 +65,64 @@ def test_an_unknown_back_end_is_named_beside_those_that_exist() -> None:
     told = "unknown expert back end 'auto'; there are grouped_mm, loop, bmm, hopper_grouped, fused"
     with pytest.raises(ValueError, match=f"^{told}$"):
         expert_backend("auto")
+
+
+CASES = {case.name: case for case in expert_cases.CASES}
+
+
+def test_an_expert_keeps_its_heaviest_pairs_and_the_earlier_of_equal_ones() -> None:
+    routes = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1]])
+    weights = torch.tensor([[0.2, 0.8], [0.5, 0.5], [0.8, 0.2], [0.2, 0.8]])
+    kept = keep_pairs(routes, weights, 4, 2)
+    assert kept.is_kept.view(4, 2).tolist() == [[True, True], [True, True], [True, False], [False, False]]
+    assert kept.pair_of_row.tolist() == [0, 1, 2, 3, 4]
+    assert kept.row_of_pair[kept.is_kept].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "bmm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [
+        ("uniform", 5),
+        ("skewed with empty experts", 4),
+        ("one expert takes all", 3),
+        ("every expert for every token", 12),
+        ("one token", 1),
+        ("plain gelu", 1),
+    ],
+)
+def test_output_and_gradients_with_a_capacity(backend: str, dtype: torch.dtype, name: str, capacity: int) -> None:
+    case = CASES[name]
+    routes, tensors = expert_cases.problem(case, dtype, CPU)
+    x, weights, w_in, w_out = inputs = references.leaves(tensors[:4], dtype)
+    experts = ExpertsWithCapacity(expert_backend(backend).forward, lambda num_tokens: capacity)
+    out = experts(x, routes, weights, w_in, w_out, case.activation)
+    out.backward(tensors[4])
+
+    x64, weights64, w_in64, w_out64 = wanted = references.leaves(tensors[:4])
+    kept = references.kept_pairs(routes, weights64, capacity)
+    out64 = references.experts(x64, routes, weights64 * kept, w_in64, w_out64, case.activation)
+    out64.backward(tensors[4].double())
+    found = [(out, out64), *((one.grad, other.grad) for one, other in zip(inputs, wanted, strict=True))]
+    errors = [references.relative_error(actual, expected) for actual, expected in found]
+    assert max(errors) <= (1e-5 if dtype is torch.float32 else 2e-2), errors
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_value_and_gradients(name: Activation, gated: bool, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(7, 12, generator=generator), torch.rand(7, generator=generator)
+    x, weights = references.leaves(data, torch.float32)
+    x64, weights64 = references.leaves(data)
+    out = activate(x, name, gated=gated, row_weights=weights if weighted else None)
+    wanted = references.activation(x64, name, gated) * (weights64[:, None] if weighted else 1)
+    gradient = torch.randn(out.shape, generator=generator)
+    out.backward(gradient)
+    wanted.backward(gradient.double())
+    assert references.relative_error(out, wanted) <= 1e-6
+    assert references.relative_error(x.grad, x64.grad) <= 1e-6
+    if weighted:
+        assert references.relative_error(weights.grad, weights64.grad) <= 1e-6

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -29,8 +26,7 @@ from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
 from tests.bexp.kernels.test_experts import experts_shape
-from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
-from tests.waits import PATIENCE_SECONDS
+from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting, run_in_interpreter
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="runs in the interpreter, which a child is started with")
@@ -68,18 +64,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.mark.skipif(is_interpreting(), reason="this is the child")
 def test_in_the_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
-    child = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+    run_in_interpreter(__file__)
 
 
 @interpreted
@@ -130,14 +115,6 @@ def test_weights_are_read_as_they_lie_and_gradients_lie_the_same_way(
 def test_half_precision() -> None:
     errors = expert_cases.errors(backend(VARIANTS["pointers"]), expert_cases.CASES[0], torch.float16, CPU)
     assert max(errors.values()) <= 2e-3, errors
-
-
-@interpreted
-def test_a_second_run_gives_what_the_first_gave() -> None:
-    case = expert_cases.ExpertCase("bits", 40, 4, 3, skew=1.0)
-    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
-    first, second = (expert_cases.run(backend(VARIANTS["pointers"]), case, routes, tensors) for _ in range(2))
-    references.assert_same_values(second, first)
 
 
 def permuted(routes: torch.Tensor, num_experts: int, heights: tuple[int, ...]) -> tuple[Any, torch.Tensor]:

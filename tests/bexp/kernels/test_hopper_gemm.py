@@ -9,8 +9,7 @@ from torch import Tensor
 from bexp.kernels.experts.hopper_grouped import tiles as hopper
 from bexp.kernels.experts.hopper_grouped.gemm import GemmProducts, differentiable_gemm
 from bexp.kernels.experts.hopper_grouped.hopper_experts import HOPPER_GROUPED
-from bexp.kernels.experts.hopper_grouped.tiles import HopperTiles, rows_tiles, weights_tiles
-from bexp.kernels.experts.registry import expert_backend
+from bexp.kernels.experts.hopper_grouped.tiles import HopperTiles, weights_tiles
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.references import relative_error
@@ -43,19 +42,6 @@ def test_shared_memory_of_a_ring_and_its_way_out() -> None:
     assert not HopperTiles(1, 64, 128, 64, stages=8, columns=128, programs=2).fits
 
 
-def test_more_rows_take_taller_tiles() -> None:
-    chosen = [rows_tiles(128 * tokens, 128, 2048, 1024, 132) for tokens in (16, 128, 512, 2048)]
-    assert [tiles.block_m for tiles in chosen] == [64, 128, 128, 128]
-    assert chosen[-1] == hopper.LONG
-
-
-def test_few_tiles_are_cut_for_all_multiprocessors() -> None:
-    narrow = rows_tiles(8 * 16, 8, 2048, 1024, 132)
-    assert 8 * 1024 // narrow.block_n > 8 * 1024 // hopper.LOW_WIDE.block_n
-    assert rows_tiles(8 * 512, 8, 2048, 1024, 132) == hopper.WIDE
-    assert rows_tiles(1, 1, 8, 8, 132).consumers == 1
-
-
 @pytest.mark.parametrize(
     ("experts", "k", "n", "dynamic"),
     [
@@ -67,7 +53,7 @@ def test_few_tiles_are_cut_for_all_multiprocessors() -> None:
     ],
     ids=["many experts", "few experts", "one expert", "experts beyond the order", "a tile each"],
 )
-def test_programs_take_tiles_as_they_become_free_where_experts_may_differ(
+def test_programs_take_tiles_when_they_are_free_if_experts_may_differ(
     experts: int, k: int, n: int, dynamic: bool
 ) -> None:
     assert weights_tiles(experts, k, n, 132).dynamic is dynamic
@@ -81,10 +67,6 @@ def test_reasons() -> None:
     assert reason(torch.float32) == "hopper_grouped multiplies bfloat16 and float16, not float32"
     assert "multiples of 8, not 256 and 36" in (reason(torch.bfloat16, width=36) or "")
     assert reason(torch.bfloat16) == "Triton kernels need a CUDA device"
-
-
-def test_it_is_a_candidate() -> None:
-    assert expert_backend("hopper_grouped") is HOPPER_GROUPED
 
 
 CASE = GemmCase("tails", (5, 20, 3), 24, 16)

@@ -33,10 +33,7 @@ class FakeKernel:
         run = SimpleNamespace(launch_cooperative_grid=0, launch_pdl=0, profile_scratch_size=0)
         run.global_scratch_size = scratch
         self.compiled = SimpleNamespace(
-            run=run,
-            packed_metadata=(4, 1, 0),
-            function=99,
-            metadata=SimpleNamespace(tensordesc_meta=["swizzled"]),
+            run=run, packed_metadata=(4, 1, 0), function=99, metadata=SimpleNamespace(tensordesc_meta=["swizzled"])
         )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:

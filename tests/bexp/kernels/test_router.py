@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from bexp.kernels.router import route, score
 from tests.bexp.kernels.references import assert_same_values, relative_error
-from tests.bexp.kernels.triton_interpreter import is_interpreting
-from tests.waits import PATIENCE_SECONDS
+from tests.bexp.kernels.triton_interpreter import is_interpreting, run_in_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu")
 runs_kernels = pytest.mark.skipif(
@@ -54,18 +48,7 @@ def test_weights_and_gradient(num_tokens: int, num_experts: int, top_k: int, nor
 
 @pytest.mark.skipif(is_interpreting(), reason="this is the child")
 def test_in_the_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__]
-    child = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+    run_in_interpreter(__file__)
 
 
 @runs_kernels

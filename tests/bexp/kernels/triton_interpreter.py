@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from typing import Any
+
+import pytest
+
+from tests.waits import PATIENCE_SECONDS
 
 
 def is_interpreting() -> bool:
     """Whether this process builds kernels for the interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_in_interpreter(file: str, *options: str) -> None:
+    """Run the tests of a file in a process that builds its kernels for the interpreter."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, *options]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
 def accept_scalars_of_one_element() -> None:

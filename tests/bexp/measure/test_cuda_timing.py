@@ -16,17 +16,8 @@ from bexp.measure.cuda_timing import (
 )
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, PassSample, Timing
-from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakePasses, make_timer
-
-
-class Clock:
-    """Of a device that takes a given time for every run, and of nothing else."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
+from tests.bexp.measure.fake_cuda import FakePasses, make_timer
+from tests.waits import Clock
 
 
 class MadeUpTimer(CudaTimer):
@@ -65,17 +56,6 @@ def test_a_short_block_counts_once_the_device_is_hot(monkeypatch: pytest.MonkeyP
     timing, runs = timed(monkeypatch, 0.01)
     assert runs - timing.repeats == 1 + int(HEAT_SECONDS / 0.01)
     assert timing.repeats >= 5
-
-
-def test_the_device_is_looked_at_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    polls: list[int] = []
-    timed(monkeypatch, 0.2, lambda: polls.append(1))
-    assert len(polls) == 5
-
-
-def test_the_clock_of_the_sleep_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer, _ = make_timer(monkeypatch)
-    assert timer._cycles_per_second == pytest.approx(CYCLES_PER_SECOND)
 
 
 def test_without_training_there_is_one_flush_and_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,36 +57,31 @@ def test_a_second_job_begins_with_whoever_is_there_then() -> None:
     assert not timed(watch)
 
 
-def test_where_nvml_says_nothing_nobody_is_suspected() -> None:
-    gpu = FakeGpu(others=None, pids=None, shares=None)
-    watch = gpu.foreign_processes(used_before=None)
-    assert watch.begin(None) is None
-    assert not timed(watch)
-
-
-@pytest.mark.parametrize(("grown", "foreign"), [(256 * MIB, False), (256 * MIB + 1, True)])
-def test_within_a_timing_a_quarter_of_a_gibibyte_may_be_our_own(grown: int, foreign: bool) -> None:
+@pytest.mark.parametrize(("more", "is_foreign"), [(0, False), (1, True)])
+def test_some_memory_may_be_our_own(more: int, is_foreign: bool) -> None:
+    """A quarter of a gibibyte within a timing, two between two timings, and a quarter between processes of a job."""
     gpu = FakeGpu()
     watch = begun(gpu)
     watch.start()
-    gpu.others = grown
-    assert bool(watch.find()) is foreign
-
-
-@pytest.mark.parametrize(("grown", "foreign"), [(2048 * MIB, False), (2048 * MIB + 1, True)])
-def test_between_two_timings_two_gibibytes_may_be_our_own(grown: int, foreign: bool) -> None:
+    gpu.others = 256 * MIB + more
+    assert bool(watch.find()) is is_foreign
     gpu = FakeGpu()
     watch = begun(gpu)
     assert not timed(watch)
-    gpu.others = grown
-    assert bool(timed(watch)) is foreign
+    gpu.others = 2048 * MIB + more
+    assert bool(timed(watch)) is is_foreign
+    came = APPEARED_BYTES + more
+    watch = FakeGpu(others=(1 << 30) + came).foreign_processes(used_before=(1 << 30) + came)
+    assert watch.begin(others_bytes=1 << 30) == 1 << 30
+    assert timed(watch).held_bytes == (came if is_foreign else 0)
 
 
 def test_what_others_hold_is_unknown_if_nobody_looked_before_the_context() -> None:
-    watch = FakeGpu(others=3 << 30).foreign_processes(used_before=None)
-    assert watch.begin(None) is None
-    assert watch.begin(others_bytes=1 << 30) is None
-    assert not timed(watch)
+    for gpu in (FakeGpu(others=3 << 30), FakeGpu(others=None, pids=None, shares=None)):
+        watch = gpu.foreign_processes(used_before=None)
+        assert watch.begin(None) is None
+        assert watch.begin(others_bytes=1 << 30) is None
+        assert not timed(watch)
 
 
 def test_nobody_is_there_unless_something_is_known_of_them() -> None:
@@ -94,16 +89,6 @@ def test_nobody_is_there_unless_something_is_known_of_them() -> None:
     assert ForeignProcesses(processes=1)
     assert ForeignProcesses(held_bytes=1)
     assert not ForeignProcesses(busy_share=1.0), "processes that were there before may be busy"
-    assert ForeignProcesses() == ForeignProcesses(0, 0, None)
-
-
-@pytest.mark.parametrize(("came", "held"), [(APPEARED_BYTES, 0), (APPEARED_BYTES + 1, APPEARED_BYTES + 1)])
-def test_memory_that_came_between_two_processes_of_a_job_is_foreign_above_a_quarter_of_a_gibibyte(
-    came: int, held: int
-) -> None:
-    watch = FakeGpu(others=(1 << 30) + came).foreign_processes(used_before=(1 << 30) + came)
-    assert watch.begin(others_bytes=1 << 30) == 1 << 30
-    assert timed(watch).held_bytes == held
 
 
 def test_memory_that_shrank_before_our_context_counts_as_none_of_ours() -> None:

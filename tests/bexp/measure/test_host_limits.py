@@ -20,15 +20,6 @@ def test_figures_of_this_host_are_plausible() -> None:
     assert host.processor_name()
 
 
-@pytest.mark.parametrize(("text", "cores"), [("max 100000", 4), ("200000 100000", 2), ("50000 100000", 1)])
-def test_cpu_quota_caps_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(host, "_group_folders", lambda controller: [tmp_path])
-    monkeypatch.setattr(host, "_siblings", str)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert host.usable_cores() == cores
-
-
 def test_data_limit_stops_growth_and_nothing_else() -> None:
     script = """
 from bexp.measure import host_limits as host
@@ -85,13 +76,16 @@ def test_without_affinity_all_cpus_count(root: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(250_000, 2), (-1, 4), (20_000, 1)])
-def test_the_quota_of_version_1_caps_the_cores(
-    root: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int
-) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_quota_is_a_cap(root: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int, version: int) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    write(root / "proc/self/cgroup", "5:cpuacct,cpu:/job\n3:memory:/other\n")
-    write(root / "cgroup/cpu/job/cpu.cfs_quota_us", str(quota))
-    write(root / "cgroup/cpu/job/cpu.cfs_period_us", "100000")
+    if version == 1:
+        write(root / "proc/self/cgroup", "5:cpuacct,cpu:/job\n3:memory:/other\n")
+        write(root / "cgroup/cpu/job/cpu.cfs_quota_us", str(quota))
+        write(root / "cgroup/cpu/job/cpu.cfs_period_us", "100000")
+    else:
+        write(root / "proc/self/cgroup", "0::/job\n")
+        write(root / "cgroup/job/cpu.max", f"{'max' if quota < 0 else quota} 100000")
     assert host.usable_cores() == cores
 
 
@@ -115,6 +109,7 @@ def test_version_1_has_names_of_its_own(root: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=900))
     write(root / "proc/self/cgroup", "4:memory:/a\n")
     write(root / "cgroup/memory/a/memory.limit_in_bytes", "600")
+    assert (host.total_bytes(), host.available_bytes()) == (1000, 900), "nobody tells its usage"
     write(root / "cgroup/memory/a/memory.usage_in_bytes", "500")
     write(root / "cgroup/memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 50\n")
     assert (host.total_bytes(), host.available_bytes()) == (600, 150)
@@ -123,7 +118,7 @@ def test_version_1_has_names_of_its_own(root: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("hard", "soft"), [(resource.RLIM_INFINITY, 3 * 1024 + 5000 + (64 << 20)), (4000, 4000)], ids=["free", "capped"]
 )
-def test_the_limit_is_what_the_data_has_and_may_grow_by(
+def test_the_limit_is_the_data_and_its_growth(
     root: Path, monkeypatch: pytest.MonkeyPatch, hard: int, soft: int
 ) -> None:
     found: list[tuple[int, tuple[int, int]]] = []
@@ -148,10 +143,3 @@ def test_freed_memory_goes_back_where_the_library_can_do_so(monkeypatch: pytest.
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trimmed.append))
     trim()
     assert trimmed == [0]
-
-
-def test_a_limit_whose_usage_nobody_tells_is_ignored(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=900))
-    write(root / "proc/self/cgroup", "0::/a\n")
-    write(root / "cgroup/a/memory.max", "100")
-    assert (host.total_bytes(), host.available_bytes()) == (1000, 900)

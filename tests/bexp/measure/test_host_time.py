@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from bexp.measure import timestamps
-from bexp.measure.timestamps import CoreWatch, HostMark, waited_seconds
+from bexp.measure.timestamps import CoreWatch, CudaMark, HostMark, mark_of, waited_seconds
 
 
 class Host:
@@ -41,10 +42,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return found
 
 
-@pytest.mark.parametrize(
-    ("waited", "seconds"),
-    [(0.0, 2.0), (0.04, 2.0), (0.041, 1.5), (3.0, 1.5)],
-)
+@pytest.mark.parametrize(("waited", "seconds"), [(0.0, 2.0), (0.04, 2.0), (0.041, 1.5), (3.0, 1.5)])
 def test_the_wall_clock_counts_until_threads_wait_for_cores(host: Host, waited: float, seconds: float) -> None:
     first = HostMark()
     host.work(2.0, 1.5, waited)
@@ -81,3 +79,32 @@ def test_the_kernel_counts_the_waits_of_all_threads(tmp_path: Path, monkeypatch:
     assert waited_seconds() == 2.0
     monkeypatch.setattr(timestamps, "TASKS", tmp_path / "none")
     assert waited_seconds() == 0.0
+
+
+class FakeEvent:
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+
+    def record(self) -> None:
+        FakeEvent.now += 250.0
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.at is not None
+        assert later.at is not None
+        return later.at - self.at
+
+
+def test_cuda_marks_are_recorded_events_and_their_milliseconds_become_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    first, second = CudaMark(), CudaMark()
+    assert first.seconds_until(second) == 0.25
+
+
+def test_a_device_has_its_own_kind_of_mark() -> None:
+    assert isinstance(mark_of(torch.device("cpu"))(), HostMark)
+    assert isinstance(mark_of(torch.device("cpu"), alone=False)(), HostMark)
+    assert mark_of(torch.device("cuda:1")) is CudaMark

@@ -40,19 +40,6 @@ def test_eval_leaves_the_output_alone() -> None:
     assert measured == ActivationBytes(saved=ROWS * WIDTH * 4, forward_peak=2 * ROWS * WIDE * 4, backward_peak=0)
 
 
-def test_gradients_in_another_format_are_freed_as_they_come() -> None:
-    block = TwoMatrices().to(torch.bfloat16)
-    passes = ModulePasses(
-        block, (torch.randn(ROWS, WIDTH).bfloat16().requires_grad_(),), training=True, gradient_dtype=torch.float32
-    )
-    passes.prepare_forward()
-    passes.forward()
-    passes.prepare_backward()
-    passes.backward()
-    assert block.a.grad is None
-    assert {gradient.dtype for gradient in passes.existing_tensors()} == {torch.bfloat16, torch.float32}
-
-
 @pytest.mark.parametrize("kind", [ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN])
 def test_a_block_recomputed_as_a_whole_is_measured_without_that(kind: ComponentKind) -> None:
     backend = {ComponentKind.ATTENTION: "flash", ComponentKind.MOE_FFN: "grouped_mm"}.get(kind)

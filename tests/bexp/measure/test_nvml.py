@@ -7,7 +7,7 @@ import pynvml
 import pytest
 
 from bexp.explorer.records.measurement import SLOWDOWNS
-from bexp.measure.nvml import CLOCK_REASONS, Gpu
+from bexp.measure.nvml import CLOCK_REASONS, Gpu, visible_gpus
 
 
 def refuse(*_: Any) -> Any:
@@ -34,32 +34,18 @@ def test_reasons_are_named_also_by_drivers_that_call_them_otherwise(monkeypatch:
     assert len(SLOWDOWNS) == 4
 
 
-def test_shares_are_means_of_the_samples_since_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [
-        SimpleNamespace(pid=1, timeStamp=50, smUtil=100),
-        SimpleNamespace(pid=1, timeStamp=150, smUtil=20),
-        SimpleNamespace(pid=1, timeStamp=160, smUtil=40),
-        SimpleNamespace(pid=2, timeStamp=150, smUtil=70),
-        SimpleNamespace(pid=2, timeStamp=150, smUtil=4242),  # as some drivers fill what they do not know
-    ]
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", lambda handle, since: samples)
-    shares = Gpu(None).busy_shares(100)
-    assert shares is not None
-    assert shares == pytest.approx({1: 0.3, 2: 0.7})
+def test_shares_are_means_of_the_samples_from_a_moment_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [(1, 99, 100), (1, 100, 20), (1, 160, 40), (2, 150, 70), (3, 150, 100)]
+    samples += [(2, 150, 101), (3, 150, 4242)]  # as some drivers fill what they do not know
+    asked: list[tuple[Any, int]] = []
 
+    def query(handle: Any, since: int) -> Any:
+        asked.append((handle, since))
+        return [SimpleNamespace(pid=pid, timeStamp=moment, smUtil=share) for pid, moment, share in samples]
 
-def test_a_gpu_is_opened_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
-    assert Gpu.open("GPU-b") is not None
-    assert asked == ["GPU-b"]
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", refuse)
-    assert Gpu.open("GPU-b") is None
-
-
-def test_slowdowns_are_names_of_clock_reasons() -> None:
-    assert set(SLOWDOWNS) < set(CLOCK_REASONS.values())
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", query)
+    assert Gpu("handle").busy_shares(100) == pytest.approx({1: 0.3, 2: 0.7, 3: 1.0})
+    assert asked == [("handle", 100)]
 
 
 def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,18 +78,60 @@ def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyP
     assert gpu.clock_reasons() == ("sw_power_cap",)
 
 
-def test_a_sample_at_the_moment_itself_counts_and_a_full_share_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [
-        SimpleNamespace(pid=1, timeStamp=100, smUtil=100),
-        SimpleNamespace(pid=1, timeStamp=99, smUtil=0),
-        SimpleNamespace(pid=2, timeStamp=200, smUtil=101),
-    ]
-    asked: list[tuple[Any, int]] = []
+UUIDS = ("GPU-aa11", "GPU-ab22", "GPU-cc33")
 
-    def query(handle: Any, since: int) -> Any:
-        asked.append((handle, since))
-        return samples
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", query)
-    assert Gpu("handle").busy_shares(100) == {1: 1.0}
-    assert asked == [("handle", 100)]
+class Driver:
+    """NVML of a host with three GPUs, which has to be initialised first and shut down afterwards."""
+
+    def __init__(self, *, fails: str | None = None) -> None:
+        self.calls: list[str] = []
+        self._fails = fails
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Driver:
+        for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount"):
+            monkeypatch.setattr(pynvml, name, lambda name=name: self._call(name))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda i: self._call("handle") and i)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: UUIDS[handle])
+        return self
+
+    def _call(self, name: str) -> int:
+        self.calls.append(name)
+        if name == self._fails:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        return len(UUIDS)
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, list(UUIDS)),
+        ("", []),
+        ("2,0", [UUIDS[2], UUIDS[0]]),
+        (" 1 , 0", [UUIDS[1], UUIDS[0]]),
+        ("0,3,1", [UUIDS[0]]),  # the first invalid entry ends the list
+        ("-1,0", []),
+        ("GPU-ab22,GPU-aa", [UUIDS[1], UUIDS[0]]),
+        ("GPU-a", [UUIDS[0]]),
+        ("GPU-x,0", []),
+        ("MIG-77,1", ["MIG-77", UUIDS[1]]),
+        ("1,,0", [UUIDS[1]]),
+    ],
+)
+def test_the_environment_chooses_among_the_gpus_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, found: list[str]
+) -> None:
+    driver = Driver().install(monkeypatch)
+    environment = {"HOME": "/"} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_gpus(environment) == found
+    assert driver.calls[0] == "nvmlInit"
+    assert driver.calls[-1] == "nvmlShutdown"
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(fails="nvmlInit").install(monkeypatch)
+    assert visible_gpus({}) == []
+    assert driver.calls == ["nvmlInit"]
+    lost = Driver(fails="handle").install(monkeypatch)
+    assert visible_gpus({}) == []
+    assert lost.calls[-1] == "nvmlShutdown"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bexp.measure.passes import ModulePasses, join_gradients
+from bexp.measure.passes import ModulePasses
 
 ROWS, WIDTH = 4, 3
 
@@ -163,17 +163,3 @@ def test_processes_meet_before_each_pass() -> None:
     passes = ModulePasses(module, (states(),), training=True, meet=lambda: met.append(len(module.calls)))
     run(passes)
     assert met == [0, 1], "once before the forward, once before the backward"
-
-
-def test_joined_outputs_all_get_gradients() -> None:
-    a, b = states(), torch.ones(2, requires_grad=True)
-    torch.autograd.backward(join_gradients([a * 1.0, b * 1.0]))
-    assert a.grad is not None
-    assert b.grad is not None
-    assert torch.equal(a.grad, torch.zeros(ROWS, WIDTH))
-    assert torch.equal(b.grad, torch.zeros(2))
-
-
-def test_nothing_is_recomputed_as_a_whole_unless_a_subclass_knows_how() -> None:
-    with ModulePasses(Scale(), (states(),), training=True).without_recomputation():
-        pass

@@ -1,18 +1,19 @@
+from __future__ import annotations
+
 import gc
 import math
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bexp.measure import timestamps
 from bexp.measure import timing as timing_module
-from bexp.measure.timing import (
-    HostTimer,
-    PassSample,
-    collector_paused,
-    standard_error,
-    summarize,
-)
+from bexp.measure.timing import HostTimer, PassSample, Timing, TimingBudget, standard_error, summarize
+from tests.waits import PATIENCE_SECONDS, Clock
 
 
 @pytest.mark.parametrize(("number", "within"), [(2, 0.05), (3, 0.1), (4, 0.1), (5, 0.2), (9, 0.15), (25, 0.1)])
@@ -27,27 +28,6 @@ def test_one_disturbed_repeat_does_not_move_the_result() -> None:
     disturbed = [*calm[:-1], PassSample(50.0, 70.0, 120.0)]
     assert summarize(disturbed).device_seconds == summarize(calm).device_seconds == 3.0
     assert math.isclose(summarize(disturbed).standard_error_seconds, 0.0, abs_tol=0.02)
-
-
-def test_the_collector_rests_while_timing_and_runs_again() -> None:
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), collector_paused():
-        assert not gc.isenabled()
-        _ = 1 / 0
-    assert gc.isenabled()
-
-
-class Clock:
-    """Time that passes only when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def thread_time(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -138,3 +118,68 @@ def test_the_standard_error_of_few_samples() -> None:
     assert standard_error([1.0, 1.0, 1.0, 2.0]) == pytest.approx(0.3133, abs=1e-4)
     assert standard_error([1.0, 1.0, 1.0, 1.0, 2.0]) == 0.0, "the absolute deviation from five samples on"
     assert standard_error([1.0, 2.0, 3.0, 4.0, 9.0]) == standard_error([1.0, 2.0, 3.0, 4.0, 5.0]) > 0.8
+
+
+NUM_RANKS = 3
+
+
+class Together:
+    """Ranks that meet to compare; one that waits for another in vain is an error."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(NUM_RANKS, timeout=PATIENCE_SECONDS)
+        self._said: dict[int, tuple[float, ...]] = {}
+
+    def of(self, rank: int) -> Any:
+        together = self
+
+        class Rank:
+            def all_reduce_max(self, *values: float) -> tuple[float, ...]:
+                together._said[rank] = values
+                together._barrier.wait()
+                found = tuple(max(column) for column in zip(*together._said.values(), strict=True))
+                together._barrier.wait()
+                return found
+
+        return Rank()
+
+
+class CountedPasses:
+    """As long as a rank's own disturbances make them."""
+
+    training = True
+    is_chainable = False
+
+    def __init__(self, rank: int) -> None:
+        self.count = 0
+        self._random = random.Random(rank)
+        self._pause = threading.Event()
+
+    def prepare_forward(self) -> None:
+        self.count += 1
+
+    def forward(self) -> None:
+        self._pause.wait(self._random.uniform(0.001, 0.004))
+
+    def prepare_backward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+    def run_chain(self, length: int) -> None:
+        raise AssertionError
+
+
+def test_ranks_on_hosts_repeat_equally_often() -> None:
+    together = Together()
+
+    def run(rank: int) -> tuple[int, Timing]:
+        passes, timer = CountedPasses(rank), HostTimer()
+        timer.BUDGET = TimingBudget(min_repeats=5, max_repeats=30, seconds=0.2, relative_error=0.2)
+        timer.reducer = together.of(rank)
+        timer.warm_up(passes)
+        return passes.count, timer.time(passes)
+
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        counts, timings = zip(*pool.map(run, range(NUM_RANKS)), strict=True)
+    assert len(set(counts)) == 1
+    assert len({timing.device_seconds for timing in timings}) == NUM_RANKS, "each reports its own"

@@ -1,9 +1,4 @@
-"""Two processes of a group that explore the micro-batch of their common step.
-
-    python -m tests.bexp.step.exploration_ranks FOLDER
-
-writes there what each of them found.
-"""
+"""Two processes of a group that explore the micro-batch of their common step, and write what each of them found."""
 
 from __future__ import annotations
 

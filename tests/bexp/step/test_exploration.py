@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,25 +17,12 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import bexp
+from bexp.explorer.records.measurement import Outcome
 from bexp.step import agreement
+from bexp.step.agreement import attempt
 from tests.bexp.step.exploration_ranks import NUM_RANKS
 from tests.forked_ranks import run_ranks
-from tests.waits import PATIENCE_SECONDS
-
-
-class Clock:
-    """Stands for the module `time`; sleeping is all that takes time."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from tests.waits import PATIENCE_SECONDS, Clock, wait_until
 
 
 @pytest.fixture
@@ -163,33 +151,17 @@ def test_gradients_weights_buffers_and_random_numbers_are_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("without_search")
-def test_a_size_that_runs_out_of_memory_is_the_last(clock: Clock) -> None:
+@pytest.mark.parametrize("failure", ["out_of_memory", "crashed", "not finite", "timed_out"])
+def test_a_size_without_memory_is_the_last_and_after_others_the_next_is_clean(failure: str, clock: Clock) -> None:
     example = Example(clock)
     plain = example.step
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = plain(x)
-        if len(x) >= 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return loss
-
-    found = explore(example, step=step)
-    assert [result.outcome for result in found.results] == ["ok", "ok", "out_of_memory"]
-    assert found.micro_batch_size == 2
-    assert example.model.weight.grad is None
-
-
-@pytest.mark.usefixtures("without_search")
-@pytest.mark.parametrize("failure", ["crashed", "not finite", "timed_out"])
-def test_any_other_failure_is_an_outcome_and_the_next_size_is_clean(failure: str, clock: Clock) -> None:
-    example = Example(clock)
-    plain = example.step
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        assert example.model.weight.grad is None or len(x) != 8 or x.shape == (8, 4)
         loss = plain(x)
         if len(x) != 4:
             return loss
+        if failure == "out_of_memory":
+            raise torch.OutOfMemoryError("CUDA out of memory")
         if failure == "crashed":
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
         if failure == "timed_out":
@@ -200,9 +172,11 @@ def test_any_other_failure_is_an_outcome_and_the_next_size_is_clean(failure: str
 
     found = explore(example, step=step, deadline_seconds=600.0)
     outcome = "crashed" if failure == "not finite" else failure
-    assert [result.outcome for result in found.results] == ["ok", "ok", outcome, "ok"]
+    others = [] if failure == "out_of_memory" else ["ok"]
+    assert [result.outcome for result in found.results] == ["ok", "ok", outcome, *others]
     assert failure in (found.results[2].reason or "") or failure != "not finite"
-    assert found.micro_batch_size == 8
+    assert found.micro_batch_size == (8 if others else 2)
+    assert example.model.weight.grad is None
 
 
 def test_nothing_fits(clock: Clock) -> None:
@@ -268,9 +242,7 @@ def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, st
 
 
 @pytest.mark.slow(together="forked")
-def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
-    two_processes: dict[tuple[int, str], Any],
-) -> None:
+def test_nobody_waits_for_a_process_that_fails_between_exchanges(two_processes: dict[tuple[int, str], Any]) -> None:
     (found, seconds), (other, _) = (two_processes[rank, "exchange"] for rank in (0, 1))
     assert found == other
     failed = next(result for result in found.results if result.outcome != "ok")
@@ -322,3 +294,35 @@ def test_the_first_failure_counts_unless_memory_is_short(
     )
     assert (found["outcome"], found["reason"], found["usable"]) == (outcome, reason, usable)
     assert found["figures"] == ([] if outcome != "ok" else [1, 7])
+
+
+@pytest.fixture
+def rung() -> Iterator[list[float]]:
+    """When the caller's timer went off. The timer of the test runner goes on afterwards."""
+    found: list[float] = []
+    others = signal.setitimer(signal.ITIMER_REAL, 0)
+    before = signal.signal(signal.SIGALRM, lambda *_: found.append(time.monotonic()))
+    yield found
+    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, *others)
+
+
+@pytest.mark.parametrize("deadline", [PATIENCE_SECONDS, 0.05])
+def test_a_timer_of_the_caller_goes_on_with_what_is_left_of_it(rung: list[float], deadline: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 2 * PATIENCE_SECONDS, 7.0)
+    failed = attempt(lambda: time.sleep(0.2), deadline)
+    assert (failed.outcome if failed else None) == (Outcome.TIMED_OUT if deadline < 0.2 else None)
+    left, interval = signal.getitimer(signal.ITIMER_REAL)
+    assert PATIENCE_SECONDS < left < 2 * PATIENCE_SECONDS - min(deadline, 0.2) + 0.01 and interval == 7.0 and not rung
+
+
+def test_a_timer_that_is_over_when_the_step_ends_goes_off_at_once(rung: list[float]) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    assert attempt(lambda: time.sleep(0.1), PATIENCE_SECONDS) is None
+    wait_until(lambda: rung)
+    assert len(rung) == 1
+
+
+def test_no_timer_is_left_where_there_was_none(rung: list[float]) -> None:
+    assert attempt(lambda: None, PATIENCE_SECONDS) is None
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and not rung

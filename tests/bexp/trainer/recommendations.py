@@ -48,9 +48,9 @@ def document(**candidate: Any) -> dict[str, Any]:
     }
 
 
-def told_of_a_config(training: dict[str, Any]) -> dict[str, Any]:
+def told_of_a_config(training: dict[str, Any], **candidate: Any) -> dict[str, Any]:
     """Of a tiny OLMoE's config.json, measured in the library's own classes."""
-    told = document()
+    told = document(**candidate)
     request = told["job"]["request"]
     sizes = {key: value for key, value in request.pop("model").items() if key in ("hidden_size", "vocab_size")}
     request |= {"hf_config": {"model_type": "olmoe", **sizes}, "hf_seq_length": 12, "training": training}

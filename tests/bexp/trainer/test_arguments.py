@@ -18,12 +18,6 @@ from tests.bexp.trainer.recommendations import document, told_of_a_config
 PURE, AUTOCAST = {"precision": "pure"}, {"precision": "autocast"}
 
 
-def told_of(training: dict[str, Any], **candidate: Any) -> dict[str, Any]:
-    told = told_of_a_config(training)
-    told["recommendation"]["candidate"] |= candidate
-    return told
-
-
 @pytest.fixture
 def sft_config(monkeypatch: pytest.MonkeyPatch) -> Any:
     """TRL's configuration, or one with its defaults where it is not installed."""
@@ -56,15 +50,13 @@ def test_training_arguments_keep_the_effective_batch() -> None:
         bexp.training_arguments(document(micro_batch_size=3))
 
 
-def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_sees_no_clipped_gradients(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fields = bexp.training_arguments(told_of({"optimizer": {"name": "adamw_cpu_offload"}}))
+def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_clips_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    fields = bexp.training_arguments(told_of_a_config({"optimizer": {"name": "adamw_cpu_offload"}}))
     assert "optim" not in fields
     assert fields["max_grad_norm"] == 0.0
     assert "optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer" in caplog.text
     caplog.clear()
-    bexp.training_arguments(told_of({"optimizer": {"name": "adamw_cpu_offload"}}), max_grad_norm=1.0)
+    bexp.training_arguments(told_of_a_config({"optimizer": {"name": "adamw_cpu_offload"}}), max_grad_norm=1.0)
     assert "gradients are clipped at 1.0, which the measured optimizer never sees" in caplog.text
 
 
@@ -76,7 +68,7 @@ def test_accumulation_is_left_to_the_trainer_where_no_batch_was_stated() -> None
 
 
 def test_the_optimizer_is_the_measured_one() -> None:
-    told = told_of({"optimizer": {"name": "sgd"}})
+    told = told_of_a_config({"optimizer": {"name": "sgd"}})
     fields = bexp.training_arguments(told)
     assert (fields["optim"], fields["optim_args"]) == ("sgd", "momentum=0.9")
     assert bexp.training_arguments(told, optim_args="momentum=0.5")["optim_args"] == "momentum=0.5"
@@ -86,7 +78,7 @@ def test_the_optimizer_is_the_measured_one() -> None:
 def test_texts_are_grouped_by_length_where_that_was_measured(caplog: pytest.LogCaptureFixture) -> None:
     from transformers import TrainingArguments
 
-    told = told_of(PURE)
+    told = told_of_a_config(PURE)
     told["job"]["request"] |= {"lengths": {"histogram": [[12, 3], [6, 1]]}, "batching": "grouped"}
     made = TrainingArguments(**bexp.training_arguments(told, output_dir="out", use_cpu=True))
     assert (made.train_sampling_strategy, caplog.text) == ("group_by_length", "")
@@ -103,7 +95,7 @@ def test_texts_are_grouped_by_length_where_that_was_measured(caplog: pytest.LogC
 def test_trls_defaults_give_way(
     sft_config: Any, training: dict[str, Any], bf16: bool, recompute: str, checkpointing: bool
 ) -> None:
-    fields = bexp.training_arguments(told_of(training, recompute=recompute), output_dir="out", use_cpu=True)
+    fields = bexp.training_arguments(told_of_a_config(training, recompute=recompute), output_dir="out", use_cpu=True)
     made = sft_config(**fields)
     assert (made.bf16, made.activation_checkpointing, made.gradient_checkpointing) == (
         bf16,
@@ -121,10 +113,10 @@ class _SFTConfig:
     loss_type: str = "chunked_nll"
 
 
-def test_sft_is_told_what_becomes_of_texts_and_to_leave_the_loss_to_the_model(
+def test_sft_is_told_how_texts_are_laid_out_and_to_leave_the_loss_to_the_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = told_of(PURE)
+    told = told_of_a_config(PURE)
     whole = bexp.training_arguments(told, config_class=_SFTConfig)
     assert {"packing": False, "padding_free": False, "loss_type": "nll"}.items() <= whole.items()
     told["job"]["request"] |= {"lengths": {"histogram": [[12, 3], [6, 1]]}, "batching": "packed"}
@@ -145,7 +137,7 @@ def test_a_persons_own_fields_win_and_what_they_contradict_is_said(
 ) -> None:
     from transformers import TrainingArguments
 
-    told = told_of(training, recompute="none")
+    told = told_of_a_config(training, recompute="none")
     with caplog.at_level(logging.WARNING, "bexp"):
         assert bexp.training_arguments(told, output_dir="out")["output_dir"] == "out"
     assert caplog.text == ""
@@ -175,7 +167,7 @@ def test_a_persons_own_fields_win_and_what_they_contradict_is_said(
 
 
 def test_one_format_of_autocast_takes_the_place_of_the_other(caplog: pytest.LogCaptureFixture) -> None:
-    fields = bexp.training_arguments(told_of(AUTOCAST), fp16=True)
+    fields = bexp.training_arguments(told_of_a_config(AUTOCAST), fp16=True)
     assert (fields["fp16"], "bf16" in fields) == (True, False)
     assert "under autocast of float16, and were measured under autocast of bfloat16" in caplog.text
 

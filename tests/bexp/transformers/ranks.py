@@ -1,9 +1,4 @@
-"""A model that is set up, trained on two processes.
-
-    python -m tests.bexp.transformers.ranks FOLDER
-
-writes there, for each rank and each way to wrap a model, the worst difference to the plain gradients.
-"""
+"""Two processes that train a model that is set up, and write the worst difference to the plain gradients."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 def test_apply_converts_a_persons_model(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = fake_torchao.install(monkeypatch)
     model = models.tiny("olmoe").bfloat16()
-    told = told_of_a_config({"precision": "float8_tensorwise"})
-    told["recommendation"]["candidate"] |= {"expert_backend": "grouped_mm"}
+    told = told_of_a_config({"precision": "float8_tensorwise"}, expert_backend="grouped_mm")
     report = bexp.apply(model, told)
     assert recipes == ["tensorwise"]
     assert converted(model)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from bexp.kernels import triton_support
 from bexp.kernels.experts import registry
 from bexp.transformers import experts
 from bexp.transformers.layers import decoder_layers
+from bexp.transformers.recompute import OnHost
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
+from tests.bexp.kernels.references import assert_same_values
 from tests.bexp.transformers import models
+from tests.bexp.transformers.ranks import NUM_RANKS, WRAPPERS
+from tests.forked_ranks import run_ranks
 
 DENSE = [
     Settings(attention="eager"),
@@ -228,9 +235,7 @@ def test_checkpoints_and_optimizer_states_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [None, "Triton is not installed"])
-def test_a_compiled_layer_takes_whether_kernels_run_here_as_a_constant(
-    reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_layer_knows_whether_kernels_run_here(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "triton_reason", functools.cache(lambda device: reason))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -244,9 +249,7 @@ def test_a_compiled_layer_takes_whether_kernels_run_here_as_a_constant(
 
 
 @pytest.mark.parametrize("traceable", [True, False])
-def test_a_compiled_layer_traces_our_experts_only_if_the_compiler_can(
-    traceable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_layer_traces_our_experts_where_it_can(traceable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x + torch.compiler.is_compiling()
 
@@ -267,3 +270,40 @@ def test_a_compiled_layer_traces_our_experts_only_if_the_compiler_can(
     compiled = torch.compile(layer, backend="eager")
     assert compiled(torch.zeros(1)).item() == traceable
     assert layer(torch.zeros(1)).item() == 0
+
+
+@pytest.mark.slow(together="forked")
+def test_gradients_under_ddp_and_fully_shard_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    run_ranks("tests.bexp.transformers.ranks", tmp_path)
+    for rank in range(NUM_RANKS):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.keys() == set(WRAPPERS)
+        assert max(found.values()) <= 5e-5, found
+
+
+def test_weights_stay_where_they_are_and_gradients_are_the_same() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
+    x = torch.randn(10, 24, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    taken: list[Tensor] = []
+    run = OnHost(layer)
+    pack = run._host.pack_hook
+
+    def noted(tensor: Tensor) -> Any:
+        taken.append(tensor)
+        return pack(tensor)
+
+    run._host.pack_hook = noted
+    out = run(x)
+    weights = {parameter.data_ptr() for parameter in layer.parameters()}
+    assert [tuple(tensor.shape) for tensor in taken] == [(10, 24), (10, 24), (10, 24)], (
+        "input, and the activation twice"
+    )
+    assert weights.isdisjoint(tensor.data_ptr() for tensor in taken)
+    assert run.host_bytes == 3 * 1024, "960 bytes each, rounded up to a power of two"
+    found = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+    assert_same_values(found, expected)
+    with save_on_cpu(), torch.no_grad():
+        run(x)
+    assert run.host_bytes == 3 * 1024, "without gradients nothing is kept"

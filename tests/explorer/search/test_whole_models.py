@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Role
@@ -119,6 +121,24 @@ def test_where_whole_models_do_not_run_the_runner_up_is_not_tried(outcome: Outco
     steps = run(device_with(outcomes=(outcome,)))
     assert len(whole(steps)) == 1
     assert found_by(steps).alternative(Role.RUNNER_UP) is None
+
+
+def test_a_whole_model_that_is_unsupported_rules_out_those_that_share_its_execution() -> None:
+    executions = (Execution.EAGER, Execution.COMPILE, Execution.GRAPH)
+    steps = run(device_with(executions=executions, outcomes=(Outcome.UNSUPPORTED,)))
+    first, second, *_ = whole(steps)
+    found = found_by(steps)
+    assert {second.candidate.execution, found.candidate.execution} < set(executions) - {first.candidate.execution}
+    assert found.whole_model is not None
+    assert found.confidence >= 95
+
+
+def test_where_none_is_supported_the_components_decide() -> None:
+    """Two unlike candidates are tried; their figures stand as far as components show them."""
+    steps = run(device_with(executions=(Execution.EAGER, Execution.COMPILE), outcomes=(Outcome.UNSUPPORTED,) * 9))
+    assert len({t.candidate.execution for t in whole(steps)}) == len(whole(steps)) == 2
+    assert found_by(steps).candidate == whole(steps)[0].candidate
+    assert found_by(steps).whole_model is None or found_by(steps).whole_model.outcome is Outcome.UNSUPPORTED
 
 
 def test_a_spent_budget_leaves_the_runner_up_out() -> None:
@@ -243,17 +263,18 @@ def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> N
 
 @pytest.mark.parametrize("finder", ["find_runner_up", "find_above_limit"])
 @pytest.mark.parametrize(("share", "is_run"), [(0.95, False), (1.05, True), (20.0, True)])
-@pytest.mark.parametrize("seconds", [1.0, 30.0])
+@pytest.mark.parametrize(("seconds", "confidence"), [(1.0, 0.99), (30.0, 0.99), (30.0, 0.9)])
 def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
-    monkeypatch: pytest.MonkeyPatch, share: float, is_run: bool, seconds: float, finder: str
+    monkeypatch: pytest.MonkeyPatch, share: float, is_run: bool, seconds: float, confidence: float, finder: str
 ) -> None:
-    """Worth it are 0.02% where the tolerance is 1%, and for a runner-up 0.005% for each of its seconds."""
+    """Worth it are 0.02% where the tolerance is 1%, and for a runner-up of a sure answer 0.005% for each second."""
     state, _ = small_whole_models()
     monkeypatch.setattr(state, "whole_model_seconds", lambda row: seconds)
-    least = 0.0015 if (finder, seconds) == ("find_runner_up", 30.0) else 0.0002
+    least = 0.0015 if (finder, seconds, confidence) == ("find_runner_up", 30.0, 0.99) else 0.0002
     gain = share * least
     best = state.recommend()
     assert best is not None
+    best = replace(best, confidence=confidence)
     size = state.table.candidates[best.row].micro_batch_size
     history = TrialHistory([whole_trial(7, size, tokens=100.0)], state.request.budget, 1)
     monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: row == best.row)
@@ -288,9 +309,12 @@ def test_after_the_first_a_whole_model_begins_only_if_it_ends_within_a_third_of_
         assert (None if check is None else check.row) == expected
 
 
-@pytest.mark.parametrize(("number", "searched", "is_run"), [(3, 1.0, True), (4, 60.0, False), (4, 100.0, True)])
-def test_after_a_few_whole_models_all_of_them_take_hardly_longer_than_the_components(
-    monkeypatch: pytest.MonkeyPatch, number: int, searched: float, is_run: bool
+@pytest.mark.parametrize(
+    ("number", "searched", "confidence", "is_run"),
+    [(3, 1.0, 0.99, True), (4, 60.0, 0.99, False), (4, 100.0, 0.99, True), (4, 60.0, 0.9, True)],
+)
+def test_after_a_few_whole_models_those_of_a_sure_answer_take_hardly_longer_than_the_components(
+    monkeypatch: pytest.MonkeyPatch, number: int, searched: float, confidence: float, is_run: bool
 ) -> None:
     """Each of them has taken 7 s, and the next one is expected to take 36 s."""
     state = small_state()
@@ -303,6 +327,7 @@ def test_after_a_few_whole_models_all_of_them_take_hardly_longer_than_the_compon
     parts = trial(0, candidate(size), Outcome.OK).model_copy(update={"seconds": searched})
     monkeypatch.setattr("bexp.explorer.search.whole_models.find_runner_up", lambda _: RunnerUp(row, 0.5, 0.1, 1.0))
     monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: True)
+    monkeypatch.setattr(state, "recommend", lambda: replace(best, confidence=confidence))
     history = TrialHistory([parts, *wholes], state.request.budget, 1)
     check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
     assert (check is not None) == is_run

@@ -6,11 +6,14 @@ from bexp.explorer.dimensions.attention import ATTENTION_OF, LIBRARY_ATTENTION, 
 from bexp.explorer.dimensions.experts import EXPERTS_OF
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.kernels.experts.registry import expert_backends
+from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from bexp.transformers.experts import OURS
 from bexp.workers.instruments.back_ends import report_device
+from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape
 from bexp.workers.targets.transformers import probe, resolved
 from tests.contracts.samples import make_report
 from tests.workers.profiler.samples import MODEL
+from tests.workers.targets.reference.models import small_model, small_moe
 
 
 def test_a_report_says_which_attention_serves_sequences_that_devices_share() -> None:
@@ -35,3 +38,28 @@ def test_a_request_may_name_what_workers_have() -> None:
     assert {*probe.STOCK_EXPERTS, *OURS} == EXPERTS_OF[TRANSFORMERS]
     assert set(resolved._ATTENTION) == LIBRARY_ATTENTION
     assert {kernel for kernels in probe.PINNED.values() for kernel in kernels} == TORCH_KERNELS
+
+
+def test_the_kernels_shapes_are_the_models() -> None:
+    model = small_model(num_query_groups=2, moe=small_moe(), dtype="bfloat16", gated_mlp=False, activation="gelu")
+    assert model.moe is not None
+    assert attention_shape(model) == AttentionShape(
+        num_heads=model.num_attention_heads,
+        num_query_groups=2,
+        head_size=model.head_size,
+        dtype=torch.bfloat16,
+        seq_length=model.seq_length,
+    )
+    assert experts_shape(model) == ExpertsShape(
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.moe.expert_ffn_hidden_size,
+        num_experts=model.moe.num_experts,
+        top_k=model.moe.top_k,
+        dtype=torch.bfloat16,
+        gated=False,
+        activation="gelu",
+    )
+
+
+def test_a_model_without_experts_has_no_shape_of_experts() -> None:
+    assert experts_shape(small_model()) is None

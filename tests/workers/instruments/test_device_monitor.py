@@ -34,19 +34,6 @@ def watched(gpu: FakeGpu, polls: int = 3) -> Conditions:
     return watch.conditions()
 
 
-def test_memory_that_others_took_in_one_part_counts_for_the_whole() -> None:
-    gpu = FakeGpu()
-    foreign_processes = gpu.foreign_processes()
-    watch = DeviceMonitor(gpu, foreign_processes).watch()
-    with watch:
-        watch.poll()
-        gpu.others = 3 << 30
-    gpu.others = 0
-    with watch:
-        watch.poll()
-    assert watch.conditions().foreign_bytes == 3 << 30
-
-
 def test_what_nvml_does_not_tell_is_null() -> None:
     gpu = FakeGpu(clocks=[None], watts=None, celsius=None, reasons=(), pids=None, others=None)
     found = watched(gpu)
@@ -54,21 +41,6 @@ def test_what_nvml_does_not_tell_is_null() -> None:
         sm_clock_max_mhz=1980, memory_clock_mhz=3201
     )
     assert Watch(None, None).conditions() == Conditions()
-
-
-def test_polls_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "POLL_SECONDS", 100.0)
-    gpu = FakeGpu()
-    watched(gpu, polls=1000)
-    assert gpu.polls == 1
-
-
-def test_the_cpu_time_of_others_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([(100.0, 40.0), (104.0, 43.0)])
-    monkeypatch.setattr(device_monitor, "_host_seconds", lambda: next(moments))
-    with DeviceMonitor().watch() as watch:
-        pass
-    assert watch.conditions() == Conditions(host_busy_share=0.75)
 
 
 def test_waits_until_the_device_is_calm_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,22 +61,19 @@ def test_waits_until_the_device_is_calm_but_not_forever(monkeypatch: pytest.Monk
     assert DeviceMonitor().wait_until_calm(0.0), "of a CPU nothing is known"
 
 
-def test_a_short_timing_says_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for elapsed, share in ((0.0999, None), (0.1, 0.5)):
-        moments = iter([(0.0, 0.0), (elapsed, elapsed / 2)])
-        monkeypatch.setattr(device_monitor, "_host_seconds", lambda moments=moments: next(moments))
-        with DeviceMonitor().watch() as watch:
-            pass
-        assert watch.conditions().host_busy_share == share
-
-
-@pytest.mark.parametrize(("others", "share"), [(-1.0, 0.0), (3.0, 1.0)])
-def test_the_share_of_the_host_is_a_share(monkeypatch: pytest.MonkeyPatch, others: float, share: float) -> None:
-    moments = iter([(0.0, 0.0), (2.0, others)])
+@pytest.mark.parametrize(
+    ("elapsed", "others", "share"),
+    [(4.0, 3.0, 0.75), (0.1, 0.05, 0.5), (0.0999, 0.05, None), (2.0, -1.0, 0.0), (2.0, 3.0, 1.0)],
+    ids=["a share", "the shortest", "too short", "less than nothing", "more than all"],
+)
+def test_the_cpu_time_of_others_is_a_share_of_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, elapsed: float, others: float, share: float | None
+) -> None:
+    moments = iter([(0.0, 0.0), (elapsed, others)])
     monkeypatch.setattr(device_monitor, "_host_seconds", lambda: next(moments))
     with DeviceMonitor().watch() as watch:
         pass
-    assert watch.conditions().host_busy_share == share
+    assert watch.conditions() == Conditions(host_busy_share=share)
 
 
 def test_the_most_that_others_had_in_any_part_counts() -> None:
@@ -113,12 +82,13 @@ def test_the_most_that_others_had_in_any_part_counts() -> None:
     foreign_processes.begin(None)
     watch = DeviceMonitor(gpu, foreign_processes).watch()
     with watch:
-        gpu.pids = frozenset({7, 9, 11})
+        gpu.pids, gpu.others = frozenset({7, 9, 11}), 3 << 30
+    gpu.others = 0
     gpu.shares, gpu.pids = {7: 0.5, 9: 0.125}, frozenset({7, 9})
     with watch:
         pass
     found = watch.conditions()
-    assert (found.foreign_processes, found.foreign_busy_share) == (2, 0.25)
+    assert (found.foreign_processes, found.foreign_busy_share, found.foreign_bytes) == (2, 0.25, 3 << 30)
 
 
 def test_the_hosts_times_are_all_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +99,6 @@ def test_the_hosts_times_are_all_those_of_the_kernel(monkeypatch: pytest.MonkeyP
     linux = SimpleNamespace(**vars(plain), iowait=20.0, steal=4.0)
     monkeypatch.setattr(psutil, "cpu_times", lambda: linux)
     assert device_monitor._host_seconds() == (140.0, 17.0)
-
-
-def test_a_job_begins_with_what_others_hold() -> None:
-    assert DeviceMonitor().begin(5) is None
-    gpu = FakeGpu(others=3 << 30)
-    assert DeviceMonitor(gpu, gpu.foreign_processes(used_before=3 << 30)).begin(None) == 3 << 30
 
 
 def test_a_shared_device_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.workers import KnownWorker, WorkerState, read_workers
-from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
+from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.jobs import worker as worker_module
 from bexp.workers.jobs.worker import JobWorker
 from tests.contracts.samples import make_report, make_request
@@ -89,9 +89,7 @@ def has_succeeded(database: Database, job_id: str) -> Callable[[], bool]:
     return lambda: get_job(database, job_id).state is JobState.SUCCEEDED
 
 
-def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_whom_it_waits_for(
-    sqlite_database: Database,
-) -> None:
+def test_a_worker_whose_device_is_held_leaves_its_job_to_others_and_says_who_has_it(sqlite_database: Database) -> None:
     queue, profiler = Queue(sqlite_database), HeldProfiler()
     worker = make_worker(sqlite_database, profiler)
     with running(worker):
@@ -134,13 +132,6 @@ def test_a_worker_that_never_had_its_device_stands_in_the_list_and_claims_nothin
         wait_until(has_succeeded(sqlite_database, job.id))
         wait_until(is_listed_as(sqlite_database, worker, WorkerState.IDLE))
         assert read_workers(sqlite_database)[0].info.device_name == make_report().hardware.device_name
-
-
-def test_a_worker_waits_for_its_device_at_first_no_longer_than_it_may(sqlite_database: Database) -> None:
-    worker = make_worker(sqlite_database, HeldProfiler(is_held=True), device_wait_seconds=0.0)
-    with pytest.raises(DeviceBusyError, match=HELD):
-        worker.run()
-    assert read_workers(sqlite_database) == []
 
 
 def test_an_idle_worker_gives_its_device_back_and_takes_it_for_a_job_alone(
@@ -199,9 +190,7 @@ def test_a_worker_that_has_measured_its_device_takes_a_job_before_others_have_it
     assert (profiler.calls.count("begin"), profiler.num_rests) == (1, 0)
 
 
-def test_a_job_that_was_taken_meanwhile_leaves_the_device_free(
-    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_others_took_leaves_the_device(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "REST_SECONDS", 0.0)
     queue, profiler = Queue(sqlite_database), HeldProfiler()
     worker = make_worker(sqlite_database, profiler)

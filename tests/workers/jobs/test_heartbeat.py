@@ -74,24 +74,6 @@ def test_a_lease_is_extended_to_its_full_length_three_times_in_its_length(
     assert get_job(sqlite_database, held.job.id).state is JobState.RUNNING
 
 
-def test_a_cancellation_interrupts(sqlite_database: Database) -> None:
-    queue = Queue(sqlite_database)
-    held = claim(queue)
-    with keeping(queue, held.lease) as (keeper, interrupted):
-        queue.request_cancel(held.job.id)
-        assert interrupted.wait(PATIENCE_SECONDS)
-        assert keeper.reason is Interruption.CANCELLED
-
-
-def test_a_lost_lease_interrupts(sqlite_database: Database) -> None:
-    queue = Queue(sqlite_database)
-    held = claim(queue)
-    with keeping(queue, held.lease) as (keeper, interrupted):
-        queue.release(held.lease)
-        assert interrupted.wait(PATIENCE_SECONDS)
-        assert keeper.reason is Interruption.LEASE_LOST
-
-
 def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterwards(
     sqlite_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:

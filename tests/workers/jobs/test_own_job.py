@@ -32,10 +32,15 @@ def queue(sqlite_database: Database) -> Queue:
 
 
 @pytest.fixture
-def own(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
+def worker(queue: Queue) -> JobWorker:
+    return JobWorker(queue, FakeProfiler(), "cpu", name="me")
+
+
+@pytest.fixture
+def own(worker: JobWorker, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
     for name in ("CHECK_SECONDS", "PATIENCE_SECONDS", "CLAIM_SECONDS", "KEEP_SECONDS"):
         monkeypatch.setattr(serving, name, 0.01)
-    return OwnJob(JobWorker(queue, FakeProfiler(), "cpu", name="me"), "own")
+    return OwnJob(worker, "own")
 
 
 def submit(queue: Queue, job_id: str = "own", name: str = "me", **changes: Any) -> None:
@@ -67,15 +72,6 @@ def ends(watch: Callable[[threading.Event], Any], seconds: float = PATIENCE_SECO
     return has_ended
 
 
-def test_the_job_is_cancelled_when_nobody_waits_for_it(
-    queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submit(queue)
-    with closed_stdin(monkeypatch):
-        assert ends(own.end_with_stdin)
-    assert get_job(queue.database, "own").state is JobState.CANCELLED
-
-
 def test_a_worker_that_ends_by_itself_cancels_nothing(
     queue: Queue, own: OwnJob, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,9 +84,7 @@ def test_a_worker_that_ends_by_itself_cancels_nothing(
 
 
 @pytest.mark.parametrize("name", ["", "another"])
-def test_a_job_that_another_worker_runs_goes_on(
-    queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_job_that_another_runs_goes_on(queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     submit(queue, name=name)
     run_by(queue, name)
     queue.resume("own", own_worker="me")
@@ -111,9 +105,8 @@ def test_a_job_that_another_worker_left_is_this_ones(queue: Queue, own: OwnJob, 
     assert get_job(queue.database, "own").own_worker == "me"
 
 
-def test_an_own_worker_lives_as_long_as_its_process_says_so(queue: Queue, ending: Ending) -> None:
+def test_an_own_worker_lives_as_long_as_its_process_says_so(queue: Queue, worker: JobWorker, ending: Ending) -> None:
     submit(queue)
-    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     told: list[str | None] = []
 
     def age() -> None:
@@ -123,14 +116,6 @@ def test_an_own_worker_lives_as_long_as_its_process_says_so(queue: Queue, ending
     ending.actions = {20.0: age, 26.0: lambda: told.append(find_reason(queue.database, "own")), 30.0: ending.set}
     OwnJob(worker, "own").watch(ending)
     assert told == ["its own worker has ended", "its own worker is starting"]
-
-
-def test_the_worker_ends_with_its_job_and_not_before_it_is_submitted(queue: Queue, own: OwnJob) -> None:
-    assert not ends(own.watch, 0.2)
-    submit(queue)
-    queue.request_cancel("own")
-    assert ends(own.watch)
-    assert not own.is_refused
 
 
 def test_a_job_that_the_worker_cannot_run_is_refused(
@@ -197,14 +182,12 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
     return ending
 
 
-def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_it(queue: Queue, ending: Ending) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
+def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_it(
+    queue: Queue, worker: JobWorker, ending: Ending
+) -> None:
     worker.hardware = make_report().hardware
     own = OwnJob(worker, "own")
-    ending.actions = {
-        20.0: lambda: submit(queue),
-        25.0: lambda: run_by(queue, "me"),
-    }
+    ending.actions = {20.0: lambda: submit(queue), 25.0: lambda: run_by(queue, "me")}
     ending.actions[40.0] = ending.set
     own.watch(ending)
     assert not own.is_refused
@@ -220,9 +203,8 @@ def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_i
 
 
 def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_told(
-    queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, worker: JobWorker, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     worker._profiler.held_by = "another"
     submit(queue)
     told: list[float] = []
@@ -241,8 +223,9 @@ def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_
     assert len([event for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]) == 1
 
 
-def test_a_worker_that_lost_its_device_before_the_job_came_does_not_refuse_it(queue: Queue, ending: Ending) -> None:
-    worker = JobWorker(queue, FakeProfiler(), "cpu")
+def test_a_worker_that_lost_its_device_before_does_not_refuse_a_job(
+    queue: Queue, worker: JobWorker, ending: Ending
+) -> None:
     worker.hardware = make_report().hardware
     worker._profiler.held_by = "cpu is in use by process 7 of user ann"
     queue.enqueue(make_request(), job_id="own")
@@ -253,13 +236,12 @@ def test_a_worker_that_lost_its_device_before_the_job_came_does_not_refuse_it(qu
 
 
 def test_a_job_that_does_not_end_is_left_after_six_seconds(
-    queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
+    queue: Queue, worker: JobWorker, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(queue)
-    own = JobWorker(queue, FakeProfiler(), "cpu", name="me")
     run_by(queue, "me")
     with closed_stdin(monkeypatch):
-        OwnJob(own, "own").end_with_stdin(ending)
+        OwnJob(worker, "own").end_with_stdin(ending)
     assert ending.is_set()
     assert get_job(queue.database, "own").cancel_requested
     assert 6.0 <= ending.now - 1000.0 <= 6.5

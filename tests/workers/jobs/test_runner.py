@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.explorer.records.event import EventDraft, Progress
-from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
@@ -21,10 +21,10 @@ from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from bexp.workers.jobs import runner
-from bexp.workers.jobs.runner import JobEnd, run_job
+from bexp.workers.jobs.runner import PHASES, JobEnd, JobTimings, run_job
 from bexp.workers.process.interface import ProfilerError
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, Clock
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 FINGERPRINT = make_report().hardware.fingerprint
@@ -83,15 +83,6 @@ def test_nothing_that_fits_is_a_failure_with_its_own_end(queue: Queue) -> None:
     assert (done.state, done.error) == (JobState.FAILED, "too large")
     assert codes(queue, job)[-1] == 402
     assert codes(queue, job).count(403) == 0
-
-
-def test_each_step_is_stored_before_the_next_begins(queue: Queue) -> None:
-    job, _ = queue.enqueue(make_request())
-    profiler = FakeProfiler()
-    stored: list[int] = []
-    profiler.before_measure = lambda plan: stored.append(len(read_trials(queue.database, job.id)))
-    run(queue, claim_next(queue), profiler)
-    assert stored == [0, 1, 2]
 
 
 def test_a_replaced_profiler_is_an_event_of_the_same_step(queue: Queue) -> None:
@@ -285,9 +276,7 @@ def test_a_job_holds_its_step_while_the_database_is_away(
     assert caplog.messages[0] == f"exploration {job.id} holds its step: (builtins.Exception) the server"
 
 
-def test_a_database_that_stays_away_is_asked_ever_more_rarely_and_at_least_every_five_seconds(
-    sqlite_database: Database,
-) -> None:
+def test_a_database_that_stays_away_is_asked_ever_more_rarely_up_to_five_seconds(sqlite_database: Database) -> None:
     class Pauses(threading.Event):
         seconds: ClassVar[list[float | None]] = []
 
@@ -315,3 +304,60 @@ def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lea
         stopping.set()
         assert end.result(timeout=PATIENCE_SECONDS) is JobEnd.LOST
     assert get_job(queue.database, job.id).state is JobState.RUNNING
+
+
+def test_phases_do_not_overlap_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(100.0)
+    monkeypatch.setattr(runner, "time", clock)
+    account = JobTimings(queued_seconds=3.0000014)
+    with account.begin():
+        clock.now += 2.0
+    with account.spend("suggest"):
+        clock.now += 3.0 + 10.0
+        account.add_trial(10.0, PhaseSeconds(process_start=90.0, build=4.0, timed=5.0))
+    with account.spend("storage"):
+        clock.now += 1.0
+    clock.now += 0.5
+    timings = account.seconds()
+    assert timings == {
+        "queue": 3.000001,
+        "process_start": 3.0,  # of the 90 s that the trial reports only one can have passed within it
+        "build": 4.0,
+        "warm_up": 0.0,
+        "timed": 5.0,
+        "messaging": 0.0,
+        "suggest": 3.0,
+        "storage": 1.0,
+        "other": 0.5,
+        "total": 16.5,
+        "profiler_idle": 4.5,
+    }
+    assert sum(timings[name] for name in (*PHASES, "other")) == timings["total"]
+
+
+def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(100.0)
+    monkeypatch.setattr(runner, "time", clock)
+    account = JobTimings(queued_seconds=0.0)
+    with account.spend("suggest"):
+        clock.now += 4.0 + 0.5
+        account.add_trial(4.0, PhaseSeconds(build=2.0, timed=6.0), beside_others=True)
+        account.add_trial(0.0, PhaseSeconds(build=1.0, timed=7.0), beside_others=True)
+        clock.now += 3.0
+        account.add_trial(3.0, PhaseSeconds(build=0.5, timed=0.5, process_start=9.0), beside_others=True)
+    timings = account.seconds()
+    assert (timings["build"], timings["timed"], timings["suggest"], timings["total"]) == (1.5, 3.5, 0.5, 7.5)
+    assert timings["process_start"] == 2.0
+
+
+def test_a_trial_that_counts_more_than_was_waited_takes_nothing_from_another_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(100.0)
+    monkeypatch.setattr(runner, "time", clock)
+    account = JobTimings(queued_seconds=0.0)
+    clock.now += 1.0
+    account.add_trial(2.0, PhaseSeconds(build=3.0, process_start=4.0))
+    timings = account.seconds()
+    assert (timings["process_start"], timings["other"], timings["profiler_idle"]) == (0.0, 0.0, 0.0)
+    assert (timings["build"], timings["total"]) == (3.0, 1.0)

@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 
 import pytest
 import sqlalchemy as sa
@@ -14,10 +16,11 @@ from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-from bexp.storage.workers import read_workers
-from bexp.workers.jobs.worker import JobWorker, installed_software
+from bexp.storage.workers import WorkerInfo, forget_worker, read_workers, register_worker
+from bexp.workers.jobs.worker import JobWorker, Registration, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
+from tests.contracts.samples import make_worker as make_info
 from tests.waits import PATIENCE_SECONDS, Waits, wait_until
 from tests.workers.fakes import FakeProfiler, fake_explore
 
@@ -51,6 +54,7 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         assert read_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
         versions = make_report().hardware.versions.model_dump(exclude_none=True) | installed_software()
         assert read_workers(sqlite_database)[0].info.versions == versions
+        assert versions["bexp"] == version("bexp")
         wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.SUCCEEDED)
         worker.stop()
         done.result(timeout=PATIENCE_SECONDS)
@@ -134,14 +138,6 @@ def test_a_profiler_that_cannot_start_for_a_while_does_not_end_its_worker(
     assert {job.state for job in list_jobs(sqlite_database)[0]} == {JobState.SUCCEEDED}
 
 
-def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database) -> None:
-    Queue(sqlite_database).enqueue(make_request())
-    profiler = Moody(None, None, *[ProfilerError("the device fell off the bus")] * 9)
-    worker = JobWorker(Queue(sqlite_database), profiler, "cpu", explore=fake_explore, start_pauses_seconds=[0.01] * 3)
-    with pytest.raises(ProfilerError, match="fell off"):
-        worker.run(max_jobs=2)
-
-
 @pytest.mark.parametrize("starts", [[ProfilerStartError("killed")] * 99, [None, None, *[ProfilerError("lost")] * 99]])
 def test_a_device_is_tried_again_for_five_minutes(
     sqlite_database: Database, starts: list[ProfilerError | None], caplog: pytest.LogCaptureFixture
@@ -163,9 +159,7 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_its_device(sqlite_databa
     assert worker._stopping.seconds == [1, 2, 4]
 
 
-def test_a_worker_starts_while_the_database_is_locked(
-    sqlite_database: Database, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_starts_beside_a_locked_database(sqlite_database: Database, caplog: pytest.LogCaptureFixture) -> None:
     """As by a process that is frozen within a transaction."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
     impatient = open_database(sqlite_database.url, DatabaseLimits(lock=timedelta(seconds=0.1)))
@@ -181,7 +175,7 @@ def test_a_worker_starts_while_the_database_is_locked(
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
-def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(
+def test_a_worker_outlives_a_failure_to_read_its_jobs(
     sqlite_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their ids are read before each claim, and the database may be away just then."""
@@ -222,3 +216,68 @@ def test_an_idle_worker_asks_ever_more_rarely(sqlite_database: Database, is_told
     worker._noticed = Noticed()
     worker.run()
     assert pauses == [min(0.05 * 2**number, longest) for number in range(8)]
+
+
+WORKER = make_info("w")
+
+
+def away() -> sa.exc.OperationalError:
+    return sa.exc.OperationalError("UPDATE", {}, ConnectionError("refused\nIs it running?"))
+
+
+def test_a_worker_is_listed_as_it_says_from_when_it_says_so(database: Database) -> None:
+    with Registration(database) as registration:
+        assert read_workers(database) == []
+        registration.tell(replace(WORKER, held_by="cpu is in use"))
+        (waiting,) = read_workers(database)
+        assert waiting.info.held_by == "cpu is in use"
+        registration.tell(WORKER)
+        (idle,) = read_workers(database)
+        assert (idle.info, idle.started_at) == (WORKER, waiting.started_at)
+    assert read_workers(database) == []
+
+
+def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sqlite_database: Database) -> None:
+    registration = Registration(sqlite_database)
+    registration._ended = Waits(3)
+    with registration:
+        registration._thread.join()
+    assert registration._ended.seconds == [5.0] * 3
+    assert registration._thread.daemon, "a process that ends does not wait for it"
+
+
+def test_a_worker_that_cannot_leave_the_list_ends(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise away()
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
+    with Registration(sqlite_database) as registration:
+        registration.tell(WORKER)
+    assert "worker w could not be removed from the list: refused" in caplog.text
+
+
+def test_a_worker_that_was_taken_off_the_list_is_on_it_again_and_so_is_what_it_could_not_say(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bexp.workers.jobs.worker.LIVE_WITHIN", timedelta(seconds=0.03))
+    is_away = threading.Event()
+
+    def register(database: Database, worker: WorkerInfo) -> None:
+        if is_away.is_set():
+            raise away()
+        register_worker(database, worker)
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.register_worker", register)
+    with Registration(sqlite_database) as registration:
+        registration.tell(WORKER)
+        forget_worker(sqlite_database, "w")
+        wait_until(lambda: [known.info for known in read_workers(sqlite_database)] == [WORKER])
+        is_away.set()
+        registration.tell(replace(WORKER, held_by="cpu is in use"))
+        wait_until(lambda: bool(caplog.messages))
+        is_away.clear()
+        wait_until(lambda: [known.info.held_by for known in read_workers(sqlite_database)] == ["cpu is in use"])
+    assert caplog.messages[0] == "worker w could not report to the database: refused"
+    assert read_workers(sqlite_database) == []

@@ -1,9 +1,4 @@
-"""Two ranks that train together on the CPU, in every way there is.
-
-    python -m tests.workers.profiler.parallel_ranks FOLDER
-
-writes there how far each rank's parameters are from those of a process that has all the data.
-"""
+"""Two ranks that train together in every way there is, and write how far each is from one that has all the data."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType, ModelSpec, MoESpec
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.trial import TrialKind, TrialTask
@@ -25,6 +26,16 @@ MODEL = ModelSpec(
     moe=MoESpec(num_experts=4, top_k=2, expert_ffn_hidden_size=64, first_k_dense=1),
 )
 REQUEST = ExplorationRequest(model=MODEL)
+HARDWARE = HardwareSpec(
+    device_kind="cpu",
+    device_name="test",
+    memory_bytes=1 << 34,
+    memory_limit_bytes=1 << 33,
+    matmul_flops_per_second={DType.FLOAT32: 1e11, DType.BFLOAT16: 1e11},
+    memory_bandwidth_bytes_per_second=1e10,
+    launch_seconds=1e-6,
+    versions=SoftwareVersions(python="3", torch="2"),
+)
 
 
 def candidate(

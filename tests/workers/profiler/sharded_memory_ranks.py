@@ -1,9 +1,4 @@
-"""Two ranks that train sharded on the CPU, and what torch holds of parameters, gradients and optimizer meanwhile.
-
-    python -m tests.workers.profiler.sharded_memory_ranks FOLDER
-
-writes there, of the first rank, the highest bytes for each level of sharding and each format of gradients.
-"""
+"""Two ranks that train sharded, and write the most bytes that torch holds of their state, by level and format."""
 
 from __future__ import annotations
 

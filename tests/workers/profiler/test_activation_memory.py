@@ -1,7 +1,8 @@
-"""Predicted bytes against weighed ones, block by block and policy by policy."""
+"""Predicted bytes against weighed ones, block by block and policy by policy, and of sharded state."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.step import gathered_bytes, static_parts
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.memory_meters import ActivationBytes, measure_memory
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses
+from tests.forked_ranks import run_ranks
+from tests.workers.profiler.sharded_memory_ranks import CASES, Case, name_of, request_of
 
 CPU = torch.device("cpu")
 PLAIN = (BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)
@@ -81,3 +85,19 @@ def test_what_each_choice_leaves_of_a_layer() -> None:
 
 
 LAYER = ((ComponentKind.ATTENTION, "flash"), (ComponentKind.DENSE_FFN, None))
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks("tests.workers.profiler.sharded_memory_ranks", folder)
+    found: dict[str, int] = json.loads((folder / "peaks.json").read_text())
+    return found
+
+
+@pytest.mark.slow(together="forked")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_state_is_counted_as_it_is_held(peaks: dict[str, int], case: Case) -> None:
+    request = request_of(case)
+    predicted = static_parts(request.shapes, request).total + gathered_bytes(request.shapes, request).at_layer
+    assert predicted == pytest.approx(peaks[name_of(case)], rel=0.05)

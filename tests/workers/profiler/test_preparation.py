@@ -77,7 +77,7 @@ def test_a_command_ends_the_preparation_after_the_step_in_which_it_comes(done: l
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), KeyError("a fault of a compiler")])
-def test_what_a_check_cannot_do_is_left_to_the_job(
+def test_a_check_that_fails_is_left_to_the_job(
     done: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail() -> None:
@@ -109,7 +109,7 @@ def test_a_library_that_is_broken_in_any_way_does_not_end_an_idle_process(monkey
     preparation.do_until_asked(commands(), choice.target_imports())
 
 
-def test_the_checks_are_those_of_every_back_end_and_the_last_one_starts_the_compiler(
+def test_the_checks_are_those_of_all_back_ends_and_the_last_starts_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[torch.device] = []

@@ -15,8 +15,6 @@ from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.meshes.shards import SPREAD_EXPERTS
 from bexp.explorer.model.base import Frozen
-from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
-from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
@@ -38,18 +36,7 @@ from bexp.workers.profiler import session as session_module
 from bexp.workers.profiler.session import Session
 from bexp.workers.targets.reference import target as reference_target
 from tests.workers.profiler.fakes import FakeGpu
-from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
-
-HARDWARE = HardwareSpec(
-    device_kind="cpu",
-    device_name="test",
-    memory_bytes=1 << 34,
-    memory_limit_bytes=1 << 33,
-    matmul_flops_per_second={DType.FLOAT32: 1e11},
-    memory_bandwidth_bytes_per_second=1e10,
-    launch_seconds=1e-6,
-    versions=SoftwareVersions(python="3", torch="2"),
-)
+from tests.workers.profiler.samples import HARDWARE, REQUEST, candidate, components_of, plan, whole_model_plan
 
 
 class UnlimitedBench(Instruments):
@@ -82,9 +69,13 @@ def session(instruments: UnlimitedBench, sent: list[Frozen]) -> Session:
     return session
 
 
-def test_components_are_told_as_they_are_measured(
-    session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def finish(sent: list[Frozen]) -> TrialFinished:
+    """The last message, which ends a trial."""
+    assert isinstance(sent[-1], TrialFinished)
+    return sent[-1]
+
+
+def test_components_are_told_one_by_one(session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch) -> None:
     moments = itertools.count()
     monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
     chosen = candidate()
@@ -95,8 +86,7 @@ def test_components_are_told_as_they_are_measured(
         *(ComponentStarted, ComponentMeasured),
         TrialFinished,
     ]
-    finished = sent[-1]
-    assert isinstance(finished, TrialFinished)
+    finished = finish(sent)
     assert [m.component for m in finished.measurement.components] == list(components)
     assert finished.measurement.phases.total == finished.seconds - 1, "one look at the clock earlier"
 
@@ -121,15 +111,22 @@ def test_whatever_a_target_raises_refuses_the_job_unless_the_device_is_lost(
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"),
+    ("error", "outcome", "killed"),
     [
-        (MemoryError("std::bad_alloc"), Outcome.OUT_OF_MEMORY),
-        (RuntimeError("the kernel gave up"), Outcome.CRASHED),
-        (TypeError("a fault in a block"), Outcome.CRASHED),
+        (MemoryError("std::bad_alloc"), Outcome.OUT_OF_MEMORY, False),
+        (RuntimeError("the kernel gave up"), Outcome.CRASHED, False),
+        (TypeError("a fault in a block"), Outcome.CRASHED, False),
+        (TrialFailedError(Outcome.CRASHED, "the target's process has crashed"), Outcome.CRASHED, False),
+        (TargetKilledError(Outcome.CRASHED, "the target's process was killed"), Outcome.CRASHED, True),
     ],
 )
-def test_whatever_a_block_raises_is_an_outcome(
-    session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: Outcome
+def test_whatever_a_block_raises_is_an_outcome_that_says_whether_the_process_of_a_target_was_killed(
+    session: Session,
+    sent: list[Frozen],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    outcome: Outcome,
+    killed: bool,
 ) -> None:
     class Broken(nn.Module):
         def forward(self, *_: object) -> None:
@@ -138,30 +135,11 @@ def test_whatever_a_block_raises_is_an_outcome(
     monkeypatch.setattr(reference_target, "build_block", lambda *_, **__: Broken())
     chosen = candidate()
     assert session.answer(RunTrial(task=plan(chosen, components_of(chosen)[1:2]))), "fit for the next trial"
-    finished = sent[-1]
-    assert isinstance(finished, TrialFinished)
+    finished = finish(sent)
     assert finished.measurement.outcome is outcome
     assert str(error) in (finished.measurement.reason or "")
     assert finished.measurement.failed_component == components_of(chosen)[1]
-    assert not finished.poisoned
-
-
-@pytest.mark.parametrize(("error", "killed"), [(TargetKilledError, True), (TrialFailedError, False)])
-def test_it_is_said_whether_the_process_of_a_custom_target_was_killed(
-    session: Session,
-    sent: list[Frozen],
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[TrialFailedError],
-    killed: bool,
-) -> None:
-    def fail(*_: object) -> None:
-        raise error(Outcome.CRASHED, "the target's process was killed by SIGKILL")
-
-    monkeypatch.setattr(Session, "_measure", fail)
-    assert session.answer(RunTrial(task=plan(candidate(), components_of(candidate())[:1])))
-    finished = sent[-1]
-    assert isinstance(finished, TrialFinished)
-    assert (finished.target_killed, finished.measurement.outcome) == (killed, Outcome.CRASHED)
+    assert (finished.poisoned, finished.target_killed) == (False, killed)
 
 
 def test_memory_that_runs_out_while_a_back_end_is_tried_is_no_reason_against_it(
@@ -179,9 +157,7 @@ def test_memory_that_runs_out_while_a_back_end_is_tried_is_no_reason_against_it(
     for backend in (hungry, flash):
         monkeypatch.setattr(reference_target, "attention_backend", lambda _, backend=backend: backend)
         assert session.answer(trial)
-        finished = sent[-1]
-        assert isinstance(finished, TrialFinished)
-        outcomes.append(finished.measurement.outcome)
+        outcomes.append(finish(sent).measurement.outcome)
     assert outcomes == [Outcome.OUT_OF_MEMORY, Outcome.OK]
 
 
@@ -191,8 +167,7 @@ def test_memory_that_a_trial_leaves_behind_asks_for_a_new_process(
     instruments.leftover = 1 << 30
     chosen = candidate()
     assert not session.answer(RunTrial(task=plan(chosen, components_of(chosen)[:1])))
-    finished = sent[-1]
-    assert isinstance(finished, TrialFinished)
+    finished = finish(sent)
     assert finished.poisoned
     assert finished.measurement.outcome is Outcome.OK, "what was measured before is sound"
 
@@ -204,8 +179,7 @@ def test_compiling_without_a_compiler_is_unsupported(
     session = Session(instruments, None, sent.append)
     session.answer(Begin(request=REQUEST.model_copy(update={"execution": Execution.COMPILE}), hardware=HARDWARE))
     session.answer(RunTrial(task=plan(candidate())))
-    finished = sent[-1]
-    assert isinstance(finished, TrialFinished)
+    finished = finish(sent)
     assert finished.measurement.outcome is Outcome.UNSUPPORTED
     assert "compiler" in (finished.measurement.reason or "")
 
@@ -220,16 +194,13 @@ def test_a_whole_model_that_cannot_be_captured_is_unsupported(
         support.name: support.reason for support in report.choices["execution"] if not support.usable
     } == dict.fromkeys(("graph", "compile+graph"), "CUDA graphs need a GPU")
     session.answer(RunTrial(task=whole_model_plan(candidate())))
-    finished = sent[-1]
-    assert isinstance(finished, TrialFinished)
+    finished = finish(sent)
     assert finished.measurement.outcome is Outcome.UNSUPPORTED
     assert "cannot be replayed as CUDA graphs: CUDA graphs need" in (finished.measurement.reason or "")
     assert "operation by operation" in caplog.text
 
 
-def test_the_request_may_lower_the_memory_limit_but_not_raise_it(
-    instruments: UnlimitedBench, sent: list[Frozen]
-) -> None:
+def test_a_request_may_lower_the_memory_limit_and_not_raise_it(instruments: UnlimitedBench, sent: list[Frozen]) -> None:
     session = Session(instruments, None, sent.append)
     for gib, expected in ((None, 1 << 33), (1.0, 1 << 30), (100.0, 1 << 34)):
         session.answer(Begin(request=REQUEST.model_copy(update={"memory_limit_gib": gib}), hardware=HARDWARE))
@@ -292,9 +263,7 @@ def test_a_trial_after_a_disturbed_one_waits_for_the_device_to_calm_down(
     assert 0 < waited[0] <= 10
 
 
-def test_a_replacement_is_told_who_was_there_when_the_job_began(
-    instruments: UnlimitedBench, sent: list[Frozen]
-) -> None:
+def test_a_replacement_is_told_who_was_there_at_the_beginning(instruments: UnlimitedBench, sent: list[Frozen]) -> None:
     gpu = FakeGpu(others=3 << 30)
     instruments.monitor = DeviceMonitor(gpu, gpu.foreign_processes(used_before=3 << 30))
     first = Session(instruments, None, sent.append)
@@ -323,8 +292,7 @@ def test_the_blocks_of_one_device_of_a_mesh_are_measured(session: Session, sent:
         Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, tensor_parallel_size=2, sharding=Sharding.NONE),
     )
     assert session.answer(RunTrial(task=plan(candidate(), components)))
-    finished = sent[-1]
-    assert isinstance(finished, TrialFinished)
+    finished = finish(sent)
     assert finished.measurement.outcome is Outcome.OK, finished.measurement.reason
     measured = finished.measurement.components
     assert tuple(each.component for each in measured) == components

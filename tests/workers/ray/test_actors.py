@@ -12,14 +12,12 @@ import pytest
 
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
-from tests.contracts.samples import make_candidate, make_report, make_request
+from tests.contracts.samples import make_report, make_request
 from tests.waits import wait_until
 from tests.workers.ray import fakes
-from tests.workers.ray.fake_cluster import FakeRay, UnlikeProfilers
-from tests.workers.ray.fakes import BROKEN, CRASHING, SLOW, open_fake
+from tests.workers.ray.fakes import BROKEN, CRASHING, SLOW, FakeRay, UnlikeProfilers, open_fake, plan
 
 
 @pytest.fixture
@@ -36,16 +34,6 @@ def pool(ray: FakeRay) -> Iterator[RayDevicePool]:
     pool.begin(make_request())
     yield pool
     pool.close()
-
-
-def plan(number: int, size: int = 1) -> TrialTask:
-    return TrialTask(
-        number=number,
-        kind=TrialKind.COMPONENTS,
-        model=make_request().model,
-        candidate=make_candidate(size),
-        timeout_seconds=5.0,
-    )
 
 
 def test_each_device_runs_a_trial(pool: RayDevicePool) -> None:

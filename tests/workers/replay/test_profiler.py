@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections.abc import Callable
@@ -7,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.storage.database import Database
@@ -20,12 +23,12 @@ from bexp.storage.trials import read_trials
 from bexp.workers.jobs.runner import JobEnd, run_job
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerInterruptedError
-from bexp.workers.replay.profiler import ReplayProfiler, mismatch
-from bexp.workers.replay.recording import Recording
+from bexp.workers.replay.profiler import RecordedDevice, ReplayProfiler, VirtualClock, mismatch
+from bexp.workers.replay.recording import Recording, WholeModelRow
 from bexp.workers.serving import AnswerableJobs
 from tests.contracts.samples import make_worker
 from tests.simulated_tables import write
-from tests.workers.replay.samples import MODEL, recording, request, table_of
+from tests.workers.replay.samples import MODEL, empty, figures, plan, recording, request, row, table_of
 
 
 @pytest.fixture
@@ -163,9 +166,7 @@ def test_a_job_that_is_put_back_goes_on_as_it_would_have_gone(sqlite_database: D
     assert answers[0].recommendation == answers[1].recommendation
 
 
-def test_the_next_job_starts_from_what_the_first_has_measured_also_when_it_is_put_back(
-    sqlite_database: Database, path: Path
-) -> None:
+def test_the_next_job_starts_from_what_the_first_has_measured(sqlite_database: Database, path: Path) -> None:
     queue, first = enqueue(sqlite_database, request())
     assert replay_job(queue, path) is JobEnd.SUCCEEDED
     _, second = enqueue(sqlite_database, request(batch_size=256))
@@ -217,3 +218,140 @@ def test_a_worker_serves_a_table(sqlite_database: Database, path: Path) -> None:
     assert done.report.hardware.device_name.endswith("replayed")
     trials = read_trials(sqlite_database, job.id)
     assert sum(stored.trial.seconds for stored in trials) > 1.0  # as recorded, not as it took here
+
+
+TABLES = Path(__file__).parents[3] / "benchmarks" / "results" / "tables"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_candidates", "num_components", "digest"),
+    [
+        ("gpt2-124m", 42, 72, "2a4099c968c1"),
+        ("cerebras-gpt-24gib", 118, 106, "30d41a8ed34b"),
+        ("whole-moe-16-experts", 48, 86, "2c886e46c4e5"),
+    ],
+)
+def test_the_space_of_a_recording_stays(name: str, num_candidates: int, num_components: int, digest: str) -> None:
+    recording = Recording.read(TABLES / f"{name}.jsonl")
+    request = recording.header.request
+    assert request.devices.context_parallel_sizes == (1,)
+    found = recording.prune(request, request.shapes)
+    told = "\n".join(candidate.describe() for candidate in found.legal.candidates)
+    assert hashlib.sha256(told.encode()).hexdigest()[:12] == digest, "other candidates, or another order"
+    assert len(found.legal.candidates) == num_candidates
+    assert found.table is not None
+    assert len(found.table.components) == num_components
+    assert set(recording.components) & set(found.table.components)
+
+
+def test_answers_have_the_spread_of_the_recorded_runs() -> None:
+    recorded = empty()
+    component = table_of(recorded).components[0]
+    runs = [0.010, 0.011, 0.012]
+    for run, seconds in enumerate(runs):
+        recorded.add(row(component, run, seconds))
+    drawn = [RecordedDevice(recorded, seed=seed).draw(component) for seed in range(600)]
+    logs = np.log([d.figures.device_seconds for d in drawn if d is not None and d.figures is not None])
+    assert np.mean(logs) == pytest.approx(np.mean(np.log(runs)), abs=0.01)
+    assert np.std(logs) == pytest.approx(np.std(np.log(runs), ddof=1), rel=0.1)
+
+
+def test_a_single_run_is_moved_by_its_standard_error() -> None:
+    recorded = empty()
+    component = table_of(recorded).components[0]
+    recorded.add(row(component).model_copy(update={"figures": figures(0.01, error=0.0005)}))
+    drawn = [RecordedDevice(recorded, seed=seed).draw(component) for seed in range(600)]
+    logs = np.log([d.figures.device_seconds for d in drawn if d is not None and d.figures is not None])
+    assert np.std(logs) == pytest.approx(0.05, rel=0.15)
+
+
+def test_answers_depend_on_the_seed_and_not_on_the_order() -> None:
+    recorded = recording()
+    table = table_of(recorded)
+    model, candidate, components = table.model, table.candidates[0], table.components[:6]
+    together = RecordedDevice(recorded, seed=3)(plan(model, candidate, components))
+    apart = RecordedDevice(recorded, seed=3)
+    answers = [apart(plan(model, candidate, (c,))).components[0] for c in reversed(components)]
+    assert tuple(reversed(answers)) == together.components
+    assert RecordedDevice(recorded, seed=4)(plan(model, candidate, components)).components != together.components
+
+
+def test_a_component_that_is_measured_again_is_drawn_again_by_the_trials_number() -> None:
+    recorded = empty()
+    table = table_of(recorded)
+    component = table.components[0]
+    for run in range(40):
+        recorded.add(row(component, run, 0.01 + 1e-5 * run))
+
+    def answer(number: int, *, again: bool) -> float:
+        asked = plan(table.model, table.candidates[0], (component,), number).model_copy(update={"again": again})
+        return RecordedDevice(recorded, seed=3)(asked).components[0].device_seconds
+
+    assert answer(0, again=False) == answer(5, again=False)
+    assert answer(5, again=True) == answer(5, again=True)
+    assert len({answer(number, again=True) for number in range(8)}) > 4
+
+
+def test_a_block_that_waits_for_its_device_keeps_one_time() -> None:
+    recorded = empty()
+    component = table_of(recorded).components[0]
+    for run, seconds in enumerate((0.01, 0.02)):
+        waits = figures(seconds, host=seconds)
+        recorded.add(row(component, run).model_copy(update={"figures": waits}))
+    found = RecordedDevice(recorded, seed=0).draw(component)
+    assert found is not None and found.figures is not None
+    assert found.figures.host_seconds == found.figures.device_seconds
+
+
+def test_a_failed_component_ends_the_trial_and_keeps_what_came_before() -> None:
+    recorded = empty()
+    table = table_of(recorded)
+    first, second, third = table.components[:3]
+    phases = PhaseSeconds(timed=1.0, messaging=0.1)
+    recorded.add(row(first, phases=phases))
+    recorded.add(row(second, outcome=Outcome.OUT_OF_MEMORY, reason="too large", phases=phases))
+    recorded.add(row(third, phases=phases))
+    clock = VirtualClock()
+    found = RecordedDevice(recorded, seed=0, clock=clock)(
+        plan(table.model, table.candidates[0], (first, second, third))
+    )
+    assert (found.outcome, found.reason, found.failed_component) == (Outcome.OUT_OF_MEMORY, "too large", second)
+    assert [m.component for m in found.components] == [first]
+    assert clock() == pytest.approx(2.1)
+
+
+def test_a_process_that_did_not_survive_is_paid_for_in_the_next_trial() -> None:
+    recorded = empty()
+    table = table_of(recorded)
+    first, second = table.components[:2]
+    recorded.add(row(first, outcome=Outcome.CRASHED, reason="illegal access", replaced=True))
+    recorded.add(row(second))
+    device = RecordedDevice(recorded, seed=0)
+    crash = device(plan(table.model, table.candidates[0], (first,)))
+    after = [device(plan(table.model, table.candidates[0], (second,))) for _ in range(2)]
+    assert [m.phases.process_start for m in (crash, *after)] == [0.0, 5.0, 0.0]
+    assert device.replacements == 1
+    assert device.clock() == 5.0
+
+
+def test_what_was_never_recorded_is_unsupported_and_says_so() -> None:
+    recorded = empty()
+    table = table_of(recorded)
+    device = RecordedDevice(recorded, seed=0)
+    found = device(plan(table.model, table.candidates[0], table.components[:1]))
+    assert (found.outcome, found.reason) == (Outcome.UNSUPPORTED, "never recorded")
+    whole = device(plan(table.model, table.candidates[0]))
+    assert (whole.outcome, whole.reason) == (Outcome.UNSUPPORTED, "the recorded table has no run of its whole model")
+
+
+def test_a_whole_model_is_answered_as_it_was_recorded() -> None:
+    recorded = recording(whole_model_share=1.0)
+    table = table_of(recorded)
+    candidate, rows = next((c, r) for c, r in recorded.whole_models.items() if r[0].figures is not None)
+    found = RecordedDevice(recorded, seed=0)(plan(table.model, candidate))
+    assert found.whole_model is not None and rows[0].figures is not None
+    assert found.whole_model.micro_step_seconds == pytest.approx(rows[0].figures.micro_step_seconds, rel=0.02)
+    recorded.whole_models[candidate] = [
+        WholeModelRow(candidate=candidate, run=0, outcome=Outcome.OUT_OF_MEMORY, reason="full")
+    ]
+    assert RecordedDevice(recorded, seed=0)(plan(table.model, candidate)).outcome is Outcome.OUT_OF_MEMORY

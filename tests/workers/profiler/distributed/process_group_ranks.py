@@ -1,9 +1,4 @@
-"""Four ranks of a groups as processes on the CPU.
-
-    python -m tests.workers.profiler.distributed.process_group_ranks FOLDER
-
-writes there what each of them found.
-"""
+"""Four ranks that make groups as processes on the CPU, and write into a folder what each of them found."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ from bexp.workers.profiler.distributed.coordinator import (
     merge_hardware,
     merge_trial,
 )
-from tests.workers.profiler.samples import candidate, components_of, plan
-from tests.workers.profiler.test_session import HARDWARE
+from tests.workers.profiler.samples import HARDWARE, candidate, components_of, plan
 
 DEVICES = ("cuda:0", "cuda:1")
 COMPONENTS = components_of(candidate())[:2]
@@ -125,6 +124,11 @@ def heard(said: list[tuple[int, Reply]], order: Command | None = None, *, ends: 
     return sent[1:]
 
 
+def end_of(said: list[Frozen]) -> TrialFinished:
+    assert isinstance(said[-1], TrialFinished)
+    return said[-1]
+
+
 def in_lockstep(*seconds: float) -> list[tuple[int, Reply]]:
     """Two ranks that measure both components, rank 1 first."""
     said: list[tuple[int, Reply]] = []
@@ -147,8 +151,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_each_component_is_told_onc
         *(ComponentStarted, ComponentMeasured, ComponentStarted, ComponentMeasured),
         TrialFinished,
     ]
-    result = said[-1]
-    assert isinstance(result, TrialFinished)
+    result = end_of(said)
     assert result.measurement.outcome is Outcome.OK
     assert (result.seconds, result.measurement.phases.timed, result.poisoned) == (4.0, 4.0, False)
     for found in (*result.measurement.components, said[1].measurement):  # type: ignore[attr-defined]  # known here
@@ -159,8 +162,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_each_component_is_told_onc
 
 def test_one_ranks_exhaustion_is_the_trials_and_nobody_waits_for_the_others() -> None:
     said = heard([*in_lockstep(1.0, 1.0)[:4], (1, finished(outcome=Outcome.OUT_OF_MEMORY, reason="no more"))])
-    result = said[-1]
-    assert isinstance(result, TrialFinished)
+    result = end_of(said)
     assert result.measurement.outcome is Outcome.OUT_OF_MEMORY
     assert result.measurement.reason == "rank 1 (cuda:1): no more"
     assert result.poisoned
@@ -171,8 +173,7 @@ def test_exhaustion_of_all_ranks_by_themselves_leaves_the_group_as_it_was() -> N
     block, joint = COMPONENTS[0], Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
     for failed, others, is_poisoned in ((block, True, False), (block, False, True), (joint, True, True)):
         each = finished(outcome=Outcome.OUT_OF_MEMORY, reason="no more", failed_component=failed)
-        (result,) = heard([(rank, each) for rank in ((0, 1) if others else (0,))])
-        assert isinstance(result, TrialFinished)
+        result = end_of(heard([(rank, each) for rank in ((0, 1) if others else (0,))]))
         assert result.measurement.outcome is Outcome.OUT_OF_MEMORY
         assert result.measurement.failed_component == failed
         assert result.poisoned is is_poisoned
@@ -184,31 +185,26 @@ def test_exhaustion_explains_the_failure_of_the_others(exhausted_first: bool) ->
         (0, finished(outcome=Outcome.OUT_OF_MEMORY, reason="no more")),
         (1, finished(outcome=Outcome.CRASHED, reason="connection closed by peer")),
     ]
-    (result,) = heard(said if exhausted_first else said[::-1])  # type: ignore[arg-type]  # a stand-in
-    assert isinstance(result, TrialFinished)
+    result = end_of(heard(said if exhausted_first else said[::-1]))  # type: ignore[arg-type]  # a stand-in
     assert result.measurement.outcome is Outcome.OUT_OF_MEMORY
 
 
 def test_a_rank_that_fails_alone_is_the_first_to_have_failed() -> None:
-    (result,) = heard([(1, finished(outcome=Outcome.CRASHED, reason="illegal access"))])
-    assert isinstance(result, TrialFinished)
+    result = end_of(heard([(1, finished(outcome=Outcome.CRASHED, reason="illegal access"))]))
     assert result.measurement.reason == "rank 1 (cuda:1): illegal access"
     assert result.poisoned
     both = [(rank, finished(outcome=Outcome.CRASHED, reason=f"of {rank}")) for rank in (1, 0)]
-    (result,) = heard(both)  # type: ignore[arg-type]  # a stand-in
-    assert isinstance(result, TrialFinished)
+    result = end_of(heard(both))  # type: ignore[arg-type]  # a stand-in
     assert result.measurement.reason == "rank 1 (cuda:1): of 1"
 
 
 def test_a_dead_rank_explains_the_failure_of_the_others() -> None:
     dead = RankLost(rank=0, device="cuda:0", status=-11)
-    said = heard([(1, finished(outcome=Outcome.CRASHED, reason="connection closed")), (0, dead)], ends=True)
-    assert said == [dead]
+    assert heard([(1, finished(outcome=Outcome.CRASHED, reason="closed")), (0, dead)], ends=True) == [dead]
 
 
 def test_what_all_ranks_refuse_leaves_the_group_as_it_was() -> None:
-    (result,) = heard([(rank, finished(outcome=Outcome.UNSUPPORTED, reason="no kernel")) for rank in (0, 1)])
-    assert isinstance(result, TrialFinished)
+    result = end_of(heard([(rank, finished(outcome=Outcome.UNSUPPORTED, reason="no kernel")) for rank in (0, 1)]))
     assert (result.measurement.outcome, result.measurement.reason) == (Outcome.UNSUPPORTED, "no kernel")
     assert not result.poisoned
 

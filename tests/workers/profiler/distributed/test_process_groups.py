@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bexp.workers.profiler.distributed.coordinator import launch_config
 from tests.forked_ranks import run_ranks
 
 
@@ -23,8 +22,3 @@ def test_ranks_find_their_rings_and_agree(tmp_path: Path) -> None:
         assert said.get("three") == ([2.0] if rank < 3 else None)
         assert said.get("gradient") == ([1.0] if rank < 3 else None)
         assert said["eight"] == "the trial needs 8 devices; the profiler has 4"
-
-
-def test_no_rank_is_ever_started_again() -> None:
-    config = launch_config(2, 12345)
-    assert (config.max_restarts, config.nproc_per_node, config.min_nodes, config.max_nodes) == (0, 2, 1, 1)

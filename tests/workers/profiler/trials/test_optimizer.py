@@ -68,8 +68,4 @@ def test_the_parts_hold_every_parameter_once(tied: bool) -> None:
         assert isinstance(optimizer, TrainingOptimizer)
         sizes.append(sum(parameter.numel() for parameter in optimizer.parameters))
     dense, moe = dict.fromkeys(model.layer_kinds)
-    assert sizes == [
-        count_embedding(model) + count_head(model),
-        count_layer(model, dense),
-        count_layer(model, moe),
-    ]
+    assert sizes == [count_embedding(model) + count_head(model), count_layer(model, dense), count_layer(model, moe)]

@@ -11,7 +11,6 @@ import torch
 
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.kernels import router
 from bexp.workers.targets.reference import block
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
@@ -55,7 +54,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids=str,
 )
 def test_compiled_equals_eager(loss: str, fields: dict[str, Any], choice: dict[str, Any], graphs: list[int]) -> None:
-    model = small_model(num_layers=2, **fields)
+    model = small_model(num_layers=2 if "moe" in fields else 1, **fields)
     candidate = Candidate.model_validate(
         {"micro_batch_size": 2, "attention_backend": "flash", "num_query_groups": model.query_groups, **choice}
     )
@@ -82,8 +81,3 @@ def test_the_limit_of_recompilations_is_lifted() -> None:
 
     block.compiled(lambda x: x)
     assert dynamo.recompile_limit >= 1000
-
-
-def test_whether_the_router_has_a_kernel_is_a_constant_to_the_compiler() -> None:
-    marked = torch.compiler.assume_constant_result(lambda: None)
-    assert vars(router._has_kernel) == vars(marked) != {}

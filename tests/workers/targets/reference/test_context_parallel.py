@@ -51,7 +51,7 @@ def loss_and_gradients(model: DecoderModel, tokens: Tensor, targets: Tensor) -> 
         (LEARNED, "striped", 2, Recompute.NONE, None),
     ],
 )
-def test_ranks_average_to_the_whole(
+def test_ranks_make_the_whole(
     spec: ModelSpec, layout: str, size: int, recompute: Recompute, bta_tile: int | None
 ) -> None:
     plain = candidate(2, experts=None, bta_tile=bta_tile, recompute=recompute)

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost.parameters import (
-    count_attention,
-    count_dense_ffn,
-    count_embedding,
-    count_head,
-    count_moe_ffn,
-)
+from bexp.explorer.cost.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.model.routes import draw_routes
 from bexp.explorer.model.routing import RoutingSpec
@@ -61,12 +55,6 @@ def test_every_component_runs(mode: str, recompute: BlockRecompute, tile: int | 
             out.sum().backward()
             assert all(p.grad is not None and p.grad.any() for p in block.parameters())
             assert all(x.grad is not None for x in inputs if x.is_floating_point())
-
-
-def test_the_optimizer_is_no_block() -> None:
-    component = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
-    with pytest.raises(ValueError, match="optimizer is not a block"):
-        build_block(MODEL, component, ExplorationRequest(model=MODEL), CPU)
 
 
 def test_inputs_are_random_and_repeatable() -> None:

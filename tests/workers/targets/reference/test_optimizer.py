@@ -184,18 +184,3 @@ def test_the_fused_kernel_is_used(name: str, kernel: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, kernel, spy)
     optimizer.step()
     assert calls == [len(SHAPES)]
-
-
-def test_default_mixed_precision_keeps_sixteen_bytes_a_parameter() -> None:
-    parameters = [nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))]
-    optimizer = build_optimizer(parameters, OptimizerSpec(), DType.BFLOAT16)
-    parameters[0].sum().backward()
-    held = {}
-    for bucket in optimizer._buckets:
-        for part in bucket:
-            for tensor in (part.parameter, part.weight, *part.moments):
-                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    for grad in optimizer.gradients:
-        assert grad is not None
-        held[grad.untyped_storage().data_ptr()] = grad.untyped_storage().nbytes()
-    assert sum(held.values()) == 16 * 1000

@@ -1,9 +1,4 @@
-"""Two ranks that train a tiny transformers model together on the CPU, at each level of sharding.
-
-    python -m tests.workers.targets.transformers.sharded_ranks FOLDER
-
-writes there what each rank measured, and how far its gradients are from those of one process with all the data.
-"""
+"""Two ranks that train a tiny model at each level of sharding, and write how far they are from one with all data."""
 
 from __future__ import annotations
 

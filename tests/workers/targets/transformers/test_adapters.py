@@ -22,7 +22,16 @@ from bexp.workers.instruments.failures import UnsupportedTrialError, classify
 from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.transformers import models
-from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import (
+    HARDWARE,
+    LLAMA,
+    QWEN_MOE,
+    changed_by_a_step,
+    open_target,
+    opened,
+    parts_of,
+    request_for,
+)
 
 pytest.importorskip("transformers")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -39,9 +48,7 @@ def target() -> TransformersTarget:
 
 @pytest.fixture(scope="module")
 def parts(target: TransformersTarget) -> ModelParts:
-    found = target.report(HARDWARE).parts
-    assert found is not None
-    return found
+    return parts_of(target)
 
 
 def test_only_the_adapters_count_as_trained(parts: ModelParts) -> None:
@@ -73,8 +80,7 @@ def test_linear_modules_are_those_of_a_list_by_class(
     """Experts in one tensor, their router and the output layer have no adapters unless they are named."""
     pytest.importorskip("peft")
     asked = {"r": 4, "target_modules": "linear-modules", **lora}
-    found = open_target(config, training={"lora": asked}).report(HARDWARE).parts
-    assert found is not None
+    found = parts_of(open_target(config, training={"lora": asked}))
     magnitudes = {name: outputs if "use_dora" in lora else 0 for name, (_, outputs) in shapes.items()}
     expected = {name: len(found.layers) * (4 * sum(sides) + magnitudes[name]) for name, sides in shapes.items()}
     assert found.adapted == expected
@@ -87,14 +93,11 @@ def test_a_model_without_linear_layers_needs_names() -> None:
     lora: dict[str, Any] = {"r": 4, "target_modules": "linear-modules"}
     with pytest.raises(UnsupportedTrialError, match=r"has no linear layers: name training\.lora\.target_modules"):
         open_target(config, training={"lora": lora}).report(HARDWARE)
-    found = open_target(config, training={"lora": lora | {"target_modules": ["c_attn"]}}).report(HARDWARE).parts
-    assert found is not None
+    found = parts_of(open_target(config, training={"lora": lora | {"target_modules": ["c_attn"]}}))
     assert found.adapted == {"c_attn": 2 * 4 * (64 + 192)}
 
 
-def test_parts_and_whole_model_give_gradients_to_the_adapters_alone(
-    target: TransformersTarget, parts: ModelParts
-) -> None:
+def test_parts_and_whole_give_gradients_to_the_adapters_alone(target: TransformersTarget, parts: ModelParts) -> None:
     request = request_for(training={"lora": LORA})
     for component in PartsDecomposer(parts, training=True)(CANDIDATE).components[:2]:
         with target.component(component, parts, request) as passes:
@@ -108,15 +111,10 @@ def test_parts_and_whole_model_give_gradients_to_the_adapters_alone(
     assert stepped.count == 3
     assert len(stepped.build().gradients) == 4
     with target.training_run(CANDIDATE, parts, request) as run:
-        trained = [(name, p) for name, p in run._model.named_parameters() if p.requires_grad]
-        before = [p.detach().clone() for _, p in trained]
-        run.begin()
-        run.step()
-        assert len(trained) == 12
-        assert all("lora" in name for name, _ in trained)
-        assert all(not torch.equal(p, old) for (_, p), old in zip(trained, before, strict=True)), (
-            "recomputed layers too"
-        )
+        changed = changed_by_a_step(run)
+        assert len(changed) == 12
+        assert all("lora" in name for name in changed)
+        assert all(changed.values()), "recomputed layers too"
 
 
 @pytest.mark.parametrize(
@@ -167,49 +165,28 @@ ON_EXPERTS = {"r": 4, "target_parameters": ["experts.gate_up_proj", "experts.dow
 def test_experts_in_one_tensor_get_adapters_that_are_trained() -> None:
     pytest.importorskip("peft")
     lora = {**ON_EXPERTS, "use_rslora": True}
-    target = open_target(QWEN_MOE, training={"lora": lora})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    target, parts, request = opened(QWEN_MOE, training={"lora": lora})
     assert parts.trainable_bytes == 2 * 4 * 4 * 4 * ((64 + 2 * 32) + (32 + 64)), "for each layer, expert and rank"
     candidate = CANDIDATE.model_copy(update={"expert_backend": "grouped_mm"})
-    with target.training_run(candidate, parts, request_for(QWEN_MOE, training={"lora": lora})) as run:
-        trained = {name: p for name, p in run._model.named_parameters() if p.requires_grad}
-        before = {name: p.detach().clone() for name, p in trained.items()}
-        run.begin()
-        run.step()
-        assert len(trained) == 2 * 2 * 2
-        assert all(not torch.equal(p, before[name]) for name, p in trained.items())
+    with target.training_run(candidate, parts, request) as run:
+        changed = changed_by_a_step(run)
+        assert (len(changed), all(changed.values())) == (2 * 2 * 2, True)
         wrappers: list[Any] = [module for module in run._model.modules() if type(module).__name__ == "ParamWrapper"]
         scaled = {wrapper.scaling["default"] for wrapper in wrappers}
         assert scaled == {4 / 4**0.5}
 
 
-def test_dora_trains_a_magnitude_for_each_output() -> None:
-    pytest.importorskip("peft")
-    plain, dora = (
-        open_target(training={"lora": {**LORA, **more}}).report(HARDWARE).parts for more in ({}, {"use_dora": True})
-    )
-    assert plain is not None
-    assert dora is not None
-    assert dora.trainable_bytes - plain.trainable_bytes == 3 * 4 * (64 + 32)
-
-
 def test_embeddings_and_head_are_trained_as_copies() -> None:
     pytest.importorskip("peft")
     lora = {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}
-    target = open_target(training={"lora": lora})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    target, parts, request = opened(training={"lora": lora})
     copies = 2 * 160 * 64 * 2
     assert parts.shell.trainable_bytes == copies
     assert parts.shell.parameter_bytes == 2 * copies + 2 * 64, "the frozen ones are still there"
-    with target.training_run(CANDIDATE, parts, request_for(training={"lora": lora})) as run:
-        whole: Any = run._model
-        head = whole.lm_head.modules_to_save["default"].weight
-        before = head.detach().clone()
-        run.begin()
-        run.step()
-        assert not torch.equal(head, before), "the loss is computed in chunks of the copy"
+    with target.training_run(CANDIDATE, parts, request) as run:
+        changed = changed_by_a_step(run)
+        (head,) = (name for name in changed if "lm_head.modules_to_save" in name)
+        assert changed[head], "the loss is computed in chunks of the copy"
 
 
 @pytest.mark.parametrize(
@@ -230,9 +207,7 @@ def test_a_parameter_or_module_that_matches_nothing_is_refused(lora: dict[str, A
         open_target(QWEN_MOE, training={"lora": lora})
 
 
-def test_our_kernels_serve_experts_with_adapters_only_where_they_compute_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_our_kernels_serve_experts_with_adapters_where_they_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     fields = {"training": {"lora": ON_EXPERTS}}
     target = open_target(QWEN_MOE, **fields)

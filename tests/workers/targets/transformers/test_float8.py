@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.results import compare_float8
 from tests.bexp.transformers import fake_torchao
-from tests.workers.targets.transformers.targets import HARDWARE, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, QWEN_MOE, candidate, open_target, request_for
 
 pytest.importorskip("transformers")
 
@@ -31,13 +30,9 @@ def test_a_layers_error_is_stated_and_the_whole_model_runs_in_float8(monkeypatch
     assert parts.float8.num_linear == number
     assert 0.002 < parts.float8.output_error < 0.1
     assert 0.002 < parts.float8.gradient_error < 0.2
-    candidate = Candidate(
-        micro_batch_size=1,
-        attention_backend="sdpa",
-        expert_backend=report.default_experts,
-        num_query_groups=1,
-    )
-    with target.training_run(candidate, parts, request_for(QWEN_MOE, **FLOAT8)) as run:
+    with target.training_run(
+        candidate(expert_backend=report.default_experts), parts, request_for(QWEN_MOE, **FLOAT8)
+    ) as run:
         kinds = [type(module) for module in run._model.modules()]
         assert kinds.count(fake_torchao.Float8Linear) == number
         run.begin()

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.cost.step import static_parts
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.optimizers import OptimizerName
 from bexp.measure import host_limits
 from bexp.transformers.recompute import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.training_run import LEARNING_RATE, TrainerOptimizer
 from tests.bexp.kernels.references import assert_same_values
-from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, candidate, changed_by_a_step, open_target, opened
 
 pytest.importorskip("transformers")
 
 NAME: OptimizerName = "adamw_cpu_offload"
+OPTIMIZER: dict[str, Any] = {"training": {"optimizer": {"name": NAME}}}
 FEWEST = 4096
 """Parameters with fewer numbers are stepped on the device."""
 
@@ -62,14 +62,8 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bexp.workers.targets.transformers.training_run.import_module", lambda _: package)
 
 
-def optimizers() -> dict[str, Any]:
-    return {"training": {"optimizer": {"name": NAME}}}
-
-
 def test_the_device_holds_the_state_of_small_parameters_alone() -> None:
-    target = open_target(**optimizers())
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    target, parts, request = opened(**OPTIMIZER)
     model = target._resolved.model
     layer = target._parts().layer(parts.layers[0], 1).module
     assert not any(p._post_accumulate_grad_hooks for p in layer.parameters()), (
@@ -83,13 +77,13 @@ def test_the_device_holds_the_state_of_small_parameters_alone() -> None:
     on_host = sum(2 * pinned_bytes(p) + 2 * 2 * p.numel() for p in large)  # weight and gradient, and two moments
     assert parts.optimizer_host_bytes is not None
     assert on_host <= parts.optimizer_host_bytes <= on_host + steps
-    assert static_parts(parts, request_for(**optimizers())).optimizer_states == parts.optimizer_state_bytes
+    assert static_parts(parts, request).optimizer_states == parts.optimizer_state_bytes
 
 
 def test_a_host_without_room_ends_the_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_limits, "available_bytes", lambda: 1000)
     with pytest.raises(UnsupportedTrialError, match=rf"optimizer '{NAME}' needs 0\.00 GiB of the host's memory"):
-        open_target(**optimizers()).report(HARDWARE)
+        open_target(**OPTIMIZER).report(HARDWARE)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -111,13 +105,7 @@ def test_a_step_takes_gradients_to_the_host_and_clips_none(keeps: bool) -> None:
 
 
 def test_a_whole_model_trains_with_it() -> None:
-    target = open_target(**optimizers())
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
-    candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
-    with target.training_run(candidate, parts, request_for(**optimizers())) as run:
-        before = [p.detach().clone() for p in run._model.parameters()]
-        run.begin()
-        run.step()
-        changed = [not torch.equal(p, was) for p, was in zip(run._model.parameters(), before, strict=True)]
+    target, parts, request = opened(**OPTIMIZER)
+    with target.training_run(candidate(), parts, request) as run:
+        changed = list(changed_by_a_step(run).values())
     assert changed.count(True) > len(changed) // 2, "norms change by less than bfloat16 tells"

@@ -77,7 +77,7 @@ def read(config: dict[str, Any]) -> ExplorationRequest | None:
         return None
 
 
-def test_hostile_configurations_fetch_nothing_even_where_an_operator_lets_libraries_fetch(
+def test_hostile_configurations_fetch_nothing_where_libraries_may_fetch(
     tmp_path: Path, guarded: dict[str, str]
 ) -> None:
     requests = [request for names in HOSTILE if (request := read(TINY | names)) is not None]

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost.step import static_parts
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer, make_optimizer, state_bytes
-from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, candidate, open_target, opened
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,13 +116,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", HERE)
 def test_the_parts_hold_as_many_bytes_of_state_as_the_whole_model(name: str) -> None:
-    request = request_for(training={"optimizer": {"name": name}})
-    target = open_target(training={"optimizer": {"name": name}})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    target, parts, request = opened(training={"optimizer": {"name": name}})
     assert parts.optimizer_state_bytes is not None
-    candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
-    with target.training_run(candidate, parts, request) as run:
+    with target.training_run(candidate(), parts, request) as run:
         run.begin()
         run.step()
         assert run._optimizer is not None
@@ -152,10 +147,6 @@ def test_an_optimizer_that_cannot_step_is_a_named_outcome(monkeypatch: pytest.Mo
 def test_temporaries_of_kernels_over_all_parameters_add_up(
     monkeypatch: pytest.MonkeyPatch, name: str, device: str, adds_up: bool
 ) -> None:
-    request = request_for(training={"optimizer": {"name": name}})
-    target = open_target(training={"optimizer": {"name": name}})
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    target, parts, request = opened(training={"optimizer": {"name": name}})
     monkeypatch.setattr(target, "_device", torch.device(device))
-    candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
-    assert [part.adds_up for part in target.optimizer_parts(candidate, parts, request)] == [adds_up] * 2
+    assert [part.adds_up for part in target.optimizer_parts(candidate(), parts, request)] == [adds_up] * 2

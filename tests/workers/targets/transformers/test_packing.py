@@ -10,7 +10,6 @@ import torch
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
@@ -27,7 +26,16 @@ from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.workers.profiler.trials.test_optimizer import OneSecond
-from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import (
+    CPU,
+    HARDWARE,
+    LLAMA,
+    QWEN_MOE,
+    candidate,
+    open_target,
+    parts_of,
+    request_for,
+)
 
 pytest.importorskip("transformers")
 
@@ -40,9 +48,7 @@ def model_of(model_type: str) -> ResolvedModel:
 
 
 @pytest.mark.parametrize(("model_type", "flattened"), [("llama", True), ("gpt2", False), ("gemma3_text", True)])
-def test_logits_loss_and_gradients_of_packed_texts_are_those_of_the_texts_one_by_one(
-    model_type: str, *, flattened: bool
-) -> None:
+def test_logits_loss_and_gradients_of_packed_texts_are_those_of_each_alone(model_type: str, *, flattened: bool) -> None:
     tiny = model_of(model_type).tiny
     model: Any = build_model(tiny, FLOAT32, CPU).eval()
     texts = packed_texts(tiny.seq_length, flattened=flattened)
@@ -83,10 +89,7 @@ def test_parts_of_a_model_on_packed_texts_add_up_to_the_whole(model_type: str) -
         comparison.require_sum(packed_texts(tiny.seq_length, flattened=False))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "keeps_apart"),
-    [("olmoe", True), ("mamba", False), ("gpt_oss", False)],
-)
+@pytest.mark.parametrize(("model_type", "keeps_apart"), [("olmoe", True), ("mamba", False), ("gpt_oss", False)])
 def test_a_model_that_mixes_packed_texts_is_found(model_type: str, *, keeps_apart: bool) -> None:
     resolved = model_of(model_type)
     attention = resolved.model.config._attn_implementation or "eager"
@@ -151,8 +154,7 @@ def test_components_and_whole_models_are_measured_at_the_lengths_of_an_epoch(
     instruments = Instruments(CPU)
     instruments.timer = OneSecond()
     target = TransformersTarget(request, instruments)
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     batches = text_batches(request, 4)
     assert batches is not None
     asked: list[TextBatch | int] = []
@@ -179,10 +181,9 @@ def test_components_and_whole_models_are_measured_at_the_lengths_of_an_epoch(
             assert saved[-1] > 1.5 * min(saved), "the longest has the most tokens"
         share = batches.expect([1.0] * len(found.batches))[0]  # of a token budget's micro-batch; else 1
         assert found.device_seconds == pytest.approx(share), "each of them takes a second"
-    candidate = Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1)
-    whole = run_whole_model(instruments, target, parts, candidate, request, PhaseClock())
+    whole = run_whole_model(instruments, target, parts, candidate(4), request, PhaseClock())
     assert whole.micro_step_seconds > 0
-    with target.training_run(candidate, parts, request) as run:
+    with target.training_run(candidate(4), parts, request) as run:
         widths = [batch["input_ids"].shape[1] for batch in run._batches]
     assert widths == [one.width for one in (batches.measured[0], *batches.measured)]
 

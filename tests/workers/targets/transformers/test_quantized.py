@@ -5,6 +5,7 @@ These run where bitsandbytes and peft are installed: `make test-frameworks`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.model.quantization import ARGUMENTS, describe_weights
 from bexp.measure.memory_meters import measure_memory
 from bexp.workers.instruments.failures import UnsupportedTrialError
-from bexp.workers.targets.transformers import quantized
 from bexp.workers.targets.transformers.quantized import held_tensors, keeps_inputs, scales_of, storage_bytes
-from bexp.workers.targets.transformers.target import TransformersTarget
-from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import (
+    CPU,
+    LLAMA,
+    QWEN_MOE,
+    changed_by_a_step,
+    open_target,
+    opened,
+    parts_of,
+    request_for,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -48,17 +55,9 @@ def loaded(config: dict[str, Any], name: str, folder: Path) -> Any:
     )
 
 
-def parts_of(target: TransformersTarget) -> ModelParts:
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
-    return parts
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("config", [LLAMA | {"intermediate_size": 128}, QWEN_MOE], ids=["dense", "experts"])
-def test_weights_have_the_bytes_of_a_model_that_the_library_loads(
-    config: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+def test_weights_have_the_bytes_of_what_the_library_loads(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     parts = parts_of(open_target(config, quantization=name, mode="eval"))
     theirs = loaded(config, name, tmp_path)
     buffers = storage_bytes(theirs.buffers())
@@ -74,7 +73,7 @@ def test_weights_have_the_bytes_of_a_model_that_the_library_loads(
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft calls and reads it
 @pytest.mark.parametrize("name", NAMES)
-def test_adapters_over_quantised_weights_hold_what_peft_makes_of_the_model_that_the_library_loads(
+def test_adapters_over_quantised_weights_hold_what_peft_makes_of_what_the_library_loads(
     name: str, tmp_path: Path
 ) -> None:
     parts = parts_of(open_target(QWEN_MOE, quantization=name, training={"lora": LORA}))
@@ -108,9 +107,7 @@ def test_a_dense_model_names_no_experts() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_reach_the_adapters_of_parts_and_of_the_whole_model(name: str) -> None:
-    fields: dict[str, Any] = {"quantization": name, "training": {"lora": LORA}}
-    target, request = open_target(**fields), request_for(**fields)
-    parts = parts_of(target)
+    target, parts, request = opened(quantization=name, training={"lora": LORA})
     for component in PartsDecomposer(parts, training=True)(CANDIDATE).components[:2]:
         with target.component(component, parts, request) as passes:
             for step in (passes.prepare_forward, passes.forward, passes.prepare_backward, passes.backward):
@@ -126,11 +123,8 @@ def test_gradients_reach_the_adapters_of_parts_and_of_the_whole_model(name: str)
         assert layer.input_layernorm.weight.dtype is torch.float32
         assert whole.get_input_embeddings()(torch.tensor([1])).requires_grad
         assert storage_bytes(held_tensors(whole)) - storage_bytes(whole.buffers()) == parts.parameter_bytes
-        before = {n: p.detach().clone() for n, p in whole.named_parameters() if p.requires_grad}
-        run.begin()
-        run.step()
-        changed = {n for n, p in whole.named_parameters() if n in before and not torch.equal(p, before[n])}
-        assert changed == {n for n in before if "lora_" in n} == set(before)
+        changed = changed_by_a_step(run)
+        assert all(changed[name] and "lora_" in name for name in changed)
         assert layer.self_attn.k_proj.weight.dtype in (torch.uint8, torch.int8)
 
 
@@ -178,32 +172,37 @@ def test_what_rests_on_the_device_counts_the_scales() -> None:
     assert target.rest() > storage_bytes([*skeleton.model.parameters(), *skeleton.model.buffers()])
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named '{name}'")
-
-    monkeypatch.setattr(quantized, "import_module", fail)
-    with pytest.raises(UnsupportedTrialError, match=r"'bnb_4bit' needs bitsandbytes: pip install 'bexp\[bitsandb"):
-        open_target(quantization="bnb_4bit", training={"lora": LORA})
-
-
-def test_a_device_that_the_library_refuses_is_a_named_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantizer = transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("None of the available devices is supported")
-
-    monkeypatch.setattr(quantizer, "validate_environment", refuse)
-    with pytest.raises(UnsupportedTrialError, match="'bnb_4bit' does not work here: RuntimeError: None of the avail"):
-        parts_of(open_target(quantization="bnb_4bit", training={"lora": LORA}))
-
-
-def test_a_kernel_that_fails_is_a_named_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def raising(error: Exception) -> Callable[..., None]:
     def fail(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("no kernel for\nthis device")
+        raise error
 
-    monkeypatch.setattr("bitsandbytes.matmul_4bit", fail)
-    with pytest.raises(UnsupportedTrialError, match="'bnb_4bit' does not work here: no kernel for this device"):
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "said"),
+    [
+        (
+            "bexp.workers.targets.transformers.quantized.import_module",
+            ModuleNotFoundError("No module named 'bitsandbytes'"),
+            r"needs bitsandbytes: pip install 'bexp\[bitsandb",
+        ),
+        (
+            "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer.validate_environment",
+            RuntimeError("None of the available devices is supported"),
+            "does not work here: RuntimeError: None of the avail",
+        ),
+        (
+            "bitsandbytes.matmul_4bit",
+            NotImplementedError("no kernel for\nthis device"),
+            "does not work here: no kernel for this device",
+        ),
+    ],
+    ids=["package", "device", "kernel"],
+)
+def test_what_is_missing_is_named(place: str, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, raising(error))
+    with pytest.raises(UnsupportedTrialError, match=f"'bnb_4bit' {said}"):
         parts_of(open_target(quantization="bnb_4bit", training={"lora": LORA}))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.part_costs import PartsDecomposer
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.legal_space import enumerate_candidates
@@ -20,23 +19,18 @@ from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrial
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from tests.bexp.kernels.references import assert_same_values
-from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, candidate, open_target, opened, parts_of, request_for
 
 pytest.importorskip("transformers")
 
 
-def test_memory_is_settled_after_the_parts_are_gone_and_before_there_is_a_whole_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = open_target()
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+def test_memory_is_settled_after_the_parts_and_before_there_is_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, parts, request = opened()
     weight = weakref.ref(next(target._parts().skeleton.model.parameters()))
     assert target.rest() > 0
     found: list[tuple[bool, dict[str, Any]]] = []
     monkeypatch.setattr(target._instruments, "settle", lambda **asked: found.append((weight() is None, asked)))
-    candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
-    with target.training_run(candidate, parts, request_for()):
+    with target.training_run(candidate(), parts, request):
         assert found == [(True, {"release": True})]
         assert target.rest() == 0
 
@@ -72,12 +66,8 @@ def test_parts_with_a_policy_that_is_named_are_those_of_the_whole_model() -> Non
         assert_same_values(ran[name], ran["none"])
 
 
-def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, request = open_target(), request_for()
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, parts, request = opened()
     component = Component(
         kind=ComponentKind.LAYER, part=parts.layers[0], micro_batch_size=2, backend="sdpa", recompute="offload"
     )
@@ -106,9 +96,7 @@ def test_a_number_beyond_the_layers_of_a_config_is_refused_with_the_nearest() ->
         enumerate_candidates(request_for(recompute=["layers_4"]), report, report.parts)
 
 
-def test_the_balancing_loss_of_routers_is_in_the_whole_model_and_not_in_its_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_loss_of_routers_is_in_the_whole_model_and_not_in_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     config |= {"num_experts": 5, "num_experts_per_tok": 3, "vocab_size": 163, "output_router_logits": True}
@@ -122,11 +110,9 @@ def test_the_balancing_loss_of_routers_is_in_the_whole_model_and_not_in_its_part
         return measured(logits, *others)
 
     monkeypatch.setattr(modeling, "load_balancing_loss_func", noted)
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
+    parts = parts_of(target)
     assert not losses
-    candidate = Candidate(micro_batch_size=2, attention_backend="sdpa", expert_backend="eager", num_query_groups=1)
-    with target.training_run(candidate, parts, request_for(config)) as whole:
+    with target.training_run(candidate(2, expert_backend="eager"), parts, request_for(config)) as whole:
         whole.begin()
         whole.step()
     assert {len(logits) for logits in losses} == {2}, "the routers of both layers"

@@ -1,29 +1,27 @@
-"""Precision `master`: what a step beside float32 master weights holds, in its parts and in the whole model."""
+"""Precisions `master`, float32 weights beside bfloat16 ones, and `upcast`, in which Axolotl keeps some in float32."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from bexp.explorer.cost.components import ComponentKind
-from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.step import static_parts
-from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.model.parts import ModelParts
-from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.trials.component import measure_component, measure_optimizer
-from bexp.workers.profiler.trials.whole_model import run_whole_model
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
-from bexp.workers.targets.transformers.target import TransformersTarget
 from bexp.workers.targets.transformers.training_run import LEARNING_RATE, TrainerOptimizer
 from bexp.workers.training.optimizer import TrainingOptimizer
 from tests.bexp.kernels.references import assert_same_values
-from tests.workers.profiler.trials.test_optimizer import OneSecond
-from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target, request_for
+from tests.workers.targets.transformers.targets import (
+    HARDWARE,
+    LLAMA,
+    candidate,
+    check_composed_peak,
+    open_target,
+    opened,
+)
 
 pytest.importorskip("transformers")
 MASTER = {"training": {"precision": "master"}}
@@ -33,25 +31,13 @@ NUMBERS = EMBEDDING + 3 * LAYER + 64
 """Parameters of the small model whose head is its embedding."""
 
 
-def opened(config: dict[str, Any]) -> tuple[TransformersTarget, ModelParts]:
-    target = open_target(config, **MASTER)
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
-    return target, parts
-
-
-def candidate(micro_batch_size: int) -> Candidate:
-    return Candidate(micro_batch_size=micro_batch_size, attention_backend="sdpa", num_query_groups=1, loss="library")
-
-
 @pytest.mark.parametrize(("config", "numbers"), [(TIED, NUMBERS), (LLAMA, NUMBERS + EMBEDDING)], ids=["tied", "own"])
 def test_the_promised_state_is_what_a_whole_model_holds(config: dict[str, Any], numbers: int) -> None:
-    target, parts = opened(config)
-    request = request_for(config, **MASTER)
+    target, parts, request = opened(config, **MASTER)
     promised = static_parts(parts, request)
     assert (promised.parameters, promised.gradients) == (2 * numbers, 2 * numbers)
     assert (promised.master_weights, promised.optimizer_states) == (4 * numbers, 8 * numbers)
-    with target.training_run(candidate(1), parts, request) as run:
+    with target.training_run(candidate(loss="library"), parts, request) as run:
         run.begin()
         run.micro_step(0)
         optimizer = run._optimizer._optimizer  # type: ignore[union-attr]  # it trains
@@ -72,26 +58,10 @@ def test_the_promised_state_is_what_a_whole_model_holds(config: dict[str, Any], 
 
 @pytest.mark.parametrize("size", [1, 4], ids=["the step is the peak", "the head is the peak"])
 def test_the_composed_peak_is_that_of_the_whole_model(size: int) -> None:
-    target, parts = opened(TIED)
-    request, instruments, clock = request_for(TIED, **MASTER), target._instruments, PhaseClock()
-    instruments.timer = OneSecond()
-    table = Composition([candidate(size)], parts, request)
-    found = [
-        measure_optimizer(instruments, target, parts, component, candidate(size), request, clock)
-        if component.kind is ComponentKind.OPTIMIZER
-        else measure_component(instruments, target, parts, component, request, clock)
-        for component in table.components
-    ]
-    sizes = [
-        np.array([getattr(one, f"{name}_bytes") for one in found], float)
-        for name in ("saved", "forward_peak", "backward_peak")
-    ]
-    saved, transient = (float(each[0]) for each in table.activation_bytes(*sizes))
-    (stepped,) = (one for one in found if one.component.kind is ComponentKind.OPTIMIZER)
-    assert stepped.backward_peak_bytes == pytest.approx(4 * NUMBERS, rel=0.01), "all gradients in float32"
-    assert (saved == 0) is (size == 1), "the step decides the peak of a small micro-batch"
-    whole = run_whole_model(instruments, target, parts, candidate(size), request, clock)
-    assert static_parts(parts, request).total + saved + transient == pytest.approx(whole.peak_bytes, rel=0.02)
+    target, parts, request = opened(TIED, **MASTER)
+    composed = check_composed_peak(target, parts, candidate(size, loss="library"), request)
+    assert composed.optimizer.backward_peak_bytes == pytest.approx(4 * NUMBERS, rel=0.01), "all gradients in float32"
+    assert (composed.saved == 0) is (size == 1), "the step decides the peak of a small micro-batch"
 
 
 def test_a_step_clips_in_bfloat16_and_updates_in_float32() -> None:
@@ -124,3 +94,34 @@ def test_all_parameters_are_lowered_as_deepspeed_does(monkeypatch: pytest.Monkey
     master = build_model(resolved, BuildSettings(precision="master"), META)
     assert {p.dtype for p in pure.parameters()} == {torch.float32, torch.bfloat16}
     assert {p.dtype for p in master.parameters()} == {torch.bfloat16}
+
+
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 160,
+}
+WIDE = ("norm", "embed_tokens", "lm_head", "mlp.gate.")
+
+
+@pytest.mark.parametrize("config", [LLAMA, OLMOE], ids=["llama", "experts"])
+def test_what_axolotl_casts_is_in_float32(config: dict[str, Any]) -> None:
+    model = open_target(config, trainer="axolotl")._resolved.model
+    for name, parameter in model.named_parameters():
+        expected = torch.float32 if any(part in name for part in WIDE) else torch.bfloat16
+        assert parameter.dtype is expected, name
+
+
+@pytest.mark.parametrize(
+    ("config", "recompute"), [(TIED, Recompute.FULL), (OLMOE, Recompute.NONE)], ids=["tied", "experts"]
+)
+def test_the_composed_peak_of_upcast_weights_is_the_models(config: dict[str, Any], recompute: Recompute) -> None:
+    target, parts, request = opened(config, trainer="axolotl")
+    experts = target.report(HARDWARE).default_experts
+    tried = candidate(32, expert_backend=experts, loss="library", recompute=recompute)
+    check_composed_peak(target, parts, tried, request)

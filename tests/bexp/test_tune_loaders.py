@@ -1,4 +1,4 @@
-"""What is done to a training of Lightning's, without Lightning: `make test-frameworks` has it with the library."""
+"""The loaders that a trial sets, of accelerate's and of Lightning's, which `make test-frameworks` has itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
-from bexp.tune import applied_lightning, lightning_loop, promise
+from bexp.tune import accelerate_loop, applied_lightning, lightning_loop, promise
+from bexp.tune.accelerate_loop import _resized as _resized_by_accelerate
+from bexp.tune.data_loader import SizedLoader
 from bexp.tune.lightning_loop import _kept, _resized
 from bexp.tune.link import SIZE, CannotSetError
 from bexp.tune.measuring import ACCUMULATION
@@ -30,7 +32,8 @@ class GradientAccumulationScheduler:
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    monkeypatch.setattr(lightning_loop, "asked", found)
+    for loop in (accelerate_loop, lightning_loop):
+        monkeypatch.setattr(loop, "asked", found)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv(SIZE, raising=False)
     return found
@@ -50,7 +53,7 @@ def loader(dataset: Dataset[Any], **named: Any) -> DataLoader[Any]:
 NUMBERS = TensorDataset(torch.arange(10))
 
 
-def test_all_micro_batches_are_full_even_if_there_is_less_data(
+def test_all_micro_batches_are_full_if_there_is_less_data(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SIZE, "16")
@@ -118,9 +121,7 @@ def test_callbacks_that_write_are_left_out_and_others_stay() -> None:
 
 
 @pytest.mark.parametrize("data", [NUMBERS, Stream()])
-def test_a_loader_that_runs_with_the_answer_gets_its_size_in_place(
-    data: Dataset[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_that_runs_with_the_answer_gets_its_size(data: Dataset[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SIZE, "5")
     monkeypatch.setattr(promise, "takers", [])
     own = loader(data)
@@ -134,3 +135,33 @@ def test_what_has_no_size_has_not_taken_the_answer(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(promise, "takers", [])
     applied_lightning._resized(DataLoader(Stream(), batch_size=None))
     assert promise.takers == []
+
+
+ACCELERATOR = SimpleNamespace(split_batches=False, num_processes=2, process_index=0, gradient_accumulation_steps=1)
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (DataLoader(Numbers(), batch_size=2), "reads a stream"),
+        (DataLoader(NUMBERS, batch_sampler=[[0, 1]]), "has a sampler of whole batches"),
+    ],
+)
+def test_the_loader_of_an_evaluation_does_not_take_the_place_of_one_that_cannot_be_set(
+    loader: DataLoader[Any], why: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CannotSetError, match=rf"the first loader of data {why}: put {{micro_batch_size}} where"):
+        _resized_by_accelerate(ACCELERATOR, loader, [], is_compiled=False)
+    monkeypatch.setenv(SIZE, "4")
+    evaluation, seen = DataLoader(NUMBERS, batch_size=4), list[DataLoader[Any]]()
+    for each in (loader, evaluation):
+        assert _resized_by_accelerate(ACCELERATOR, each, seen, is_compiled=False) is each
+    assert asked == {}
+    assert isinstance(_resized_by_accelerate(ACCELERATOR, evaluation, [], is_compiled=False), SizedLoader), (
+        "it is the first one"
+    )
