@@ -30,8 +30,7 @@ from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.replay.recording import Recording
-from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
+from bexp.workers.replay.recording import ComponentRow, Recording, RecordingHeader, WholeModelRow
 
 ATTENTION = {"cudnn": 0.62, "flash": 0.5, "efficient": 0.28, "math": 0.4}
 EXPERTS = {"grouped_mm": 0.5, "loop": 0.25, "bmm": 0.45, "fused": 0.6, "hopper_grouped": 0.52}

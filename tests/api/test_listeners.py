@@ -216,7 +216,7 @@ def test_what_takes_too_long_to_answer_is_refused(
         monkeypatch.setattr("bexp.api.agents.http.REMOTE_SECONDS", 0.0)
     listener, may_end = listen(answer_seconds=0.3), threading.Event()
     opened.callback(may_end.set)
-    waits = {"serve": "bexp.storage.queue.Queue.enqueue", "mcp": "bexp.client.connection.Connection.request"}
+    waits = {"serve": "bexp.storage.queue.Queue.enqueue", "mcp": "bexp.client.client.Connection.request"}
     monkeypatch.setattr(waits[listener.name], lambda *_, **__: may_end.wait(PATIENCE_SECONDS))
     answer = listener.send()
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")

@@ -31,7 +31,7 @@ def text_of(queue: Queue, job_id: str) -> str:
 def test_every_log_is_kept_and_goes_on_after_a_restart(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_folder, "read_events", partial(read_events, limit=1))
+    monkeypatch.setattr(background, "read_events", partial(read_events, limit=1))
     train, evaluated = queue.enqueue(make_request())[0], queue.enqueue(make_request(mode="eval"))[0]
     folder = LogFolder(queue.database, tmp_path)
     folder.write()
@@ -77,7 +77,7 @@ def test_an_exploration_that_is_deleted_meanwhile_is_no_fault(
     job = queue.enqueue(make_request())[0]
     queue.request_cancel(job.id)
     delete_job(queue.database, job.id)
-    monkeypatch.setattr(log_folder, "read_last_seqs", lambda database: {job.id: 2})
+    monkeypatch.setattr(background, "read_last_seqs", lambda database: {job.id: 2})
     LogFolder(queue.database, tmp_path / "logs").write()
     assert not (tmp_path / "logs").exists()
 

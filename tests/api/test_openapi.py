@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter
 
-from bexp.api import administration, examples, resources
+from bexp.api import examples, resources
 from bexp.api.refusals import Problem
 from bexp.api.settings import ServiceSettings
 from bexp.client.explorations import Exploration, Result
@@ -154,8 +154,8 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
         (resources.TrialPage, examples.TRIALS),
         (resources.RunReportResource, examples.RUN_REPORT),
         (resources.RunReportPage, examples.RUN_REPORTS),
-        (administration.AuditPage, examples.AUDIT),
-        (administration.QuotaList, examples.QUOTAS),
+        (resources.AuditPage, examples.AUDIT),
+        (resources.QuotaList, examples.QUOTAS),
     ],
 )
 def test_the_examples_are_what_the_service_answers(model: type[BaseModel], example: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
         exported.append(found)
         raise ExportError("nothing")
 
-    monkeypatch.setattr(api_results, "export", export)
+    monkeypatch.setattr(api_stored, "export", export)
     first = measure(queue)
     add_worker(queue.database)
     second, _ = queue.enqueue(make_request())

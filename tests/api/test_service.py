@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from bexp.api import service
+from bexp.api.rate_limits import StreamLimits
 from bexp.api.refusals import ProblemException
 from bexp.api.service import WriteProbe, keep_trimmed
-from bexp.api.stream_limits import StreamLimits
 from bexp.storage.database import Database
 from tests.waits import PATIENCE_SECONDS
 

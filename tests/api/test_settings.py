@@ -21,7 +21,7 @@ from bexp.storage.quotas import MAX_STORED_BYTES
 from bexp.storage.run_reports import MAX_EXPLORATIONS, MAX_REPORTS
 from bexp.storage.submission import KEY_LIFETIME
 from bexp.storage.waiting import MAX_WAIT
-from bexp.workers.jobs import heartbeat, worker
+from bexp.workers.jobs import runner, worker
 
 
 def test_nothing_need_be_set() -> None:
@@ -139,9 +139,9 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         (
             "operations",
             r"dies or freezes is replaced within (\S+) s",
-            housekeeping.TERM.total_seconds() + USUAL.waiting_check_seconds,
+            background.TERM.total_seconds() + USUAL.waiting_check_seconds,
         ),
-        ("answer", r"and `serve` \(every (\S+) s\)", log_folder.WRITE_SECONDS),
+        ("answer", r"and `serve` \(every (\S+) s\)", background.WRITE_SECONDS),
         ("answer", r"its processes within (\S+) s", local_worker.GRACE_SECONDS),
         ("operations", r"A cancelled exploration ends within (\S+) s", local_run.CANCEL_SECONDS),
         ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
@@ -170,7 +170,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("operations", r"a request waits at most (\S+) s for its turn", DatabaseLimits().turn.total_seconds()),
         ("operations", r"PostgreSQL frees such locks after (\S+) s", DatabaseLimits().idle_transaction.total_seconds()),
         ("operations", r"why explorations have waited for (\S+) s", WAITING_GRACE.total_seconds()),
-        ("operations", r"Its worker looks (\S+) a second", 1 / heartbeat.POLL.total_seconds()),
+        ("operations", r"Its worker looks (\S+) a second", 1 / runner.POLL.total_seconds()),
         ("configuration", r"of which the first may have stored trials \| (\S+) \|", QueueSettings().max_attempts),
         ("configuration", r"without a stored trial between them \| (\S+) \|", QueueSettings().max_faults),
         ("configuration", r"up to \S+ s \| (\S+) \|", QueueSettings().retry_pause.total_seconds()),
