@@ -13,8 +13,8 @@ import pytest
 import sqlalchemy as sa
 
 from bexp.api import streams
+from bexp.api.background import TERM
 from bexp.api.examples import REQUEST
-from bexp.api.housekeeping import TERM
 from bexp.api.routes import explorations
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database, DatabaseLimits, open_database

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api import log_folder
+from bexp.api import background
+from bexp.api.background import LogFolder
 from bexp.api.cli.following import open_run_log
-from bexp.api.log_folder import LogFolder
 from bexp.api.run_log import RunLog, log_path
 from bexp.api.settings import ServiceSettings
 from bexp.client.explorations import Exploration

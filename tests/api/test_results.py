@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from bexp.api import comparison
-from bexp.api import results as api_results
+from bexp.api import stored as api_stored
 from bexp.api.comparison import compare_answers
 from bexp.api.examples import RUN_REPORT
 from bexp.explorer.exports.exploration import ExportSource

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api import background, housekeeping, listener, local_worker, log_folder, rate_limits, streams, tokens, turns
+from bexp.api import background, listener, local_worker, rate_limits, streams, tokens, turns
 from bexp.api.agents import commands
 from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
