@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from tests.tune_commands.with_trainer import Padded, Texts
+from tests.tune_commands.texts import Padded, Texts
 
 LINE = "x" * 200
 MEGABYTES = 4
