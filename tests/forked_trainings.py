@@ -1,6 +1,6 @@
 """Training commands that have torch, accelerate and transformers when they begin, for tests of what comes after.
 
-They are forked where `subprocess.Popen` would start the interpreter, and so are the ranks of torchrun. A library that is
+They are forked where `subprocess.Popen` would start the interpreter, as are the ranks of torchrun. A library that is
 there already is patched by the hook of `bexp tune` when they begin, and the module of transformers' Trainer when they
 import it, as ever. `tests/acceptance` starts real ones, and so does a test with `-u` before the script.
 """
@@ -72,7 +72,7 @@ class _Ranks(RankServer):
     """Forks the ranks of torchrun, which are scripts of ours."""
 
     def start_rank(self, command: Sequence[str], environment: Mapping[str, str]) -> object:
-        given = json.dumps([command[2:], os.getcwd(), dict(environment)])  # after the interpreter and `-u`
+        given = json.dumps([command[2:], str(Path.cwd()), dict(environment)])  # after the interpreter and `-u`
         return self.start("tests.forked_trainings", given, output=sys.stdout.fileno())
 
 

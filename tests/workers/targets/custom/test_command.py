@@ -20,7 +20,8 @@ from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, CommandProcess
 from bexp.workers.targets.custom.training_command import TrainingCommand, locks_of
 from tests.forked_trainings import SCRIPTS
-from tests.tune_commands import texts as of_a_trainer, with_a_loader
+from tests.tune_commands import texts as of_a_trainer
+from tests.tune_commands import with_a_loader
 from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers.targets.custom.commands import Commands, measure, open_
 
