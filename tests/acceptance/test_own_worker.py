@@ -61,7 +61,7 @@ def test_the_device_that_a_command_names_measures_and_the_job_of_a_killed_one_wa
         process.kill()
     killed.kill()
     killed.wait()
-    (job,) = (job for job in list_jobs(queue.database)[0] if job.recommendation is None)
+    (job,) = (job for job in list_jobs(queue.database)[0] if job.state is not JobState.SUCCEEDED)
     assert job.state is JobState.QUEUED, "its worker had not begun"
     store(queue.database, job.id, own_worker_until=None)  # rather than wait for 30 s
     queue.note_waiting(grace=timedelta(0), live_within=timedelta(0))  # the dead worker may have reported
