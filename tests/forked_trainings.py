@@ -1,8 +1,8 @@
 """Training commands that have torch, accelerate and transformers when they begin, for tests of what comes after.
 
-They are forked where `subprocess.Popen` would start the interpreter. A library that is there already is patched by the
-hook of `bexp tune` when they begin, and the module of transformers' Trainer when they import it, as ever.
-`tests/acceptance` starts real ones, and so does a test with an option of the interpreter before the script.
+They are forked where `subprocess.Popen` would start the interpreter, as are the ranks of torchrun. A library that is
+there already is patched by the hook of `bexp tune` when they begin, and the module of transformers' Trainer when they
+import it, as ever. `tests/acceptance` starts real ones, and so does a test with `-u` before the script.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
 from bexp.tune.environment import HOOK
 from bexp.tune.imports import _Watcher
 from tests.chaos.fork_server import ForkedProcess, shared_server
+from tests.forked_group import RankServer
 from tests.forked_ranks import ROOT
 
 SCRIPTS = ROOT / "tests" / "tune_commands"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 PRELOADED = (
     "bexp.tune.imports",
     "tests.forked_ranks",
@@ -38,7 +43,8 @@ PRELOADED = (
 
 def start_training(command: Sequence[str], *, cwd: str, env: Mapping[str, str], **options: Any) -> Any:
     """Do what `subprocess.Popen` does with a training command; that of a script of ours is a fork."""
-    if not any(Path(word).parent == SCRIPTS for word in command[1:2]):
+    words = command[6:7] if tuple(command[1:6]) == TORCHRUN else command[1:2]
+    if not any(Path(word).parent == SCRIPTS for word in words):
         return subprocess.Popen(command, cwd=cwd, env=env, **options)
     read, write = os.pipe()
     try:
@@ -50,9 +56,21 @@ def start_training(command: Sequence[str], *, cwd: str, env: Mapping[str, str], 
     return process
 
 
+class _Ranks(RankServer):
+    """Forks the ranks of torchrun, which are scripts of ours."""
+
+    def start_rank(self, command: Sequence[str], environment: Mapping[str, str]) -> object:
+        given = json.dumps([command[2:], str(Path.cwd()), dict(environment)])  # after the interpreter and `-u`
+        return self.start("tests.forked_trainings", given, output=sys.stdout.fileno())
+
+
 def _main(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
-    """Run a script as the interpreter does that is started in a folder with an environment."""
+    """Run a script or torchrun as the interpreter does that is started in a folder with an environment."""
     os.chdir(folder)
+    is_launcher = arguments[0] == TORCHRUN[0]
+    if is_launcher:
+        SubprocessHandler._popen = _Ranks().start_rank  # type: ignore[assignment]  # a double
+        del arguments[0]
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = arguments
@@ -62,7 +80,11 @@ def _main(arguments: list[str], folder: str, environment: dict[str, str]) -> Non
     for watcher in [finder for finder in sys.meta_path if isinstance(finder, _Watcher)]:
         for name in [name for name in watcher._patches if name in sys.modules]:
             watcher._patches.pop(name)(sys.modules[name])
-    runpy.run_path(arguments[0], run_name="__main__")
+    sys.tracebacklimit = 9  # a traceback is no longer for having been forked: only the last lines printed are kept
+    if is_launcher:
+        run.main()
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from bexp.client.address import is_loopback
 from bexp.storage import components, matching, quotas
 from bexp.storage.audit import KEEP_AUDIT, MOST_RECORDS
 from bexp.storage.database import DatabaseLimits
-from bexp.storage.leases import LONGEST_PAUSE, QueueSettings
 from bexp.storage.queue import WAITING_GRACE
+from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES
 from bexp.storage.run_reports import MAX_EXPLORATIONS, MAX_REPORTS
 from bexp.storage.submission import KEY_LIFETIME

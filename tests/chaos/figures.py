@@ -29,8 +29,8 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES, sum_stored_bytes
 from bexp.storage.schema import upgrade
 from bexp.storage.tables import events, jobs

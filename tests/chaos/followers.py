@@ -14,8 +14,9 @@ from typing import Any
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.storage.database import DATABASE_TROUBLE, Database
 from bexp.storage.jobs import JobState, get_summary
-from bexp.storage.leases import Lease, QueueSettings
+from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from tests.chaos.processes import Service
 from tests.chaos.result import above, spread
 from tests.contracts.samples import make_request, make_worker

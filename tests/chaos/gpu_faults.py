@@ -40,8 +40,8 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import Job, JobState, get_job, get_summary
-from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import upgrade
 from bexp.storage.trials import read_all_trials
 from bexp.workers.devices.discovery import open_gpu

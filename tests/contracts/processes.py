@@ -9,8 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from bexp.storage.database import Database, open_database
-from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import is_current, upgrade
 from bexp.storage.workers import WorkerInfo
 from tests.chaos.fork_server import shared_server

@@ -7,8 +7,8 @@ import pytest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState, get_job
-from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.submission import JobFinishedError
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire
 from tests.contracts.samples import make_progress, make_request

@@ -14,8 +14,9 @@ from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState, get_job, list_jobs
-from bexp.storage.leases import Claim, HardwareMismatchError, QueueSettings
+from bexp.storage.leases import Claim, HardwareMismatchError
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import trials
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
 from tests.contracts.processes import drain, run_two

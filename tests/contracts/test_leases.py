@@ -13,8 +13,9 @@ from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState, get_job
-from bexp.storage.leases import LONGEST_LEASE, Lease, LeaseLostError, QueueSettings, is_held
+from bexp.storage.leases import LONGEST_LEASE, Lease, LeaseLostError, is_held
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, store, stored_trials

@@ -14,9 +14,9 @@ from bexp.storage.claims import ClaimQuota
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState, get_job
-from bexp.storage.leases import QueueSettings
 from bexp.storage.matching import needs_of
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs, workers
 from bexp.storage.waiting import describe_duration, find_waiting, list_waiting_ids
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker

@@ -12,8 +12,9 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import Claim, HeartbeatStatus, Lease, QueueSettings
+from bexp.storage.leases import Claim, HeartbeatStatus, Lease
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
 from bexp.workers.jobs import runner
 from bexp.workers.jobs.runner import Interruption, LeaseHeartbeat
