@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recording_file import RecordingFile, component_row, covered_request, encode_row
-from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
     BatchFigures,
     ComponentFigures,
@@ -170,20 +169,6 @@ def test_a_row_keeps_the_conditions_in_short() -> None:
     assert read.measurement().contamination is None
     plain = encode_row(component_row(component, 0, measured(recorded, Conditions()), replaced=False))
     assert "conditions" not in json.loads(plain)
-
-
-def test_a_row_keeps_what_the_host_does_about_an_exchange() -> None:
-    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=4)
-    figures = {"device_seconds": 0.1, "forward_device_seconds": 0.05, "standard_error_seconds": 0.0, "repeats": 5}
-    sizes = {"saved_bytes": 0, "forward_peak_bytes": 0, "backward_peak_bytes": 0}
-    host = {"host_seconds": 0.02, "host_once_seconds": 0.01, "slowdown": 0.25}
-    found = ComponentMeasurement.model_validate({"component": component, **figures, **sizes, **host})
-    recorded = empty()
-    plain = table_of(recorded).candidates[0]
-    measurement = Measurement(candidate=plain, outcome=Outcome.OK, components=(found,))
-    read = ROWS.validate_json(encode_row(component_row(component, 0, measurement, replaced=False)))
-    assert isinstance(read, ComponentRow)
-    assert read.measurement() == found
 
 
 def test_contaminated_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:

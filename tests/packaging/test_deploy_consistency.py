@@ -288,6 +288,9 @@ def test_compose_has_what_its_services_need() -> None:
                 assert is_bexp or "test" in services[needed]["healthcheck"]
     url = services["api"]["environment"]["BEXP_DATABASE_URL"]
     told = services["postgres"]["environment"]
+    assert told["POSTGRES_PASSWORD"].startswith("${BEXP_POSTGRES_PASSWORD:?"), "there is no default"
+    assert services["api"]["ports"] == [f"127.0.0.1:{DEFAULT_PORT}:{DEFAULT_PORT}"]
+    assert services["worker"]["healthcheck"] == {"disable": True}, "the image's asks the API"
     pattern = rf"postgresql://{told['POSTGRES_USER']}:\$\{{\w+[^}}]*\}}@postgres:5432/{told['POSTGRES_DB']}"
     assert re.fullmatch(pattern, url)
 

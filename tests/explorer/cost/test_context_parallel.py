@@ -12,7 +12,6 @@ from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_component_table
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, LAYOUTS, Sharing, busiest_pairs, refuse_layout
-from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
@@ -110,26 +109,11 @@ def test_sizes_and_layouts_multiply_the_space_and_compose_with_the_rest() -> Non
     assert [c for c in found if c.context_parallel_size == 1] == list(alone), "in the same order"
 
 
-def test_layouts_are_dropped_where_the_length_refuses_them() -> None:
-    rep = report(experts=False, num_devices=4)
-    odd = request((1, 4), model={**MODEL, "seq_length": 4100})
-    assert sharings(odd, rep) == {(1, None), (4, "ring"), (4, "striped")}
-
-
 def test_no_more_devices_share_than_the_profiler_has() -> None:
     assert sharings(request("explore"), report(experts=False, num_devices=2)) == {(1, None), *product((2,), LAYOUTS)}
     assert sharings(request("explore"), report(experts=False)) == {(1, None)}
     with pytest.raises(EmptySpaceError, match="shared by 2 devices need as many; this worker's profiler has 1"):
         sharings(request((2, 4)), report(experts=False))
-
-
-def test_auto_follows_the_groups() -> None:
-    req = request((1, 4), micro_batch_size="auto", batch_size=8, num_devices=4)
-    sizes = [MICRO_BATCH_SIZE.considered_over(size, req.space.place) for size in (1, 4)]
-    assert sizes == [(1, 2), (1, 2, 4, 8)]
-    space = enumerate_candidates(req, report(experts=False, num_devices=4), req.shapes).candidates
-    assert {c.micro_batch_size for c in space if c.context_parallel_size == 1} == {1, 2}
-    assert {c.micro_batch_size for c in space if c.context_parallel_size == 4} == {1, 2, 4, 8}
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
@@ -171,10 +155,3 @@ def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) 
         assert total[0] > total[1] > total[2]
         if mode == "train":
             assert saved[0] > 1.5 * saved[1] > 2.2 * saved[2], "activations follow the tokens of a device"
-
-
-def test_state_is_sharded_over_all_devices_whatever_shares_sequences() -> None:
-    req = request(training={"sharding": "zero3"})
-    parts = {Composition([candidate(2, s, ly)], req.shapes, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
-    assert len(parts) == 1
-    assert req.devices.optimizer_shards == 4

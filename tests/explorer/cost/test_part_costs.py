@@ -16,7 +16,6 @@ from bexp.explorer.cost.part_costs import (
     predict_part_bytes,
 )
 from bexp.explorer.cost.roofline import roofline_seconds
-from bexp.explorer.cost.step import static_parts
 from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
@@ -42,16 +41,6 @@ def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
     assert PartsDecomposer(parts(), training=False)(candidate()).optimizer is None
 
 
-def test_training_state_is_what_the_parameters_take_as_they_are() -> None:
-    state = static_parts(parts(), request())
-    assert state.parameters == state.gradients == parts().parameter_bytes
-    assert state.optimizer_states == 2 * parts().trainable_bytes
-    assert state.master_weights == 0
-    frozen = static_parts(parts(trainable_bytes=100), request(training={"optimizer": {"name": "sgd"}}))
-    assert (frozen.gradients, frozen.optimizer_states) == (100, 100)
-    assert static_parts(parts(), request(mode="eval")).total == parts().parameter_bytes
-
-
 def layer(**changes: Any) -> Component:
     settings = {"kind": "layer", "part": "dense", "micro_batch_size": 4, "backend": "sdpa"}
     return Component.model_validate({**settings, **changes})
@@ -64,35 +53,12 @@ def test_a_step_beside_master_weights_holds_all_gradients_in_float32() -> None:
     assert predict_component_bytes(component, parts(), request_of_parts()).backward_peak == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "share"),
-    [
-        ({}, 1.0),
-        ({"recompute": "selective"}, 0.9),
-        ({"recompute": "activations"}, 0.6),
-        ({"recompute": "projections"}, 0.3),
-        ({"recompute": "full"}, 1.0),
-        ({"bta_tile": 2}, 0.5),
-    ],
-)
-def test_a_layer_keeps_the_share_that_its_policy_leaves(changes: dict[str, Any], share: float) -> None:
-    tokens, live = 4 * 32, 4 * 32 * 640
-    found = predict_component_bytes(layer(**changes), parts(), request())
-    assert found == ComponentBytes(round(share * live), live, live + tokens * 128)
-
-
 def test_a_layer_on_the_host_keeps_its_output_and_moves_the_rest_there_and_back() -> None:
     on_host = layer(recompute="offload")
     found = predict_component_bytes(on_host, parts(), request())
     assert (found.saved, found.forward_peak, found.backward_peak) == (4 * 32 * 128, 4 * 32 * 128, 2 * 4 * 32 * 128)
     again = again_work(on_host, parts(), part_work(on_host, parts()))
     assert again == Work(0.0, 2 * 4 * 32 * 640)
-
-
-def test_a_layer_keeps_at_least_its_output() -> None:
-    wide = parts(output_bytes_per_token=400)
-    for changes in ({"recompute": "projections"}, {"bta_tile": 2}):
-        assert predict_component_bytes(layer(**changes), wide, request()).saved == 4 * 32 * 400
 
 
 def test_the_chunked_loss_keeps_three_outputs_at_most() -> None:
@@ -119,29 +85,6 @@ def test_ligers_loss_reads_the_heads_weights_for_each_chunk() -> None:
             predicted = roofline_seconds(component, model, request(), hardware)
             distances.append(m * milliseconds / predicted.device)
         assert max(distances) < 1.4 * min(distances), "1.7 times, if the weights were read once"
-
-
-def test_without_training_a_part_holds_its_output_and_what_is_transient() -> None:
-    tokens = 4 * 32
-    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="library")
-    found = predict_component_bytes(shell, parts(), request(mode="eval"))
-    assert found == ComponentBytes(tokens * 128, tokens * (128 + 400), 0)
-    optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
-    assert predict_component_bytes(optimizer, parts(), request()) == ComponentBytes(0, 0, 0)
-
-
-def test_expected_work_counts_products_attention_and_what_runs_again() -> None:
-    work = part_work(layer(), parts())
-    assert work.flops == 4 * (32 * 2.0 * 5000 + 7e6)
-    assert again_work(layer(), parts(), work) is None
-    assert again_work(layer(recompute="full"), parts(), work) == work
-    core = again_work(layer(recompute="selective"), parts(), work)
-    assert core is not None
-    assert core == Work(4 * 7e6, 0.0)
-    assert work.bytes == 2 * 5000 + 2 * 4 * 32 * 640
-    assert again_work(layer(bta_tile=2), parts(), work) == work
-    for policy in ("activations", "projections"):
-        assert again_work(layer(recompute=policy), parts(), work) == Work(work.flops / 3, work.bytes / 2)
 
 
 def test_kinds_are_named_once_and_layers_name_them() -> None:

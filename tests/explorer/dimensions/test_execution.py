@@ -110,11 +110,6 @@ def test_a_choice_of_flash_alone_is_undone_by_its_exclusion() -> None:
         build(attention_backends=["sdpa:flash", "flash_attention_2"], flash_attention=False)
 
 
-@pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "flash_attention_2"])
-def test_an_attention_back_end_may_name_one_of_torchs_kernels(name: str) -> None:
-    assert build(attention_backends=[name]).attention_backends == (name,)
-
-
 MOE = {"num_experts": 2, "top_k": 1, "expert_ffn_hidden_size": 8}
 EXPERTS: dict[str, Any] = {**REFERENCE, "model": {**REFERENCE["model"], "moe": MOE}}
 OF_BEXP = "there are bmm, fused, grouped_mm, hopper_grouped, loop"

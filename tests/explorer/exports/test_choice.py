@@ -27,7 +27,7 @@ from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.registry import FORMATS, TRAINERS, TrainerName, UnknownFormatError
 from bexp.explorer.trainers.settings import TrainerSettings
 from tests.explorer.alternatives import other_of
-from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, own_exploration
+from tests.explorer.exports.samples import GIB, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import (
     LOGIT_BYTES,
     NUM_PARAMETERS,
@@ -173,17 +173,6 @@ def test_what_nothing_replaces_is_refused_without_trials(best: Candidate, asked:
     assert plan(answer, "python").candidate == best
 
 
-@pytest.mark.parametrize("name", ["megatron", "torchtitan", "torchtitan-main", "cerebras"])
-def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
-    answer = exploration(training={"lora": {"r": 8, "target_modules": ["q_proj"]}})
-    with pytest.raises(ExportError, match="cannot express LoRA; these can: bexp, transformers"):
-        plan(answer, name)
-    assert plan(answer, "deepspeed").lora is not None
-    assert answer.recommendation is not None
-    assert name not in formats_for(answer.recommendation, answer.request)
-    assert {"transformers", "axolotl"} <= set(formats_for(answer.recommendation, answer.request))
-
-
 @pytest.mark.parametrize("name", ["llamafactory", "axolotl"])
 def test_an_alpha_that_a_trainer_would_round_is_refused(name: str) -> None:
     answer = exploration(training={"lora": LORA | {"alpha": 12.5}})
@@ -303,10 +292,6 @@ def test_only_a_trainer_that_knows_the_capacity_of_experts_is_told_such_a_model(
         assert flag in text
     with pytest.raises(ExportError, match="DeepSpeed cannot express a capacity factor of experts; these can: megatron"):
         export("deepspeed", answer)
-
-
-def test_ours_is_told_to_bexp_alone() -> None:
-    assert plan(exploration(OURS, losses=["library", "chunked"]), "python").candidate == OURS
 
 
 def test_the_batch_of_a_training_command_is_kept_though_the_request_states_none() -> None:

@@ -156,20 +156,6 @@ def test_length_and_optimizer_are_exported_or_stand_in_the_header() -> None:
     assert "texts: every sequence was measured full" in "\n".join(export("transformers", answer).header)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "off"),
-    [
-        ("transformers", "activation_checkpointing", False),
-        ("axolotl", "gradient_checkpointing", False),
-        ("llamafactory", "disable_gradient_checkpointing", True),
-    ],
-)
-def test_recomputation_is_switched_off_where_none_was_measured(name: str, key: str, *, off: bool) -> None:
-    """Some trainers recompute unless they are told not to."""
-    assert yaml.safe_load(export(name, exploration()).text)[key] is off
-    assert yaml.safe_load(export(name, exploration(FULL)).text)[key] is not off
-
-
 @pytest.mark.parametrize("name", ["accelerate", "deepspeed"])
 def test_a_script_is_told_whether_to_recompute(name: str) -> None:
     assert any("no gradient checkpointing, as measured" in line for line in export(name, exploration()).header)

@@ -59,17 +59,6 @@ def test_cerebras_gpt_agrees_with_gpt2_of_the_same_shape() -> None:
     assert ours.model_copy(update={"name": imported.name}) == imported
 
 
-def test_the_bta_example_tiles_attention() -> None:
-    request = read("cerebras-bta")
-    assert (request.bta.enable, request.bta.max_tile, request.micro_batch_size) == (True, 4, "explore")
-
-
-def test_the_switch_like_example_sends_each_token_to_one_of_128_experts() -> None:
-    moe = read("switch-like-e128").shapes.moe
-    assert moe is not None
-    assert (moe.num_experts, moe.top_k) == (128, 1)
-
-
 def test_the_demo_is_small_enough_for_a_laptop() -> None:
     request = read("tiny-moe")
     assert request.shapes.moe is not None

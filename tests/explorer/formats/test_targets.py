@@ -68,12 +68,6 @@ def test_the_longest_sequence_of_a_short_model_is_not_exceeded() -> None:
         parse_request({"hf_config": GEMMA, "seq_len": 256})
 
 
-def test_a_config_is_translated_for_the_reference_layers() -> None:
-    request = parse_request({"model_type": "llama", "target": "bexp"})
-    assert request.hf_config is None
-    assert request.shapes.num_layers == 32
-
-
 def test_a_parsed_request_is_parsed_again_as_it_is() -> None:
     for document in ({**GEMMA, "target": "transformers"}, {"target": "mine"}, {"model_type": "llama", "use_x": False}):
         request = parse_request(document)
@@ -174,12 +168,6 @@ def test_a_notice_stays_short() -> None:
     ).notices
     assert len(notice) < 1000
     assert "888 more" in notice
-
-
-@pytest.mark.parametrize("document", [{"model_type": "llama"}, {"model_type": "qwen3_moe"}])
-def test_a_key_that_is_set_stays_refused(document: dict[str, Any]) -> None:
-    assert "not a known field" in refusal({**document, "target": "bexp", "use_mrope": True})["use_mrope",]
-    assert "multiplier" in refusal({**document, "target": "bexp", "residual_multiplier": 0.5})["residual_multiplier",]
 
 
 @pytest.mark.parametrize("value", [1, None])

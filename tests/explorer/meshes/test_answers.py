@@ -187,14 +187,6 @@ def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:
     assert mesh.tensor > 1 or candidate.micro_batch_size == 1
 
 
-def test_an_unknown_back_end_ends_a_search_of_meshes_with_the_reason() -> None:
-    asked = request(attention_backends=["flash"])
-    without = report(memory_gib=24.0, experts=False).model_copy(update={"attention_backends": ()})
-    answer = [*explore(asked, without, SimulatedDevice(asked))][-1].answer
-    assert answer is not None
-    assert "unknown attention back end 'flash'" in (answer.variants[0].reason or "")
-
-
 def test_the_budget_ends_a_search_of_meshes() -> None:
     steps = run(request(budget={"max_trials": 2}))
     assert sum(step.trial is not None for step in steps) <= 4

@@ -54,11 +54,6 @@ def test_named_sizes_are_kept_to() -> None:
     assert found == (Mesh(tensor=1, data=4, **common), Mesh(tensor=2, data=2, **common))
 
 
-def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
-    assert Mesh(tensor=2, data=8, expert=4).expert_data == 4
-    assert Mesh(tensor=2, data=8).expert_data == 8
-
-
 @pytest.mark.parametrize(
     ("parallelism", "changes", "message"),
     [
@@ -122,10 +117,6 @@ def test_no_pipeline_shards_gradients_or_parameters() -> None:
     assert {mesh.pipeline for mesh in legal_meshes(request_of(num_devices=4)) if mesh.sharding in late} == {1}
 
 
-def test_a_request_for_one_device_explores_no_mesh() -> None:
-    assert not request_of(num_devices=1).devices.share_model
-
-
 def test_modes_are_plain_unless_named_or_explored() -> None:
     assert request_of({"expert": 8}, model=MOE).parallelism.expert_modes == (ExpertMode.PLAIN,)
     assert request_of("explore", model=MOE).parallelism.expert_modes == tuple(ExpertMode)
@@ -157,7 +148,3 @@ def test_context_and_sharding_go_where_they_are_kept() -> None:
 def test_the_same_in_two_places_is_refused(parallelism: dict[str, Any], changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="given twice"):
         ExplorationRequest.model_validate({"model": MODEL, "num_devices": 4, "parallelism": parallelism, **changes})
-
-
-def test_a_mesh_needs_all_of_its_devices() -> None:
-    assert request_of(num_devices=64).devices.needed() == request_of(num_devices=64).devices.needed(8) == 64

@@ -146,12 +146,3 @@ def test_training_fields_of_transformers() -> None:
     for wrong in ({"r": 0, "target_modules": ["q"]}, {"r": 8, "target_modules": []}, {"r": 8, "target_modules": 1}):
         with pytest.raises(ValidationError, match="lora"):
             build(**HUGGING_FACE, training={"lora": wrong})
-
-
-def test_a_request_of_an_earlier_version_is_read_with_the_defaults() -> None:
-    stored = build(model=MODEL).model_dump(mode="json")
-    for field in ("target", "hf_config", "hf_seq_length", "allocator", "notices"):
-        del stored[field]
-    del stored["training"]["precision"]
-    del stored["training"]["lora"]
-    assert ExplorationRequest.model_validate(stored) == build(model=MODEL)

@@ -19,6 +19,7 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
+from tests.explorer.measurements import measured
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {
@@ -80,18 +81,10 @@ def measure(
     for component in components:
         seconds, host = device.seconds(component, state.table.model)
         saved, forward, backward = device.weigh(component, state.table.model)
+        sizes = {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
+        host_seconds, error = 0.01 * host, 0.001 * seconds
         found.append(
-            ComponentMeasurement(
-                component=component,
-                device_seconds=scale * seconds,
-                host_seconds=0.01 * host,
-                forward_device_seconds=scale * seconds / 3,
-                standard_error_seconds=0.001 * seconds,
-                repeats=10,
-                saved_bytes=saved,
-                forward_peak_bytes=forward,
-                backward_peak_bytes=backward,
-            )
+            measured(component, scale * seconds, host_seconds=host_seconds, standard_error_seconds=error, **sizes)
         )
     return Measurement(candidate=of, outcome=Outcome.OK, components=tuple(found))
 

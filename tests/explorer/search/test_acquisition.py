@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.search import samplers
-from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.samplers import NEGLIGIBLE, RIVALS, suggest_measurement
-from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.search.samplers import NEGLIGIBLE, suggest_measurement
 from tests.explorer.search.small import candidate, know, small_state
 
 
@@ -52,12 +49,6 @@ def with_an_unknown_rival(composed: float, whole: float) -> Posterior:
         clear_A=np.array([True, False]),
     )
     return state
-
-
-def test_nothing_is_suggested_without_contenders() -> None:
-    state = small_state()
-    state._contenders = replace(state.contenders, rows=np.zeros(0, dtype=np.int64))
-    assert suggest_measurement(state) is None
 
 
 def with_costs(samples: list[list[float]], wanted: tuple[int, ...], *, known: int = 0) -> Posterior:
@@ -151,47 +142,9 @@ def test_another_run_measures_what_most_blurs_the_difference() -> None:
     assert found.row == state.contenders.rows[1]
 
 
-def test_each_component_of_a_candidate_is_run_again_once() -> None:
-    state = rival_pair((100.0, 90.0), better=0.5, recompute=["none", "partial_50"])  # most candidates have fewer blocks
-    state.surrogate.log_std_K[0] = 10.0
-    found = suggest_measurement(state)
-    assert found is not None
-    assert found.components == (state.table.components[0],)
-
-
 def test_what_both_candidates_have_in_common_is_never_run_again() -> None:
     state = rival_pair((100.0, 99.0), 0.3)
     components = [set(state.table.decompositions[row].components) for row in state.contenders.rows]
     found = suggest_measurement(state)
     assert found is not None
     assert not set(found.components) & components[0] & components[1]
-
-
-def test_no_component_is_run_more_than_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MOST_RUNS == 4
-    assert RIVALS == 3
-    state = rival_pair((100.0, 99.0), 0.3)
-    counts: dict[object, int] = {}
-    monkeypatch.setattr(state, "count_attempts", lambda component: counts.get(component, 3))
-    assert suggest_measurement(state) is not None
-    counts.update(dict.fromkeys(state.table.components, 4))
-    assert suggest_measurement(state) is None
-    counts.update(dict.fromkeys(state.table.components, 0))
-    assert suggest_measurement(state) is None, "what was never run is no repeat"
-
-
-def test_the_option_with_the_higher_gain_a_second_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = small_state()
-    know(state, candidate(1))
-    first, second = (Suggestion(row, ()) for row in (0, 1))
-    monkeypatch.setattr(samplers, "_new_candidate", lambda *_: samplers._Option(2.0, first))
-    for rate, expected in ((1.0, first), (3.0, second)):
-        monkeypatch.setattr(samplers, "_repeated_run", lambda *_, r=rate: samplers._Option(r, second))
-        assert suggest_measurement(state) is expected
-
-
-def test_what_blurs_most_is_always_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "TELLING_SHARE", 1.0)
-    found = suggest_measurement(rival_pair((100.0, 99.0), 0.3))
-    assert found is not None
-    assert len(found.components) == 1

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from bexp.explorer.records.recommendation import WITHIN, Alternative, Role
+from bexp.explorer.records.recommendation import Alternative, Role
 from bexp.explorer.search.alternatives import (
     compare,
     dividing_batch_sizes,
-    dividing_rows,
     memory_rows,
     promising_row,
     recommend_dividing,
@@ -56,17 +54,6 @@ def test_a_recommended_candidate_that_divides_is_the_second_figure_too() -> None
     assert among is not None and among.confidence >= best.confidence
 
 
-def test_its_confidence_is_among_those_that_divide() -> None:
-    state = state_of(1, 2, 4, batch_size=14)
-    chosen = recommend_dividing(state)
-    assert chosen is not None
-    rows = np.flatnonzero(dividing_rows(state.table))
-    posterior = state.contenders_among(rows)
-    position = int(np.flatnonzero(posterior.rows == chosen.row)[0])
-    assert posterior.mean_A[position] == posterior.mean_A.max()
-    assert chosen.confidence == posterior.confidence(position, state.request.tolerance) > 0
-
-
 def test_one_that_is_not_measured_is_said_to_be_predicted() -> None:
     found = find(state_of(1, 4, batch_size=14))
     assert found is not None
@@ -88,23 +75,6 @@ def test_without_a_stated_batch_nothing_need_divide_it() -> None:
     state = state_of(1, 2, 4, batch_size=None)
     assert find(state) is None
     assert dividing_batch_sizes(state) == ()
-
-
-def test_evaluation_has_a_size_for_the_batch_too() -> None:
-    found = find(state_of(1, 2, 4, mode="eval", recompute=["none"], batch_size=14))
-    assert found is not None
-    assert (found.candidate.micro_batch_size, found.grad_accum_steps) == (2, 7)
-
-
-def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:
-    found = memory(state_of(1, 2, 4), 0)
-    assert [choice.role for choice in found] == [Role.FASTEST, *WITHIN]
-    fastest = found[0]
-    assert fastest.candidate.micro_batch_size == 4
-    for choice in found:
-        assert choice.tokens_per_second >= (1.0 - WITHIN.get(choice.role, 0.0) - 1e-12) * fastest.tokens_per_second
-        assert choice.measured_peak_bytes <= fastest.measured_peak_bytes
-    assert memory(small_state(), 0) == []
 
 
 def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.step import combine_seconds
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Conditions, Outcome
+from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.recommendation import Alternative, Recommendation, Role, WholeModelCheck
 from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.search.alternatives import accumulate, best_stock, compare, largest_untiled
+from bexp.explorer.search.alternatives import accumulate, best_stock, compare
 from bexp.explorer.search.candidate_report import build_recommendation
 from bexp.explorer.search.posterior import BestCandidate, Posterior
-from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
+from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
 from tests.explorer.alternatives import alternative
 from tests.explorer.notes import notes_of
 from tests.explorer.search.small import (
@@ -145,13 +144,6 @@ def test_no_answer_calls_what_was_not_run_whole_faster_than_what_was(role: Role)
     assert recommend(state, alternatives=(faster,)).alternatives == (faster,), "nothing was run whole"
 
 
-def test_what_a_config_says_and_is_not_measured_is_noted() -> None:
-    state = known_state()
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
-    state.request = state.request.model_copy(update={"target": "transformers", "hf_config": config})
-    assert any("quantization_config (gptq) is left out" in note for note in notes_of(recommend(state)))
-
-
 def test_an_execution_that_was_asked_for_and_cannot_be_had_is_noted_with_the_reason() -> None:
     refused = BackendSupport(name="graph", usable=False, reason="the model waits for the device")
     other = refused.model_copy(update={"name": "compile+graph"})
@@ -180,60 +172,11 @@ def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -
     assert words not in notes_of(recommend(state, best=reached, final=True, out_of_budget=True))
 
 
-def test_communication_that_is_not_timed_is_said_to_be_left_out() -> None:
-    words = "communication between devices is not included in the time"
-    assert words in notes_of(recommend(known_state(num_devices=2, batch_size=8)))
-    assert not any("between devices" in note for note in notes_of(recommend(known_state())))
-
-
-def exchanging_state(sharding: str = "none") -> Posterior:
-    """Two devices, both the worker's own, that exchange gradients."""
-    req = small_request(num_devices=2, batch_size=24, training={"sharding": sharding})
-    assert req.model is not None
-    candidates = small_state().table.candidates
-    table = Composition(candidates, req.model, req, communicates=True)
-    hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
-    return Posterior.of(table, candidates, req, hardware)
-
-
-def test_the_exchange_of_a_whole_model_is_a_part_of_its_step() -> None:
-    state = exchanging_state()
-    model, req = state.table.model, state.request
-    timed = whole_model_tokens_per_second(state, candidate(4), whole(0.004, communication_seconds=0.003))
-    assert timed == pytest.approx(combine_seconds(0.004, 0.001, 4, model, req, communication=0.003).tokens_per_second)
-
-
-def test_sizes_that_need_more_devices_than_there_are_are_noted() -> None:
-    req: dict[str, Any] = {"num_devices": 4, "batch_size": 16, "context_parallel": {"sizes": [1, 2, 4]}}
-    words = "context-parallel sizes 2, 4 need more devices than the 1 here"
-    assert words in notes_of(recommend(small_state(**req)))
-    hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
-    two = notes_of(recommend(small_state(**req), report=REPORT.model_copy(update={"hardware": hardware})))
-    assert "context-parallel sizes 4 need more devices than the 2 here" in two
-
-
-def test_only_whole_models_that_ran_are_compared() -> None:
-    state = known_state()
-    row = state.table.row[candidate(4)]
-    failed = trial(9, candidate(4), Outcome.CRASHED, kind=TrialKind.WHOLE_MODEL, whole_model=whole())
-    assert check_whole_model(state, row, None) is None
-    assert check_whole_model(state, row, failed) is None
-    assert check_whole_model(state, row, trial(9, candidate(4), kind=TrialKind.WHOLE_MODEL)) is None
-
-
 def test_the_throughput_of_a_whole_model_leaves_out_an_exchange_that_is_not_composed() -> None:
     state = known_state(batch_size=12)
     found = whole(0.004, communication_seconds=5.0)
     expected = combine_seconds(0.004, 0.001, 4, state.table.model, state.request).tokens_per_second
     assert whole_model_tokens_per_second(state, candidate(4), found) == expected
-
-
-def test_tiled_candidates_are_neither_the_largest_nor_stock() -> None:
-    state = small_state(bta={"enable": None}, micro_batch_size=[2, 4])
-    tiled = [i for i, c in enumerate(state.table.candidates) if c.bta_tile is not None]
-    assert tiled
-    assert largest_untiled(state, among=tiled) is None
-    assert best_stock(state, REPORT, among=tiled) is None
 
 
 def test_the_best_stock_candidate_uses_back_ends_of_an_ordinary_framework() -> None:

@@ -11,8 +11,6 @@ from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.search.confidence import (
     Contenders,
     confidence_score,
-    find_contenders,
-    missing_components,
     wanted_components,
 )
 from tests.explorer.search.small import candidate, know, small_state
@@ -90,17 +88,6 @@ def test_an_expected_gain_counts_how_much_faster_and_how_often() -> None:
     assert posterior(samples).expected_gains(0, most=0.4) == pytest.approx([0.0, 0.15, 0.2])
 
 
-def test_a_candidate_exactly_at_the_tolerance_counts() -> None:
-    assert posterior(np.array([[75.0, 100.0]]), (True, True)).confidence(0, 0.25) == 1.0
-
-
-def test_faster_means_by_more_than_the_margin() -> None:
-    found = posterior()
-    assert found.probability_faster(0, 0.0).tolist() == [0.0, 0.5, 0.25]
-    assert found.probability_faster(0, 0.015).tolist() == [0.0, 0.25, 0.25]
-    assert posterior(np.array([[100.0, 125.0]]), (True, True)).probability_faster(0, 0.25).tolist() == [0.0, 0.0]
-
-
 def test_the_incumbent_is_the_fastest_that_is_clear() -> None:
     assert posterior().incumbent == 1
     assert posterior(clear=(True, False, True)).incumbent == 0
@@ -116,24 +103,6 @@ def test_a_candidate_that_may_run_out_of_memory_is_less_likely_the_incumbent() -
 @pytest.mark.parametrize(("probability", "score"), [(0.0, 0), (0.959, 95), (0.96, 96), (0.999, 99), (1.0, 99)])
 def test_a_score_is_floored_and_never_a_hundred(probability: float, score: int) -> None:
     assert confidence_score(probability) == score
-
-
-def test_each_candidate_is_held_against_a_least_of_its_own() -> None:
-    state = small_state()
-    rows = np.arange(3)
-    assert find_contenders(state.table, state.surrogate, rows, np.array([0.0, 1e12, 0.0])).tolist() == [0, 2]
-
-
-def test_measured_components_are_neither_missing_nor_wanted() -> None:
-    state = small_state()
-    everything = np.arange(len(state.table.candidates))
-    assert missing_components(state.table, state.surrogate, everything).tolist() == state.table.used_CP.tolist()
-    know(state, candidate(1))
-    row = state.table.row[candidate(1)]
-    assert not missing_components(state.table, state.surrogate, np.array([row])).any()
-    other = np.array([state.table.row[candidate(4)]])
-    missing = missing_components(state.table, state.surrogate, other)
-    assert 0 < missing.sum() < state.table.used_CP[other].sum()
 
 
 def test_the_optimizer_is_wanted_however_sure_its_prediction_is() -> None:

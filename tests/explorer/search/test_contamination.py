@@ -9,7 +9,7 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
-from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED
@@ -43,15 +43,6 @@ def test_power_caps_idleness_and_busy_hosts_do_not_taint(conditions: Conditions)
 )
 def test_other_processes_taint(conditions: Conditions, words: str) -> None:
     assert words in str(conditions.contamination)
-
-
-def test_measurements_stored_before_conditions_were_known_are_read() -> None:
-    (trial,) = trials_of(run(request(), SimulatedDevice(request()), stop_after=1))
-    stored = trial.measurement.model_dump(mode="json")
-    for component in stored["components"]:
-        del component["conditions"]
-    assert Measurement.model_validate(stored) == trial.measurement
-    assert judge(trial.measurement) is trial.measurement
 
 
 class DisturbedDevice(SimulatedDevice):

@@ -73,13 +73,6 @@ def failed(component: Component | None, outcome: Outcome = Outcome.OUT_OF_MEMORY
     return Measurement(candidate=candidate(4), outcome=outcome, reason="why", failed_component=component)
 
 
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.CONTAMINATED])
-def test_a_trial_that_ran_is_no_failure(outcome: Outcome) -> None:
-    failures = Failures()
-    failures.learn(Measurement(candidate=candidate(), outcome=outcome))
-    assert len(failures) == 0
-
-
 def test_a_failed_component_rules_out_the_candidates_that_use_it_or_a_larger_one() -> None:
     state, failures = small_state(), Failures()
     component = next(
@@ -144,12 +137,3 @@ def test_what_the_error_of_memory_explains_rejects_others_only_after_a_few() -> 
         failures.reject(each, "too large", too_large=True)
         rejected = failures.rejected(state.table, required, failures.too_large(state.table))
         assert rejected.sum() == (number if number < MOST_TOO_LARGE else required.size)
-
-
-def test_a_candidate_that_needs_exactly_as_much_as_one_that_was_too_large_is_rejected() -> None:
-    state, failures = small_state(), Failures()
-    failures.reject(candidate(2), "too large", too_large=True)
-    same = np.full(len(state.table.candidates), 7.0)
-    assert failures.rejected(state.table, same).all()
-    same[state.table.row[candidate(1)]] = 6.0
-    assert not failures.rejected(state.table, same)[state.table.row[candidate(1)]]

@@ -8,7 +8,7 @@ from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.request.budget import Budget
-from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, TrialHistory
+from bexp.explorer.search.history import HOPELESS_CONTAMINATED, TrialHistory
 from tests.explorer.search.small import candidate, trial
 
 
@@ -36,10 +36,6 @@ def test_the_budget_of_seconds_counts_suggestions_too(number: int, exhausted: bo
     assert (found.exhausted(0), found.overdrawn(0)) == (exhausted, overdrawn)
 
 
-def test_comparisons_may_use_twice_the_budget() -> None:
-    assert GRACE == 2.0
-
-
 def test_each_variant_has_its_share_of_the_budget_and_what_earlier_ones_left() -> None:
     found = history(5, variants=2)
     assert found.exhausted(0)
@@ -58,10 +54,6 @@ def test_trials_in_flight_count_for_the_budget_and_take_their_numbers() -> None:
     assert [t.number for t in found.trials] == [*range(8), 9]
     assert found.next_number == 10
     assert found.trials_left(0) == 0
-
-
-def test_an_empty_history_begins_with_number_zero() -> None:
-    assert history(0).next_number == 0
 
 
 def test_device_seconds_leave_out_process_starts() -> None:

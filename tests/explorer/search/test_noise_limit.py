@@ -24,7 +24,6 @@ from bexp.explorer.search.noise_limit import (
     shown_noise,
 )
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.suggestion import whole_model_seconds
 from tests.explorer.explorations import answer_of, lines, trials_of
 from tests.explorer.notes import notes_of
 from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_space, small_state, trial
@@ -190,9 +189,3 @@ def test_the_base_is_measured_again_where_its_runs_differ() -> None:
     assert again.again(base, LAST_RUNS) is None, "it is in flight"
     quiet = BaseCandidate(scattered(0.001, runs=2), [base])
     assert quiet.again(base, LAST_RUNS) is None
-
-
-def test_a_long_step_of_a_whole_model_is_timed_once() -> None:
-    assert whole_model_seconds(0.1, "cpu") == pytest.approx(2.0 + 1.3)
-    assert whole_model_seconds(2.0, "cpu") == pytest.approx(2.0 + 10.0)
-    assert whole_model_seconds(2.0, "cuda") == pytest.approx(2.0 + 26.0)

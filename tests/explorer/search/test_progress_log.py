@@ -29,19 +29,6 @@ def test_after_a_resume_the_space_is_not_said_again() -> None:
     assert step.space is None
 
 
-def test_one_of_several_variants_is_announced() -> None:
-    req = small_request(num_query_groups=[4, 2])
-    assert codes(log_of(req).step()) == [EventCode.VARIANT, EventCode.SPACE]
-    other = log_of(req, index=1).step()
-    assert codes(other) == [EventCode.VARIANT, EventCode.SPACE]
-    assert other.space is None, "the job's space is that of its main variant"
-
-
-def test_the_space_is_told_with_the_limit_of_the_request() -> None:
-    step = log_of(small_request(memory_limit_gib=2)).step()
-    assert step.events[0].data["memory_limit_bytes"] == 2 * 2**30
-
-
 def told(log: ProgressLog, *events: EventDraft, found: Recommendation | None = None) -> list[EventCode]:
     return codes(log.step(None, list(events), found))
 

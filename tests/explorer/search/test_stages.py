@@ -67,11 +67,6 @@ def test_a_resumed_search_goes_on_where_it_was() -> None:
         assert len(lines(resumed, EventCode.EAGER)) == (1 if all(map(is_eager, whole[:number])) else 0)
 
 
-def test_without_a_choice_there_is_one_stage() -> None:
-    steps = run(small_request(), SimulatedDevice(small_request()), rep=REPORT)
-    assert lines(steps, EventCode.EAGER) == []
-
-
 def test_what_compiling_takes_is_learnt_from_trials() -> None:
     state = small_state(execution=["eager", "compile"])
     compiled = state.surrogate.compiled_K

@@ -33,11 +33,11 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.workers.profiler.trials.component import compose_batches
+from tests.explorer.measurements import measured
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import report
 
 SEQ_LENGTH, LAYER_PARAMETERS, SHELL_PARAMETERS = 4096, 60_000_000, 260_000_000
-GIB = 2**30
 EPOCHS = 40
 Texts = NDArray[Any]
 
@@ -148,18 +148,10 @@ class TextDevice:
         at = (0, 0) if batch is None else (batch.positions, batch.pairs)
         device = float(self.seconds(component, *at)) * (1 + self.noise * float(self.rng.standard_normal()))
         saved, forward, backward = (round(float(size)) for size in self.weigh(component, at[0]))
-        return ComponentMeasurement(
-            component=component,
-            device_seconds=device,
-            host_seconds=self.host,
-            forward_device_seconds=device / 3,
-            standard_error_seconds=self.noise * device,
-            repeats=10,
-            saved_bytes=saved,
-            forward_peak_bytes=forward,
-            backward_peak_bytes=backward,
-            new_width_seconds=self.new_width * self.plans(component) if component.kind is ComponentKind.LAYER else None,
-        )
+        new_width = self.new_width * self.plans(component) if component.kind is ComponentKind.LAYER else None
+        sizes = {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
+        seconds = {"host_seconds": self.host, "standard_error_seconds": self.noise * device}
+        return measured(component, device, new_width_seconds=new_width, **seconds, **sizes)
 
     def __call__(self, task: TrialTask) -> Measurement:
         batches = text_batches(self.request, task.candidate.micro_batch_size)

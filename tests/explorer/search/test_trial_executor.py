@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.search.trial_executor import OneAtATime, TrialExecutor, executor_of
+from bexp.explorer.search.trial_executor import OneAtATime
 from tests.explorer.search.small import candidate, small_request
 
 
@@ -37,11 +37,6 @@ def test_a_trial_is_run_when_it_is_waited_for() -> None:
     assert (done.number, measurement.reason, counts.ran) == (3, "plan 3", [3])
 
 
-def test_an_executor_is_a_measure_too() -> None:
-    executor = OneAtATime(Counts())
-    assert executor(plan(5)).reason == "plan 5"
-
-
 def test_a_measure_that_returns_another_trial_is_a_mistake() -> None:
     class Confused(OneAtATime):
         def wait(self) -> tuple[TrialTask, Measurement]:
@@ -50,13 +45,3 @@ def test_a_measure_that_returns_another_trial_is_a_mistake() -> None:
 
     with pytest.raises(AssertionError, match="another trial was in flight"):
         Confused(Counts())(plan(1))
-
-
-def test_a_plain_measure_is_wrapped_and_an_executor_is_taken_as_it_is() -> None:
-    executor: TrialExecutor = OneAtATime(Counts())
-    assert executor_of(executor) is executor
-    counts = Counts()
-    wrapped = executor_of(counts)
-    assert isinstance(wrapped, OneAtATime)
-    wrapped(plan(4))
-    assert counts.ran == [4]

@@ -10,11 +10,8 @@ import pytest
 
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.samplers import suggest_measurement
-from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import answer_of, explored, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
@@ -139,36 +136,3 @@ def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     assert found.memory.total <= found.memory_limit_bytes
     reasons = [t.measurement.reason for t in trials_of(steps) if t.measurement.outcome is Outcome.OUT_OF_MEMORY]
     assert any(re.fullmatch(NEEDS, reason or "") for reason in reasons)
-
-
-def state_after_base() -> tuple[Posterior, SimulatedDevice]:
-    req = request()
-    rep = report(memory_gib=40)
-    candidates = enumerate_candidates(req, rep, req.shapes).candidates
-    state = Posterior.of(Composition(candidates, req.shapes, req), candidates, req, rep.hardware)
-    device = SimulatedDevice(req)
-    plan = plan_of(state, 0, Suggestion(0, state.table.missing(0, state.surrogate.known_K)))
-    state.knowledge.learn(0, device(plan))
-    return state, device
-
-
-def plan_of(state: Posterior, number: int, suggestion: Suggestion) -> TrialTask:
-    return TrialTask(
-        number=number,
-        kind=TrialKind.COMPONENTS,
-        model=state.table.model,
-        candidate=state.table.candidates[suggestion.row],
-        components=suggestion.components,
-        timeout_seconds=1.0,
-    )
-
-
-def test_the_believed_surrogate_is_surer_of_what_is_in_flight_and_expects_the_same() -> None:
-    state, _ = state_after_base()
-    suggestion = suggest_measurement(state)
-    assert suggestion is not None
-    columns = [state.table.column[c] for c in suggestion.components]
-    believed = state.surrogate.expecting(suggestion.components)
-    assert believed.log_std_K[columns].sum() < 0.5 * state.surrogate.log_std_K[columns].sum()
-    assert believed.device_mean_K[columns] == pytest.approx(state.surrogate.device_mean_K[columns], rel=0.05)
-    assert not state.surrogate.known_K[columns].any()

@@ -237,16 +237,6 @@ def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_u
     assert alone.runner_up_of(candidate(2)) is None, "the recommended candidate has not run"
 
 
-def test_two_runs_of_one_whole_model_count_together() -> None:
-    state, _ = small_whole_models()
-    row, composed = state.table.row[candidate(4)], state.mean_tokens_per_second().copy()
-    for number, tokens in ((7, 110.0), (8, 100.0), (8, 100.0)):
-        state.knowledge.learn_whole_model(candidate(4), tokens, 0.001, number=number)
-    assert state.knowledge.whole_models.count(row) == 2
-    assert state.knowledge.whole_models.tokens_per_second(row) == pytest.approx(11000**0.5)
-    assert state.mean_tokens_per_second()[row] != composed[row]
-
-
 def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> None:
     """The recommended candidate has run at what it composes to, and at 0.4 of that."""
     state, _ = small_whole_models()

@@ -20,6 +20,7 @@ from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.hyperparameters import Hyperparameters
 from bexp.explorer.surrogate.observations import ComponentObservations
 from tests.explorer.cost.tiny import hardware, model_of, request
+from tests.explorer.measurements import measured
 
 NUM_SAMPLES = 20_000
 RUN, OWN, AMPLITUDE = 0.03, 0.02, 0.1
@@ -58,18 +59,9 @@ def roofline(table: Composition, component: Component) -> float:
 
 
 def run(component: Component, seconds: float, error: float = 0.0, **changes: Any) -> ComponentMeasurement:
-    made = {
-        "component": component,
-        "device_seconds": seconds,
-        "host_seconds": 1e-9,
-        "forward_device_seconds": seconds / 4,
-        "standard_error_seconds": error * seconds,
-        "repeats": 8,
-        "saved_bytes": 100,
-        "forward_peak_bytes": 200,
-        "backward_peak_bytes": 300,
-    }
-    return ComponentMeasurement.model_validate({**made, **changes})
+    made = {"host_seconds": 1e-9, "forward_device_seconds": seconds / 4, "standard_error_seconds": error * seconds}
+    sizes = {"saved_bytes": 100, "forward_peak_bytes": 200, "backward_peak_bytes": 300}
+    return measured(component, seconds, **(made | sizes | changes))
 
 
 def observed(*runs: ComponentMeasurement) -> dict[Component, ComponentObservations]:
@@ -158,12 +150,6 @@ def test_what_no_other_component_predicts_must_be_measured() -> None:
     assert kinds == {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}
 
 
-def test_a_cpu_has_no_host_beside_the_device() -> None:
-    table = make_table()
-    assert make_surrogate(table, "cpu").host_K.tolist() == [0.0] * len(table.components)
-    assert (make_surrogate(table).host_K > 0).all()
-
-
 def test_a_trial_in_flight_makes_its_component_surer_and_moves_no_mean() -> None:
     table = make_table()
     made = make_surrogate(table, fixed=True)
@@ -182,14 +168,6 @@ def test_a_trial_in_flight_makes_its_component_surer_and_moves_no_mean() -> None
     assert expecting.host_K[column] == pytest.approx(made.host_K[column])
 
 
-def test_a_trial_in_flight_of_a_block_that_waits_is_expected_to_wait() -> None:
-    table = make_table()
-    made = make_surrogate(table)
-    waiting = of_kind(table, ComponentKind.HEAD)[0]
-    made.fit(observed(run(waiting, 1e-3, host_seconds=1e-3)))
-    assert made.expecting([waiting]).host_K == pytest.approx(made.host_K)
-
-
 def test_a_component_that_is_run_again_keeps_its_earlier_runs() -> None:
     table = make_table()
     made = make_surrogate(table, fixed=True)
@@ -199,14 +177,6 @@ def test_a_component_that_is_run_again_keeps_its_earlier_runs() -> None:
     once, twice = made.log_std_K[column], made.expecting([head]).log_std_K[column]
     assert once == pytest.approx(RUN, rel=0.05)
     assert twice == pytest.approx(RUN / np.sqrt(2), rel=0.05)
-
-
-def test_two_runs_of_a_step_differ_as_runs_of_its_blocks_do() -> None:
-    table = make_table()
-    made = make_surrogate(table, fixed=True)
-    rows = np.array([0, 3])
-    shares = table.step_shares(made.device_mean_K, rows)
-    assert made.step_run_std(table, rows) == pytest.approx(RUN * np.sqrt((shares**2).sum(axis=1)))
 
 
 def test_the_noise_of_a_step_takes_the_median_of_each_kind() -> None:
@@ -235,17 +205,3 @@ def test_overlap_is_assumed_until_the_exchange_is_measured() -> None:
     assert made.overlap.forward_share_K[column] == 0.25
     others = [k for k in range(len(table.components)) if k != column]
     assert not made.overlap.slowdown_K[others].any()
-
-
-def test_an_exchange_in_flight_is_expected_to_be_as_it_was_assumed() -> None:
-    table = make_table(communicates=True, num_devices=2)
-    made = make_surrogate(table)
-    (communication,) = table.communications
-    column = table.column[communication]
-    made.fit(observed(run(communication, 0.01, slowdown=0.7, host_seconds=0.002, host_once_seconds=0.003)))
-    again = made.expecting([communication]).overlap
-    assert again is not None
-    assert again.slowdown_K[column] == pytest.approx(0.7)
-    assert again.host_overhead_2K[:, column] == pytest.approx([0.002, 0.003])
-    assert again.forward_share_K[column] == pytest.approx(0.25)
-    assert make_surrogate(table, "cpu").overlap.computes  # type: ignore[union-attr]  # not null here

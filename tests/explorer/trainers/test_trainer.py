@@ -182,11 +182,6 @@ def test_what_a_device_may_do_by_itself_need_not_be_told() -> None:
     assert refusal(experts, "llamafactory", expert_backends=["bmm"]).fields == (("expert_backends",), ("trainer",))
 
 
-def test_an_unknown_trainer_is_refused_by_name() -> None:
-    with pytest.raises(ValidationError, match="trainer"):
-        build(LIBRARY, "nemo")
-
-
 @pytest.mark.parametrize(
     ("base", "changes", "why"),
     [
