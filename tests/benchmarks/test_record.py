@@ -164,13 +164,6 @@ def test_a_share_of_the_candidates_is_timed_whole_and_half_of_them_near_the_best
     assert again.plans == []
 
 
-def test_all_candidates_that_fit_are_timed_whole(tmp_path: Path) -> None:
-    whole = recording(whole_model_share=1.0)
-    done, recorded = record(tmp_path / "t.jsonl", TableProfiler(whole), request(), whole="all")
-    assert done
-    assert recorded.whole_models.keys() == whole.whole_models.keys()
-
-
 def test_a_table_of_something_else_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     record(path, TableProfiler(recording()), request())

@@ -13,7 +13,6 @@ from bexp.explorer.records.measurement import (
     Conditions,
     Measurement,
     Outcome,
-    PhaseSeconds,
     judge,
 )
 from bexp.workers.replay.recording import Recording, RecordingError
@@ -57,26 +56,6 @@ def test_every_figure_of_a_component_is_recorded() -> None:
     read = ROWS.validate_json(encode_row(component_row(found.component, 0, trial, replaced=False)))
     assert isinstance(read, ComponentRow)
     assert read.measurement() == found
-
-
-def test_a_row_keeps_the_outcome_of_its_trial() -> None:
-    recorded = empty()
-    table = table_of(recorded)
-    failed = Measurement(
-        candidate=table.candidates[0],
-        outcome=Outcome.CRASHED,
-        reason="illegal access",
-        failed_component=table.components[0],
-        phases=PhaseSeconds(process_start=9.0, timed=2.0),
-    )
-    kept = component_row(table.components[0], 0, failed, replaced=True)
-    assert (kept.outcome, kept.reason, kept.figures, kept.replaced) == (
-        Outcome.CRASHED,
-        "illegal access",
-        None,
-        True,
-    )
-    assert kept.phases.total == 2.0  # the next process's start is charged when it starts
 
 
 def test_what_a_killed_recorder_left_of_a_line_is_ignored_and_cut_off(tmp_path: Path) -> None:

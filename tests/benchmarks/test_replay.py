@@ -20,7 +20,7 @@ from bexp.explorer.records.measurement import Outcome
 from bexp.workers.replay.profiler import VirtualClock
 from bexp.workers.replay.rows import WholeModelRow
 from tests.simulated_tables import write
-from tests.workers.replay.samples import recording, table_of
+from tests.workers.replay.samples import recording
 
 
 @pytest.fixture(scope="module")
@@ -169,15 +169,6 @@ def test_a_coordinate_descent_leaves_a_base_that_does_not_fit_but_has_lost_where
     assert chosen is not None
     assert chosen.recompute != "none"
     assert coordinate_descent(Told(truth, lambda _: 0.0), 0) is None
-
-
-def test_a_strategy_that_finds_nothing_that_fits_has_lost() -> None:
-    recorded = recording()
-    plain = [c for c in table_of(recorded).candidates if c.recompute == "none" and c.bta_tile is None]
-    for candidate in plain:
-        recorded.add(WholeModelRow(candidate=candidate, run=0, outcome=Outcome.OUT_OF_MEMORY, reason="full"))
-    found = GroundTruth.of("small", recorded)
-    assert run_strategy(found, "largest that fits", 0).regret == 1
 
 
 def test_optunas_samplers_run_through_the_products_search(truth: GroundTruth) -> None:

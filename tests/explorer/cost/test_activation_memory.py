@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from bexp.explorer.cost.activation_memory import (
     OPTIMIZER_BUCKET_BYTES,
     predict_component_bytes,
@@ -23,7 +21,6 @@ HIDDEN = 3 * 16 * 8 * 2  # bytes of the block's input, of its output, and of its
 KEY = HIDDEN // 2  # one of two heads
 PROJECTIONS = HIDDEN + 2 * KEY
 WIDE = 2 * HIDDEN  # the FFN's hidden activations
-ROUTER = 48 * 4 * 4 + 96 * (3 * 8 + 2)
 
 
 def predict(kind: str, req: ExplorationRequest | None = None, **changes: Any) -> ComponentBytes:
@@ -52,34 +49,6 @@ def test_a_plain_ffn_keeps_less_and_relu_its_result_alone() -> None:
     assert predict("dense_ffn", relu) == ComponentBytes(2 * HIDDEN + WIDE, 3 * HIDDEN + WIDE, HIDDEN + 3 * WIDE)
     assert predict("dense_ffn", silu, recompute="activations").saved == HIDDEN + WIDE
     assert predict("dense_ffn", relu, recompute="projections").saved == HIDDEN + WIDE
-
-
-@pytest.mark.parametrize(
-    ("backend", "rows", "kept"),
-    [("grouped_mm", 96, 1), ("fused", 96, 0)],
-)
-def test_experts_keep_rows_in_and_between_their_products(backend: str, rows: int, kept: int) -> None:
-    gathered, wide = rows * 8 * 2, rows * 4 * 2
-    between = HIDDEN + (gathered + kept * wide if kept else 0)
-    saved = between + 2 * wide + HIDDEN + ROUTER
-    expected = ComponentBytes(saved, saved + 2 * gathered, saved + 2 * gathered + 3 * wide)
-    assert predict("moe_ffn", moe(), backend=backend) == expected
-    kept_alone = predict("moe_ffn", moe(), backend=backend, recompute="projections")
-    assert kept_alone == ComponentBytes(HIDDEN + ROUTER, expected.forward_peak, expected.backward_peak)
-    assert predict("moe_ffn", moe(), backend=backend, recompute="activations").saved == saved - between
-
-
-def test_shared_experts_are_an_mlp_beside_the_routed_ones() -> None:
-    plain, wide = predict("moe_ffn", moe(), backend="fused"), 48 * 4 * 2
-    shared = predict("moe_ffn", moe(shared_expert_ffn_hidden_size=4), backend="fused")
-    gated = predict("moe_ffn", moe(shared_expert_ffn_hidden_size=4, shared_expert_gate=True), backend="fused")
-    assert shared.saved - plain.saved == 3 * wide
-    assert gated.saved - shared.saved == HIDDEN
-    again = predict("moe_ffn", moe(shared_expert_ffn_hidden_size=4), backend="fused", recompute="projections")
-    assert again.saved == HIDDEN + ROUTER
-    relu = {"moe": {**MOE, "shared_expert_ffn_hidden_size": 4}, "gated_mlp": False, "activation": "relu"}
-    found = predict("moe_ffn", request(relu, routing={"kind": "uniform"}), backend="fused", recompute="projections")
-    assert found.saved == HIDDEN + ROUTER + wide, "backward asks for the shared experts' result"
 
 
 def test_the_embedding_leaves_its_output_and_learned_positions_double_it() -> None:

@@ -43,17 +43,6 @@ def test_joint_components_are_those_that_need_several_processes() -> None:
     assert component("head", micro_batch_size=3, context_parallel_size=2).sequences == 1.5
 
 
-def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:
-    found = split(candidate(recompute="partial_50"))
-    modes = [
-        (group.layers.recomputed, group.layers.count, {block.recompute.value for block in group.blocks})
-        for group in found.layers
-    ]
-    assert modes == [(False, 1, {"none"}), (True, 1, {"full"})]
-    assert [group.layers.below for group in found.layers] == [(0, 1), (0, 0)], "the first layer is the recomputed one"
-    assert len(found.components) == 7
-
-
 def test_half_of_each_of_two_sequences_is_the_work_of_a_whole_one() -> None:
     found = split(candidate(micro_batch_size=6, **SHARED))
     shapes = {c.kind.value: (c.micro_batch_size, c.context_parallel_size) for c in found.components}

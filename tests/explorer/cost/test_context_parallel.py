@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_component_table
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, LAYOUTS, Sharing, busiest_pairs, refuse_layout
 from bexp.explorer.dimensions.place import EmptySpaceError
@@ -140,18 +138,3 @@ def test_lengths_are_refused_as_the_kernels_refuse_them(layout: str) -> None:
     kernel = context_parallel_layout(layout)
     for size, seq_length in product((2, 3, 4), range(1, 30)):
         assert (refuse_layout(layout, size, seq_length) is None) is (kernel.refusal(seq_length, size) is None)
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("backend", ["flash", "math"])
-def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) -> None:
-    for loss in ("chunked", "full"):
-        req = request(mode=mode, recompute=["none"], training={"loss": {"kind": loss}}, attention_backends=[backend])
-        chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(2, 4, "zigzag")]
-        chosen = [c.model_copy(update={"attention_backend": backend}) for c in chosen]
-        table = Composition(chosen, req.shapes, req)
-        saved, transient = table.activation_bytes(*predict_component_table(table))
-        total = saved + transient
-        assert total[0] > total[1] > total[2]
-        if mode == "train":
-            assert saved[0] > 1.5 * saved[1] > 2.2 * saved[2], "activations follow the tokens of a device"

@@ -16,7 +16,7 @@ from bexp.explorer.cost.part_costs import (
     predict_part_bytes,
 )
 from bexp.explorer.cost.roofline import roofline_seconds
-from bexp.explorer.cost.work import ComponentBytes, Work
+from bexp.explorer.cost.work import Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels
@@ -24,21 +24,9 @@ from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.search.legal_space import (
     enumerate_candidates,
 )
-from tests.explorer.cost.described import candidate, part, parts, request
+from tests.explorer.cost.described import part, parts, request
 from tests.explorer.cost.tiny import request_of_parts
 from tests.explorer.simulator import report
-
-
-def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
-    found = PartsDecomposer(parts(), training=True)(candidate())
-    assert found.embedding is None
-    assert (found.head.kind, found.head.setting) == (ComponentKind.SHELL, "library")
-    counts = {group.blocks[0].part: group.layers.count for group in found.layers}
-    assert counts == {"dense": 1, "sliding": 2, "experts": 3}
-    backends = {group.blocks[0].part: str(group.blocks[0].backend) for group in found.layers}
-    assert backends == {"dense": "sdpa", "sliding": "sdpa", "experts": "sdpa+grouped_mm"}
-    assert len(found.components) == 5
-    assert PartsDecomposer(parts(), training=False)(candidate()).optimizer is None
 
 
 def layer(**changes: Any) -> Component:
@@ -59,17 +47,6 @@ def test_a_layer_on_the_host_keeps_its_output_and_moves_the_rest_there_and_back(
     assert (found.saved, found.forward_peak, found.backward_peak) == (4 * 32 * 128, 4 * 32 * 128, 2 * 4 * 32 * 128)
     again = again_work(on_host, parts(), part_work(on_host, parts()))
     assert again == Work(0.0, 2 * 4 * 32 * 640)
-
-
-def test_the_chunked_loss_keeps_three_outputs_at_most() -> None:
-    tokens = 4 * 32
-    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="chunked")
-    found = predict_component_bytes(shell, parts(), request())
-    assert found == ComponentBytes(3 * tokens * 128, 4 * tokens * 128, 5 * tokens * 128)
-    small = parts(output_bytes_per_token=500)
-    assert predict_component_bytes(shell, small, request()).forward_peak == tokens * (640 + 400)
-    named = layer(backend="chunked")
-    assert predict_component_bytes(named, parts(), request()).saved == tokens * 640, "a layer has no loss"
 
 
 def test_ligers_loss_reads_the_heads_weights_for_each_chunk() -> None:

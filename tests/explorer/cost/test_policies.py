@@ -13,17 +13,10 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import report
 
-DENSE: dict[str, Any] = {
-    "num_layers": 9,
-    "hidden_size": 2048,
-    "ffn_hidden_size": 8192,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "vocab_size": 32000,
-    "seq_length": 4096,
-}
+DENSE = shapes(9, 2048, 8192, heads=16, vocab=32000, length=4096, num_query_groups=4)
 MOE: dict[str, Any] = {
     **DENSE,
     "moe": {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 1024, "first_k_dense": 1},

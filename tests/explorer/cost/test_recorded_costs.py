@@ -19,19 +19,12 @@ from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
 from tests.explorer.cost import described
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.recordings import check_recorded
 
 COSTS = Path(__file__).parent / "costs"
-DENSE: dict[str, Any] = {
-    "num_layers": 6,
-    "hidden_size": 1024,
-    "ffn_hidden_size": 2816,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "vocab_size": 32000,
-    "seq_length": 1024,
-}
+DENSE = shapes(6, 1024, 2816, heads=16, vocab=32000, length=1024, num_query_groups=4)
 BIASED = {**DENSE, "gated_mlp": False, "activation": "gelu", "qkv_bias": True, "mlp_bias": True, "tie_embeddings": True}
 EXPERTS = {"num_experts": 16, "top_k": 2, "expert_ffn_hidden_size": 704, "first_k_dense": 1}
 MOE = {**DENSE, "moe": EXPERTS}

@@ -12,7 +12,6 @@ from bexp.explorer.cost.roofline import (
     PredictedSeconds,
     roofline_seconds,
 )
-from bexp.explorer.dimensions.context_parallel import Sharing, busiest_pairs
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import DType
 from bexp.explorer.request.request import ExplorationRequest
@@ -20,7 +19,6 @@ from tests.explorer.cost.tiny import (
     ATTENTION,
     BANDWIDTH,
     FFN,
-    MOE,
     PEAK_FLOPS,
     TOTAL,
     hardware,
@@ -75,31 +73,9 @@ def test_an_ffn_multiplies_every_parameter_once_forward_and_twice_back() -> None
     assert flops("dense_ffn", request(mode="eval")) == pytest.approx(2 * TOKENS * FFN)
 
 
-def test_of_the_experts_those_that_a_token_meets_are_computed() -> None:
-    req = request({"moe": MOE}, routing={"kind": "uniform"})
-    expert = 3 * 8 * 4
-    active = 8 + 8 * 4 + 2 * expert
-    assert flops("moe_ffn", req, backend="loop") == pytest.approx(3 * 2 * TOKENS * active)
-    expected = 2 * saved("moe_ffn", req, backend="loop") + 2 * (8 + 8 * 4 + 4 * expert)
-    assert moved("moe_ffn", req, backend="loop") == pytest.approx(3 * expected)
-    ungated = request({"moe": MOE, "gated_mlp": False}, routing={"kind": "uniform"})
-    assert flops("moe_ffn", ungated, backend="loop") == pytest.approx(3 * 2 * TOKENS * (8 + 8 * 4 + 2 * 2 * 8 * 4))
-
-
-def test_bmm_computes_what_pads_every_expert_to_the_largest() -> None:
-    even, uneven = (
-        request({"moe": MOE}, routing=routing)
-        for routing in ({"kind": "uniform"}, {"kind": "shares", "shares": [4, 2, 2, 2]})
-    )
-    assert flops("moe_ffn", even, backend="bmm") == pytest.approx(flops("moe_ffn", even, backend="loop"))
-    assert flops("moe_ffn", uneven, backend="bmm") == pytest.approx(1.6 * flops("moe_ffn", even, backend="loop"))
-    assert flops("moe_ffn", uneven, backend="loop") == pytest.approx(flops("moe_ffn", even, backend="loop"))
-
-
 SCORES = 3 * 16 * 16
 CORE = 2 * SCORES * 8  # causal attention: half of four operations for each pair and number of the width
 PROJECTED = 2 * TOKENS * ATTENTION
-ACTIVATIONS = TOKENS * (4 * 8 + 4 * 8) * 2
 
 
 def test_a_wider_head_counts_beside_the_hidden_size() -> None:
@@ -125,21 +101,6 @@ def test_a_wider_head_counts_beside_the_hidden_size() -> None:
 def test_what_attention_computes_again(changes: dict[str, Any], more: float) -> None:
     plain = 3 * PROJECTED + 3.5 * CORE
     assert flops("attention", backend="flash", **changes) - plain == pytest.approx(more, abs=1e-3)
-
-
-@pytest.mark.parametrize("backend", ["flash", "math"])
-def test_a_ring_takes_as_long_as_its_busiest_device_and_merges_blocks(backend: str) -> None:
-    shared: dict[str, Any] = {"backend": backend, "context_parallel_size": 2, "context_parallel_layout": "ring"}
-    pairs = busiest_pairs(Sharing(2, "ring"), 16)
-    projected, merged = 2 * 24 * ATTENTION, 2 * 24 * 8 * (2 * 4 + 2)
-    if backend == "math":
-        core, scores = 4 * 3 * pairs.scored * 8, 8 * 3 * pairs.scored * 2 * 4
-        assert flops("attention", **shared) == pytest.approx(3 * (projected + core))
-    else:
-        core, scores = 4 * 3 * pairs.attended * 8, 0
-        assert flops("attention", **shared) == pytest.approx(3 * projected + 3.5 * core)
-    expected = 2 * ACTIVATIONS / 2 + 2 * ATTENTION + scores + merged
-    assert moved("attention", **shared) == pytest.approx(3 * expected)
 
 
 def test_the_optimizer_reads_and_writes_the_training_state_once() -> None:

@@ -71,15 +71,6 @@ def test_size_counts_bytes() -> None:
     assert load_document(f"a: {'e' * (MAX_BYTES // 2)}")
 
 
-def test_locations_are_kept_apart_from_messages() -> None:
-    with pytest.raises(FormatError) as caught:
-        load_document('{"a": [{"b": NaN}], "c": Infinity}')
-    assert caught.value.errors == [
-        (("a", 0, "b"), "must be a finite number"),
-        (("c",), "must be a finite number"),
-    ]
-
-
 def test_merge_keys_mean_what_yaml_1_1_says() -> None:
     """A mapping's own keys go before merged ones, and an earlier mapping of a list before a later one."""
     text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {x: 3, <<: *b}\nd: {<<: [{y: 9, z: 9}, *b]}\ne: {<<: *b}"

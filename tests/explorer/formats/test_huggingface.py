@@ -215,10 +215,6 @@ def test_windows_that_mask_nothing_are_accepted(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "vit", "hidden_size": 768, "image_size": 224},
-        {"model_type": "clip", "text_config": {}, "vision_config": {"image_size": 224}},
-        {"model_type": "siglip_vision_model"},
-        {"model_type": "qwen2_vl", "hidden_size": 1024},
         {"architectures": ["ViTModel"], "image_size": 224, "num_hidden_layers": 12},
         {"model": {"model_type": "llava", "vision_config": {}}},
         {"model": {"num_layers": 2, "hidden_size": 64, "patch_size": 16}},

@@ -6,15 +6,9 @@ import pytest
 
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
+from tests.explorer.shapes import shapes
 
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "seq_length": 32,
-}
+MODEL = shapes(2, 64, 128, heads=4, vocab=100, length=32)
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 32}
 

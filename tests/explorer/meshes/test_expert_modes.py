@@ -21,18 +21,6 @@ def test_computation_is_slower_beside_an_exchange_and_only_then() -> None:
     assert run_overlapped([(10.0, None)], [(3.0, 0)], slowdown=0.5) == pytest.approx(13.0)
 
 
-def test_the_first_exchange_passes_while_the_device_waits_for_the_host() -> None:
-    """Between its wait and the experts, the host issues three exchanges for each chunk."""
-    overlap = ExpertOverlap(1, Transfer(2.0, host_seconds=0.5), Transfer(0.0), 0.0, num_copies=0)
-    assert overlap.forward_seconds(10.0) == pytest.approx(14.0), "1.5 s of the host pass beside the first exchange"
-    late = ExpertOverlap(1, Transfer(2.0, host_seconds=1.5), Transfer(0.0), 0.0, num_copies=0)
-    assert late.forward_seconds(10.0) == pytest.approx(14.0 + 3 * 1.5 - 2.0)
-    assert overlap.backward_seconds(10.0) == pytest.approx(14.0)
-    assert overlap.issued_seconds == (5 * 0.5, 3 * 0.5)
-    copied = ExpertOverlap(2, Transfer(2.0, host_seconds=0.5), Transfer(1.0, host_seconds=0.25), 0.5, num_copies=4)
-    assert copied.issued_seconds == (9 * 0.5 + 4 * 0.25, 6 * 0.5 + 4 * 0.25)
-
-
 def test_more_chunks_hide_more_until_only_their_ends_are_left() -> None:
     seconds = []
     for degree in (1, 2, 4, 8):

@@ -13,16 +13,9 @@ from bexp.explorer.meshes.legal import legal_meshes
 from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.shapes import shapes
 
-MODEL = {
-    "num_layers": 12,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "vocab_size": 100,
-    "seq_length": 32,
-}
+MODEL = shapes(12, 64, 96, heads=8, vocab=100, length=32, num_query_groups=4)
 MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 32}}
 
 

@@ -23,16 +23,10 @@ from bexp.explorer.model.routes import draw_batch_routes
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.measurements import measured
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import report
 
-MODEL: dict[str, Any] = {
-    "num_layers": 8,
-    "hidden_size": 512,
-    "ffn_hidden_size": 2048,
-    "num_attention_heads": 8,
-    "vocab_size": 1024,
-    "seq_length": 512,
-}
+MODEL = shapes(8, 512, 2048, heads=8, vocab=1024, length=512)
 MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 512}}
 
 

@@ -6,15 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.model.model import LayerKind, ModelSpec
+from tests.explorer.shapes import shapes
 
-SHAPE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "seq_length": 32,
-}
+SHAPE = shapes(4, 64, 128, heads=4, vocab=100, length=32)
 EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 32}
 
 
@@ -37,7 +31,6 @@ def build(**changes: Any) -> ModelSpec:
             {"position": "learned", "max_position_embeddings": 16},
             "seq_length (32) exceeds max_position_embeddings (16)",
         ),
-        ({"position": "alibi"}, "position"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size must be given"),
         ({"moe": {**EXPERTS, "first_k_dense": 1}, "ffn_hidden_size": 0}, "ffn_hidden_size must be given"),
         ({"moe": {**EXPERTS, "moe_layer_frequency": 2}, "ffn_hidden_size": 0}, "ffn_hidden_size must be given"),
@@ -45,19 +38,9 @@ def build(**changes: Any) -> ModelSpec:
         ({"moe": {**EXPERTS, "top_k": 9}}, "top_k (9) must not exceed num_experts (8)"),
         ({"moe": {**EXPERTS, "top_k": 0}}, "moe.top_k"),
         ({"moe": {**EXPERTS, "num_experts": 1024}}, "moe.num_experts"),
-        ({"moe": {**EXPERTS, "num_experts": 10**9}}, "moe.num_experts"),
         ({"num_layers": 0}, "num_layers"),
-        ({"num_layers": 5000}, "num_layers"),
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"seq_length": 0}, "seq_length"),
         ({"hidden_size": 2**21}, "hidden_size"),
-        ({"rotary_fraction": float("nan")}, "rotary_fraction"),
-        ({"dtype": "float8"}, "dtype"),
-        ({"activation": "tanh"}, "activation"),
-        ({"norm": "none"}, "norm"),
         ({"name": "../../etc"}, "name"),
-        ({"name": ""}, "name"),
-        ({"depth": 3}, "depth"),
     ],
 )
 def test_each_rule(changes: dict[str, Any], part: str) -> None:

@@ -136,13 +136,3 @@ def test_a_config_has_a_cap_on_size_and_nesting() -> None:
         nested = {"inner": nested}
     with pytest.raises(ValidationError, match="nested deeper than 16"):
         build(hf_config=CONFIG | {"deep": nested}, hf_seq_length=8)
-
-
-def test_training_fields_of_transformers() -> None:
-    lora = {"r": 8, "target_modules": "all-linear"}
-    training = build(**HUGGING_FACE, training={"precision": "autocast", "lora": lora}).training
-    assert training.lora is not None
-    assert (training.precision, training.lora.r, training.lora.alpha) == ("autocast", 8, None)
-    for wrong in ({"r": 0, "target_modules": ["q"]}, {"r": 8, "target_modules": []}, {"r": 8, "target_modules": 1}):
-        with pytest.raises(ValidationError, match="lora"):
-            build(**HUGGING_FACE, training={"lora": wrong})

@@ -20,17 +20,10 @@ from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
 from tests.explorer.measurements import measured
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import SimulatedDevice, report
 
-MODEL: dict[str, Any] = {
-    "name": "dense",
-    "num_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 512,
-    "vocab_size": 1000,
-    "seq_length": 512,
-}
+MODEL = shapes(2, 256, 512, heads=4, vocab=1000, length=512, name="dense")
 REPORT = report(memory_gib=40, experts=False)
 
 

@@ -18,7 +18,7 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
 from tests.explorer.alternatives import other_of
-from tests.explorer.explorations import answer_of, request, run
+from tests.explorer.explorations import best_of, request, run
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 from tests.explorer.simulator import SimulatedDevice
 
@@ -159,13 +159,11 @@ def test_what_may_be_smaller_is_measured_before_the_answer_if_memory_is_preferre
 
 def test_a_batch_with_few_divisors_shows_what_another_size_would_reach() -> None:
     req = request(batch_size=7, micro_batch_size=None, bta={"enable": False}, recompute=["none"])
-    best = answer_of(run(req, SimulatedDevice(req))).recommendation
-    assert best is not None
+    best = best_of(run(req, SimulatedDevice(req)))
     assert best.candidate.micro_batch_size in (1, 7), "only what divides the batch is recommended"
     undivided = other_of(best, Role.UNDIVIDED)
     assert undivided.candidate.micro_batch_size in (2, 3, 4, 6)
     free = request(micro_batch_size=[2, 3, 4, 6], batch_size=7, bta={"enable": False}, recompute=["none"])
-    other = answer_of(run(free, SimulatedDevice(free))).recommendation
-    assert other is not None
+    other = best_of(run(free, SimulatedDevice(free)))
     assert undivided.candidate.micro_batch_size == other.candidate.micro_batch_size
     assert undivided.ratio == pytest.approx(best.tokens_per_second / other.tokens_per_second, rel=0.02)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost.step import combine_seconds
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.model.hardware import BackendSupport
@@ -17,7 +16,6 @@ from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.alternatives import accumulate, best_stock, compare
 from bexp.explorer.search.candidate_report import build_recommendation
 from bexp.explorer.search.posterior import BestCandidate, Posterior
-from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
 from tests.explorer.alternatives import alternative
 from tests.explorer.notes import notes_of
 from tests.explorer.search.small import (
@@ -170,13 +168,6 @@ def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -
     assert words not in notes_of(recommend(state, final=True))
     reached = BestCandidate(state.table.row[candidate(4)], 0.96)
     assert words not in notes_of(recommend(state, best=reached, final=True, out_of_budget=True))
-
-
-def test_the_throughput_of_a_whole_model_leaves_out_an_exchange_that_is_not_composed() -> None:
-    state = known_state(batch_size=12)
-    found = whole(0.004, communication_seconds=5.0)
-    expected = combine_seconds(0.004, 0.001, 4, state.table.model, state.request).tokens_per_second
-    assert whole_model_tokens_per_second(state, candidate(4), found) == expected
 
 
 def test_the_best_stock_candidate_uses_back_ends_of_an_ordinary_framework() -> None:

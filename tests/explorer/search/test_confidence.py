@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
-from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.search.confidence import (
     Contenders,
     confidence_score,
     wanted_components,
 )
-from tests.explorer.search.small import candidate, know, small_state
+from tests.explorer.search.small import small_state
 
 SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])
 
@@ -110,19 +107,3 @@ def test_the_optimizer_is_wanted_however_sure_its_prediction_is() -> None:
     state.surrogate.log_std_K[:] = 0.0
     wanted = state.table.columns_CP[0][wanted_components(state.table, state.surrogate, np.array([0]))[0]]
     assert [state.table.components[column].kind.value for column in wanted] == ["optimizer"]
-
-
-def test_what_was_measured_in_full_is_clear_and_has_the_measured_throughput() -> None:
-    state = small_state()
-    assert state.contenders.incumbent is None
-    know(state, candidate(4))
-    best = state.contenders.incumbent
-    assert best is not None
-    assert state.table.candidates[state.contenders.rows[best]] == candidate(4)
-    composed = state.contenders.composed_NA[:, best]
-    assert composed.std() / composed.mean() < 0.05
-    assert composed.mean() == pytest.approx(state.seconds(state.table.row[candidate(4)]).tokens_per_second, rel=0.02)
-    ratio = np.log(state.contenders.tokens_NA[:, best] / composed)
-    assert ratio.std() == pytest.approx(math.hypot(0.03, 0.005, 0.006), rel=0.25)
-    full = candidate(4, recompute=Recompute.FULL)
-    assert full in state.table.row

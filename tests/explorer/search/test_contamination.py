@@ -13,7 +13,7 @@ from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, 
 from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED
-from tests.explorer.explorations import answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, best_of, lines, request, run, trials_of
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice
 
@@ -67,9 +67,7 @@ class DisturbedDevice(SimulatedDevice):
 
 
 def recommended(device: SimulatedDevice, *, history: tuple[Trial, ...] = ()) -> Recommendation:
-    found = answer_of(run(device.request, device, history=history)).recommendation
-    assert found is not None
-    return found
+    return best_of(run(device.request, device, history=history))
 
 
 @cache

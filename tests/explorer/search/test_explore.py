@@ -13,7 +13,7 @@ from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.legal_space import enumerate_candidates
-from tests.explorer.explorations import MODEL, answer_of, explored, lines, request, run, trials_of
+from tests.explorer.explorations import MODEL, answer_of, best_of, explored, lines, request, run, trials_of
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -22,8 +22,7 @@ def test_finds_a_candidate_within_tolerance_in_few_trials() -> None:
     req = request(micro_batch_size="explore", attention_backends=None)
     device = SimulatedDevice(req)
     steps = run(req, device)
-    found = answer_of(steps).recommendation
-    assert found is not None
+    found = best_of(steps)
     space = enumerate_candidates(req, report(memory_gib=40), req.shapes)
     table = Composition(space.candidates, req.shapes, req)
     truth = device.true_tokens_per_second(table)
@@ -89,8 +88,7 @@ def test_capacity_factors_are_compared_and_share_all_but_their_experts() -> None
 def test_eval_mode_has_no_recomputation_and_no_optimizer() -> None:
     req = request(mode="eval")
     device = SimulatedDevice(req)
-    found = answer_of(run(req, device)).recommendation
-    assert found is not None
+    found = best_of(run(req, device))
     assert found.candidate.recompute is Recompute.NONE
     assert found.optimizer_seconds == 0
     assert found.memory.gradients == found.memory.optimizer_states == 0
@@ -99,8 +97,7 @@ def test_eval_mode_has_no_recomputation_and_no_optimizer() -> None:
 
 def test_budget_ends_the_search_with_an_honest_confidence() -> None:
     req = request(budget={"max_trials": 2}, verify=False)
-    found = answer_of(run(req, SimulatedDevice(req))).recommendation
-    assert found is not None
+    found = best_of(run(req, SimulatedDevice(req)))
     assert found.confidence < 90
 
 
@@ -118,16 +115,14 @@ def test_resumes_after_the_whole_model_without_another_trial(factor: float) -> N
 
 def test_a_spent_budget_still_finds_one_candidate_beside_a_base_outside_the_space() -> None:
     req = request(base_micro_batch_size=24, budget={"max_trials": 1}, verify=False)
-    found = answer_of(run(req, SimulatedDevice(req))).recommendation
-    assert found is not None
+    found = best_of(run(req, SimulatedDevice(req)))
     assert found.base.micro_batch_size == 24 != found.candidate.micro_batch_size
 
 
 @pytest.mark.parametrize(("vocab_size", "padded"), [(32_001, 32_064), (50_257, 50_304), (50_264, None), (32_000, None)])
 def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded: int | None) -> None:
     req = request(model=MODEL | {"vocab_size": vocab_size}, micro_batch_size=[1, 2], verify=False)
-    found = answer_of(run(req, SimulatedDevice(req))).recommendation
-    assert found is not None
+    found = best_of(run(req, SimulatedDevice(req)))
     notes = [note for note in notes_of(found) if "vocab_size" in note]
     if padded is None:
         assert not notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import TrialKind
-from tests.explorer.explorations import answer_of, request, run, trials_of
+from tests.explorer.explorations import answer_of, best_of, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -17,8 +17,7 @@ def test_a_whole_model_that_does_not_fit_rules_out_all_that_need_as_much() -> No
     assert len(peaks) in {3, 4}, "a likely rival may follow"
     assert peaks[0] is not None and peaks[1] is not None and peaks[2] is not None
     assert peaks[0] > peaks[1] > peaks[2]
-    found = answer_of(steps).recommendation
-    assert found is not None
+    found = best_of(steps)
     assert found.whole_model is not None
 
 
@@ -28,8 +27,7 @@ def test_a_whole_model_that_crashes_is_not_recommended() -> None:
     device.whole_model_outcomes = [Outcome.CRASHED]
     steps = run(req, device)
     crashed = next(t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL)
-    found = answer_of(steps).recommendation
-    assert found is not None
+    found = best_of(steps)
     assert found.candidate != crashed.candidate
     assert found.whole_model is not None
 

@@ -43,19 +43,6 @@ def test_each_variant_has_its_share_of_the_budget_and_what_earlier_ones_left() -
     assert (found.trials_left(0), found.trials_left(1)) == (0, 5)
 
 
-def test_trials_in_flight_count_for_the_budget_and_take_their_numbers() -> None:
-    found = history(8)
-    found.begin(found.next_number)
-    found.begin(found.next_number)
-    assert found.next_number == 10
-    assert found.exhausted(0)
-    assert found.trials_left(0) == 0
-    found.add(trial(9))
-    assert [t.number for t in found.trials] == [*range(8), 9]
-    assert found.next_number == 10
-    assert found.trials_left(0) == 0
-
-
 def test_device_seconds_leave_out_process_starts() -> None:
     phases = PhaseSeconds(process_start=5, build=1, warm_up=2, timed=3, messaging=0.5)
     found = TrialHistory([trial(0, phases=phases), trial(1, phases=phases)], Budget(), 1)

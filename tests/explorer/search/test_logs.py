@@ -16,6 +16,7 @@ from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
+from tests.explorer.explorations import answer_of
 from tests.explorer.explorations import request as experts_request
 from tests.explorer.meshes import test_answers as test_mesh_answers
 from tests.explorer.meshes import test_meshes
@@ -67,8 +68,7 @@ def log_of(steps: Sequence[Progress]) -> list[Any]:
             rows.append([int(event.code), event.message, data])
         if step.trial is not None:
             rows.append(trial_row(step.trial))
-    answer = steps[-1].answer
-    assert answer is not None
+    answer = answer_of(steps)
     return [*rows, answer.model_dump(mode="json")]
 
 

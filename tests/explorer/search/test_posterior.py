@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from bexp.explorer.dimensions.recompute import Recompute
-from tests.explorer.search.small import candidate, know, measure, small_state
+from tests.explorer.search.small import measure, small_state
 
 
 def test_the_order_of_trials_does_not_matter() -> None:
@@ -25,16 +22,3 @@ def test_the_order_of_trials_does_not_matter() -> None:
     assert best is not None and again is not None
     assert again.row == best.row
     assert again.confidence == pytest.approx(best.confidence)
-
-
-def test_predictions_of_bytes_stay_what_they_were_before_anything_was_measured() -> None:
-    state = small_state()
-    row = state.table.row[candidate(4)]
-    before = state.memory.predicted_bytes(row)
-    assert state.bytes(row) == before
-    know(state, candidate(4))
-    assert state.memory.predicted_bytes(row) == before
-    assert state.bytes(row).peak > before.peak, "the device takes a tenth more than predicted"
-    full = state.table.row[candidate(4, recompute=Recompute.FULL)]
-    assert state.bytes(full).peak < state.bytes(row).peak
-    assert math.isfinite(state.seconds(full).step)

@@ -9,7 +9,6 @@ from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from tests.explorer.search.small import REPORT, candidate, small_request
-from tests.explorer.simulator import report
 
 
 def prune(req: ExplorationRequest, limit: int | None = None) -> PrunedSpace:
@@ -62,15 +61,6 @@ def test_the_table_is_null_if_nothing_that_may_be_recommended_fits() -> None:
     between = round(need(only_base, 1)) + 2
     assert between < need(only_base, 4)
     assert prune(only_base, between).table is None
-
-
-def test_the_exchange_is_in_the_steps_where_the_worker_has_all_devices() -> None:
-    req = small_request(num_devices=2)
-    for number, expected in ((1, 0), (2, 1)):
-        assert req.model is not None
-        table = prune_space(req.model, req, report(memory_gib=40, experts=False, num_devices=number)).table
-        assert table is not None
-        assert len(table.communications) == expected
 
 
 def dominating(limit_gib: float | None = None, **fields: object) -> PrunedSpace:

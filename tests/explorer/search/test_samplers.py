@@ -13,7 +13,7 @@ from bexp.explorer.search.samplers import (
     StockSampler,
 )
 from bexp.explorer.search.study import Params, Points, TrialStudy, params_of
-from tests.explorer.explorations import answer_of, run, trials_of
+from tests.explorer.explorations import answer_of, best_of, run, trials_of
 from tests.explorer.search.small import REPORT, candidate, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice
 
@@ -90,8 +90,7 @@ def test_a_resumed_search_goes_the_way_it_would_have_gone(name: str) -> None:
     for kept in (1, 3, len(trials) - 2):
         after = run(req, SimulatedDevice(req, noise=0.0), rep=REPORT, history=trials[:kept])
         assert [t.measurement for t in trials[:kept] + trials_of(after)] == [t.measurement for t in trials]
-        best = answer_of(whole).recommendation
-        assert best is not None
+        best = best_of(whole)
         assert best.confidence == answer_of(after).recommendation.confidence  # type: ignore[union-attr]  # not None
 
 

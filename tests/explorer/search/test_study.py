@@ -80,21 +80,6 @@ def test_every_candidate_survives_the_way_through_parameters() -> None:
     assert points.row({**points.params(0), "micro_batch_size": 3}) is None
 
 
-def test_a_suggestion_keeps_its_components_and_its_reason() -> None:
-    wanted = Suggestion(ROW[candidate(4)], small_state().missing(ROW[candidate(4)]), reason="a choice")
-    study = study_of(wanted)
-    assert ask(study).suggestion == wanted
-    (running,) = study.study.trials
-    assert (running.state, running.user_attrs) == (TrialState.RUNNING, {REASON: "a choice"})
-    assert running.params == Points([params_of(each) for each in CANDIDATES]).params(wanted.row)
-
-
-def test_without_a_suggestion_a_failed_trial_is_left_behind() -> None:
-    study = study_of(None)
-    assert study.ask() is None
-    assert [t.state for t in study.study.trials] == [TrialState.FAIL]
-
-
 def test_what_the_search_itself_needs_is_a_trial_that_no_sampler_chooses() -> None:
     study = study_of()
     wanted = Suggestion(ROW[candidate(2)], (), reason="a base")

@@ -16,6 +16,7 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.loop import MOST_COMPARISONS
 from bexp.explorer.search.whole_models import next_comparison
 from tests.explorer.alternatives import other_of
+from tests.explorer.explorations import answer_of
 from tests.explorer.notes import notes_of
 from tests.explorer.search.small import REPORT, candidate, know, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice, report
@@ -35,8 +36,7 @@ class WithoutUntiled(SimulatedDevice):
 
 def search(request: ExplorationRequest, device: SimulatedDevice | None = None) -> tuple[Recommendation, list[Trial]]:
     steps = list(explore(request, report(memory_gib=40), device or SimulatedDevice(request, noise=0.0)))
-    answer = steps[-1].answer
-    assert answer is not None
+    answer = answer_of(steps)
     assert answer.recommendation is not None
     return answer.recommendation, [step.trial for step in steps if step.trial is not None]
 

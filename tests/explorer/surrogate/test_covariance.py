@@ -11,11 +11,6 @@ from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.surrogate.covariance import Covariance
 
 
-def attention(size: int = 4, **changes: Any) -> Component:
-    made = {"kind": ComponentKind.ATTENTION, "micro_batch_size": size, "backend": "flash", "num_query_groups": 4}
-    return Component.model_validate({**made, **changes})
-
-
 def level(*components: Component) -> np.ndarray[Any, Any]:
     return Covariance.of(components).level
 
@@ -26,16 +21,6 @@ def fixed(first: float, second: float | None = None) -> float:
     return float(
         sum(std**2 * np.log1p(r / first) * np.log1p(r / second) for r, std in ((0.1, 0.3), (0.5, 0.3), (3.0, 0.1)))
     )
-
-
-def test_a_component_varies_by_kind_back_end_mode_and_fixed_costs() -> None:
-    assert level(attention())[0, 0] == pytest.approx(0.7**2 + 0.35**2 + 0.04**2 + 1.25 * fixed(4))
-
-
-def test_back_ends_have_the_kind_and_most_of_their_fixed_costs_in_common() -> None:
-    found = Covariance.of([attention(), attention(backend="cudnn")])
-    assert found.level[0, 1] == pytest.approx(0.7**2 + fixed(4))
-    assert found.curve[0, 1] == 0
 
 
 def test_a_block_without_kernels_of_a_choice_is_the_same_back_end_compiled_or_not() -> None:

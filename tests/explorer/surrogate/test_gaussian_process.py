@@ -85,17 +85,6 @@ def test_before_anything_is_measured_the_mean_is_the_roofline() -> None:
     assert made.overlap is None
 
 
-def test_samples_before_a_measurement_scatter_as_the_prior_does() -> None:
-    table = make_table()
-    made = make_surrogate(table, fixed=True)
-    attention = of_kind(table, ComponentKind.ATTENTION)
-    prior = Covariance.of(attention)
-    expected = np.sqrt(np.diag(prior.level) + AMPLITUDE**2 * np.diag(prior.curve) + OWN**2)
-    columns = [table.column[c] for c in attention]
-    assert made.log_std_K[columns] == pytest.approx(expected, rel=0.03)
-    assert made.log_center_K[columns] == pytest.approx(np.log(made.device_mean_K[columns]), abs=0.03)
-
-
 def test_the_posterior_is_that_of_the_closed_form() -> None:
     table = make_table()
     made = make_surrogate(table, fixed=True)
@@ -127,20 +116,6 @@ def test_the_posterior_is_that_of_the_closed_form() -> None:
     assert np.log(made.device_NK).mean(axis=0)[columns] == pytest.approx(made.log_center_K[columns])
     others = [k for k, c in enumerate(table.components) if c.kind is not ComponentKind.ATTENTION]
     assert made.device_mean_K[others] == pytest.approx([roofline(table, table.components[k]) for k in others])
-
-
-def test_measured_components_are_known_and_components_of_other_variants_are_ignored() -> None:
-    table = make_table()
-    made = make_surrogate(table)
-    head = of_kind(table, ComponentKind.HEAD)[0]
-    stranger = Component(kind=ComponentKind.HEAD, micro_batch_size=77)
-    seconds = 2 * roofline(table, head)
-    made.fit(observed(run(head, seconds), run(stranger, 1.0)))
-    assert [table.components[k] for k in np.flatnonzero(made.known_K)] == [head]
-    assert made.device_mean_K[table.column[head]] == pytest.approx(seconds, rel=0.1)
-    assert made.bytes_3K[:, table.column[head]].tolist() == [100, 200, 300]
-    assert made.bytes_std_K[table.column[head]] == 0.0
-    assert made.bytes_std_K.max() > 0.0
 
 
 def test_what_no_other_component_predicts_must_be_measured() -> None:
@@ -177,16 +152,6 @@ def test_a_component_that_is_run_again_keeps_its_earlier_runs() -> None:
     once, twice = made.log_std_K[column], made.expecting([head]).log_std_K[column]
     assert once == pytest.approx(RUN, rel=0.05)
     assert twice == pytest.approx(RUN / np.sqrt(2), rel=0.05)
-
-
-def test_the_noise_of_a_step_takes_the_median_of_each_kind() -> None:
-    table = make_table()
-    made = make_surrogate(table)
-    values = np.full(64, 0.001)
-    values[:3] = 1000.0
-    blank = np.zeros(64)
-    made.hyperparameters = {kind.value: Hyperparameters(values, blank, blank) for kind in ComponentKind}
-    assert made.step_run_std(table, np.array([0]))[0] <= 0.001
 
 
 def test_overlap_is_assumed_until_the_exchange_is_measured() -> None:

@@ -16,7 +16,7 @@ from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
-from tests.explorer.explorations import answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, best_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -75,8 +75,7 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
     for seed in range(4):
         req = request(seed=seed, tolerance=0.03, verify=False)
         device = NoisyDevice(req, noise=0.03)
-        found = answer_of(run(req, device)).recommendation
-        assert found is not None
+        found = best_of(run(req, device))
         candidates = enumerate_candidates(req, report(memory_gib=40), req.shapes).candidates
         table = Composition(candidates, req.shapes, req)
         truth = device.true_tokens_per_second(table)
@@ -126,8 +125,7 @@ def test_the_recommended_candidate_is_measured_in_full() -> None:
     narrow = SimulatedDevice(request())
     explored = [(narrow, run(narrow.request, narrow, rep=report(memory_gib=132))), (wide_run()[0], list(wide_run()[1]))]
     for device, steps in explored:
-        found = answer_of(steps).recommendation
-        assert found is not None
+        found = best_of(steps)
         table = Composition([found.candidate], device.request.shapes, device.request)
         measured = {c for plan in device.plans for c in plan.components}
         assert set(table.components) <= measured
