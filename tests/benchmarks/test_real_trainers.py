@@ -13,15 +13,7 @@ import pytest
 from benchmarks import real_trainers
 from benchmarks.real_trainers import ModelRun, describe, main
 from benchmarks.result_rows import trainers
-from benchmarks.trainer_contenders import (
-    Run,
-    answered,
-    divisors,
-    document_of,
-    gain,
-    next_size,
-    variants_of,
-)
+from benchmarks.trainer_contenders import Run, answered, divisors, document_of, gain, next_size, variants_of
 from benchmarks.trainer_runs import OUT_OF_MEMORY, batch_seconds, micro_steps_of
 
 EXPLORED = ["execution=explore", "losses=[library,chunked]"]

@@ -162,15 +162,6 @@ def test_a_coordinate_descent_walks_down_from_the_largest_that_fits_and_changes_
     assert truth.prune.bases[0] in bench.tried
 
 
-def test_a_coordinate_descent_leaves_a_base_that_does_not_fit_but_has_lost_where_nothing_does(
-    truth: GroundTruth,
-) -> None:
-    chosen = coordinate_descent(Told(truth, lambda c: float(c.recompute != "none")), 0)
-    assert chosen is not None
-    assert chosen.recompute != "none"
-    assert coordinate_descent(Told(truth, lambda _: 0.0), 0) is None
-
-
 def test_optunas_samplers_run_through_the_products_search(truth: GroundTruth) -> None:
     run = run_search(truth, 1, sampler="random")
     assert run.strategy == "random"

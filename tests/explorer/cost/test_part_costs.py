@@ -8,22 +8,14 @@ import pytest
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.part_costs import (
-    COMPILED_SHARE,
-    PartsDecomposer,
-    again_work,
-    part_work,
-    predict_part_bytes,
-)
+from bexp.explorer.cost.part_costs import COMPILED_SHARE, PartsDecomposer, again_work, part_work, predict_part_bytes
 from bexp.explorer.cost.roofline import roofline_seconds
 from bexp.explorer.cost.work import Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.model.hardware import BackendSupport
-from bexp.explorer.search.legal_space import (
-    enumerate_candidates,
-)
+from bexp.explorer.search.legal_space import enumerate_candidates
 from tests.explorer.cost.described import part, parts, request
 from tests.explorer.cost.tiny import request_of_parts
 from tests.explorer.simulator import report

@@ -8,10 +8,7 @@ import pytest
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.roofline import (
-    PredictedSeconds,
-    roofline_seconds,
-)
+from bexp.explorer.cost.roofline import PredictedSeconds, roofline_seconds
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import DType
 from bexp.explorer.request.request import ExplorationRequest

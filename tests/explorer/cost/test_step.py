@@ -17,14 +17,7 @@ from bexp.explorer.cost.step import (
     required_bytes,
     static_parts,
 )
-from tests.explorer.cost.tiny import (
-    EMBEDDING,
-    LAYER,
-    TOTAL,
-    hardware,
-    model_of,
-    request,
-)
+from tests.explorer.cost.tiny import EMBEDDING, LAYER, TOTAL, hardware, model_of, request
 
 MIB = 2**20
 

@@ -127,10 +127,7 @@ OF_BEXP = "there are bmm, fused, grouped_mm, hopper_grouped, loop"
         ({**REFERENCE, "attention_backends": ["sdpa"]}, "target 'bexp' has no attention back end 'sdpa'"),
         ({**EXPERTS, "expert_backends": ["grouped_m"]}, f"(did you mean 'grouped_mm'?); {OF_BEXP}"),
         ({**EXPERTS, "expert_backends": ["grouped mm"]}, "'grouped mm' (did you mean 'grouped_mm'?)"),
-        (
-            {"target": "mine", "attention_backends": ["sdpa"]},
-            "'mine' has no attention back end 'sdpa'; there are own",
-        ),
+        ({"target": "mine", "attention_backends": ["sdpa"]}, "'mine' has no attention back end 'sdpa'; there are own"),
         ({"target": "mine", "expert_backends": ["fused"]}, "no expert back end 'fused'; its code chooses by itself"),
     ],
 )

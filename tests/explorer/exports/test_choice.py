@@ -36,12 +36,7 @@ from tests.explorer.exports.samples import (
     own_exploration,
     with_parts,
 )
-from tests.explorer.exports.simulated import (
-    LOGIT_BYTES,
-    NUM_PARAMETERS,
-    Simulated,
-    simulated,
-)
+from tests.explorer.exports.simulated import LOGIT_BYTES, NUM_PARAMETERS, Simulated, simulated
 
 MASTER_BYTES = NUM_PARAMETERS * (4 + 2 * (4 - 2))
 """Float32 master weights, and moments in float32 where they were in bfloat16."""

@@ -199,9 +199,7 @@ def test_scoped_flags_decide_the_mode() -> None:
         (run(model={**GPT_111M, "name": "gptx"}), ("model", "name"), "supported: gpt2"),
         (run(model={**GPT_111M, "name": "gptj"}), ("model", "use_untied_layer_norm"), "must be true"),
         (run(model={**GPT_111M, "use_untied_layer_norm": True}), ("model", "use_untied_layer_norm"), "belongs to gptj"),
-        (run(model={"name": "llava", "image_model": {}}), ("model", "name"), "reads images"),
         (run(model={"name": "dino"}), ("model", "name"), "vision network"),
-        (run(model={"name": "vit", "num_heads": 12}), ("model", "name"), "limited to language models"),
         (run(model={"image_size": [224, 224], "num_heads": 12}), ("model", "image_size"), "limited to language models"),
     ],
 )  # fmt: skip

@@ -230,14 +230,6 @@ def test_an_unnamed_config_is_told_what_it_lacks() -> None:
     assert "model_type" in str(refusal({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}))
 
 
-def test_request_fields_beside_a_config() -> None:
-    request = parse(
-        {"model_type": "gpt2", "batch_size": 24, "num_csx": 2, "micro_batch_size": "auto", "budget": {"max_trials": 3}}
-    )
-    assert (request.batch_size, request.num_devices, request.micro_batch_size) == (24, 2, "auto")
-    assert request.budget.max_trials == 3
-
-
 def test_locations_of_a_nested_config_begin_with_model() -> None:
     assert (
         "divide"

@@ -19,11 +19,6 @@ def refusal(document: Any, **overrides: Any) -> list[tuple[tuple[str | int, ...]
     return caught.value.errors
 
 
-def test_a_native_request_is_what_the_types_make_of_it() -> None:
-    request = parse_request({"model": MODEL, "batch_size": 24, "num_csx": 2, "bta": {"enable": True, "max_tile": 8}})
-    assert (request.batch_size, request.num_devices, request.bta.max_tile) == (24, 2, 8)
-
-
 def test_overrides_are_merged_last_nested_or_dotted() -> None:
     document = {"model": MODEL, "budget": {"max_trials": 5, "max_seconds": 9}, "num_csx": 2}
     changes = {"model.seq_length": 48, "budget": {"max_trials": 7}, "num_devices": 4, "bta.enable": True}

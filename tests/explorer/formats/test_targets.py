@@ -140,12 +140,6 @@ def test_a_length_that_nobody_states_is_assumed_and_noted_where_the_model_allows
     assert (shorter.seq_length, shorter.notices) == (2048, ())
 
 
-@pytest.mark.parametrize("place", [lambda config: config, lambda config: {"model": config}])
-def test_a_length_beside_a_config_is_kept(place: Callable[[Any], Any]) -> None:
-    request = parse_request({**place({"model_type": "llama"}), "hf_seq_length": 128})
-    assert (request.seq_length, request.notices) == (128, ())
-
-
 def test_only_the_length_of_a_config_can_be_overridden() -> None:
     errors = refusal(GEMMA, **{"target": "transformers", "model.num_layers": 2})
     assert "cannot be overridden" in errors["model", "num_layers"]

@@ -45,10 +45,7 @@ def refusal(document: Any, **overrides: Any) -> dict[tuple[str | int, ...], str]
     ],
 )
 def test_another_model_is_refused_by_its_type_with_a_way_that_measures_it(
-    config: dict[str, Any],
-    what: str,
-    place: tuple[tuple[str, ...], Callable[[Any], Any]],
-    target: dict[str, Any],
+    config: dict[str, Any], what: str, place: tuple[tuple[str, ...], Callable[[Any], Any]], target: dict[str, Any]
 ) -> None:
     location, document = place
     message = refusal(document(config), **target)[(*location, "model_type")]

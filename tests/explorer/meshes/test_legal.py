@@ -91,11 +91,7 @@ def test_named_sizes_are_kept_to() -> None:
             "overlap_degree belongs to expert_mode 'overlapped', which is not explored",
         ),
         ({"expert_mode": "shadowed"}, {"model": MOE}, "needs experts on several devices"),
-        (
-            {"pipeline": 2, "sharding": "zero3"},
-            {"num_devices": 4},
-            "a pipeline needs sharding none or zero1",
-        ),
+        ({"pipeline": 2, "sharding": "zero3"}, {"num_devices": 4}, "a pipeline needs sharding none or zero1"),
     ],
 )
 def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(

@@ -12,10 +12,7 @@ from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.layers import MeshCandidate
-from bexp.explorer.meshes.shards import (
-    SPREAD_EXPERTS,
-    expert_rows,
-)
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS, expert_rows
 from bexp.explorer.meshes.step import MeshStep
 from bexp.explorer.meshes.transfers import ASSUMED_BYTES_PER_SECOND
 from bexp.explorer.model.model import MoESpec

@@ -114,11 +114,7 @@ def test_sizes_divide_a_stated_batch(changes: dict[str, Any], sizes: tuple[int, 
 
 @pytest.mark.parametrize(
     ("choice", "sizes"),
-    [
-        ("explore", LADDER),
-        ([4, 7, 8], (4, 7, 8)),
-        ({"explore": {"min": 5, "max": 20}}, (5, 6, 8, 12, 16, 20)),
-    ],
+    [("explore", LADDER), ([4, 7, 8], (4, 7, 8)), ({"explore": {"min": 5, "max": 20}}, (5, 6, 8, 12, 16, 20))],
 )
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_an_exploration_a_list_and_a_range_are_independent_of_the_batch(

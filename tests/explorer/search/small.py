@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.step import MemoryParts
@@ -87,6 +90,17 @@ def know(state: Posterior, *candidates: Candidate, scale: float = 1.0) -> None:
     for each in candidates:
         row = state.table.row[each]
         state.knowledge.learn(row, measure(state, state.missing(row), each, scale=scale))
+
+
+def contend(state: Posterior, samples: Any, **changes: Any) -> None:
+    """Let the smallest sizes contend with samples of tokens/s, shape (N, A). All are clear and nothing is wanted."""
+    tokens_NA = np.array(samples, float)
+    number = tokens_NA.shape[1]
+    none, every = np.zeros(number, np.bool_), np.ones(number, np.bool_)
+    known = {"rows": np.array([state.table.row[candidate(size)] for size in (1, 2, 4)[:number]])}
+    known |= {"mean_A": tokens_NA.mean(axis=0), "composed_NA": tokens_NA, "tokens_NA": tokens_NA, "clear_A": every}
+    known |= {"wanted_AP": np.zeros((number, state.table.used_CP.shape[1]), np.bool_), "undecided_A": none}
+    state._contenders = replace(state.contenders, **(known | {"runs_A": np.ones(number)} | changes))
 
 
 def trial(

@@ -10,28 +10,16 @@ import pytest
 
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.samplers import NEGLIGIBLE, suggest_measurement
-from tests.explorer.search.small import candidate, know, small_state
+from tests.explorer.search.small import candidate, contend, know, small_state
 
 
 def rival_pair(tokens: tuple[float, float], better: float, **changes: Any) -> Posterior:
     """Two candidates that are measured; in a share `better` of the samples the second beats the first by 2%."""
     state = small_state(**changes)
     know(state, candidate(1), candidate(2))
-    rows = np.array([state.table.row[candidate(1)], state.table.row[candidate(2)]])
-    number = 1000
-    samples = np.full((number, 2), tokens[0])
-    samples[:, 1] = np.where(np.arange(number) < better * number, 1.02 * tokens[0], 0.9 * tokens[0])
-    state._contenders = replace(
-        state.contenders,
-        rows=rows,
-        mean_A=np.array(tokens),
-        composed_NA=samples,
-        tokens_NA=samples,
-        wanted_AP=np.zeros((2, state.table.used_CP.shape[1]), dtype=np.bool_),
-        clear_A=np.array([True, True]),
-        undecided_A=np.array([False, False]),
-        runs_A=np.ones(2),
-    )
+    samples = np.full((1000, 2), tokens[0])
+    samples[:, 1] = np.where(np.arange(1000) < better * 1000, 1.02 * tokens[0], 0.9 * tokens[0])
+    contend(state, samples, mean_A=np.array(tokens))
     state.surrogate.log_std_K[:] = 0.01
     return state
 
@@ -39,15 +27,9 @@ def rival_pair(tokens: tuple[float, float], better: float, **changes: Any) -> Po
 def with_an_unknown_rival(composed: float, whole: float) -> Posterior:
     """A measured candidate of 100 tokens/s, and one that is not measured, in every sample as fast as given."""
     state = rival_pair((100.0, 90.0), better=0.0)
-    wanted = np.zeros_like(state.contenders.wanted_AP)
-    wanted[1, 0] = True
-    state._contenders = replace(
-        state.contenders,
-        wanted_AP=wanted,
-        composed_NA=np.tile([100.0, composed], (4, 1)),
-        tokens_NA=np.tile([100.0, whole], (4, 1)),
-        clear_A=np.array([True, False]),
-    )
+    composed_NA, whole_NA = (np.tile([100.0, rival], (4, 1)) for rival in (composed, whole))
+    contend(state, composed_NA, tokens_NA=whole_NA, clear_A=np.array([True, False]))
+    state.contenders.wanted_AP[1, 0] = True
     return state
 
 
@@ -57,23 +39,9 @@ def with_costs(samples: list[list[float]], wanted: tuple[int, ...], *, known: in
     Each wants so many of its components, and a component takes 0.15 s to measure.
     """
     state = small_state()
-    number = len(wanted)
-    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)[:number]])
-    wanted_AP = np.zeros((number, state.table.used_CP.shape[1]), dtype=np.bool_)
-    for each, count in zip(wanted_AP, wanted, strict=True):
+    contend(state, samples, clear_A=np.arange(len(wanted)) < known)
+    for each, count in zip(state.contenders.wanted_AP, wanted, strict=True):
         each[:count] = True
-    tokens = np.array(samples)
-    state._contenders = replace(
-        state.contenders,
-        rows=rows,
-        mean_A=tokens.mean(axis=0),
-        composed_NA=tokens,
-        tokens_NA=tokens,
-        wanted_AP=wanted_AP,
-        clear_A=np.arange(number) < known,
-        undecided_A=np.zeros(number, dtype=np.bool_),
-        runs_A=np.ones(number),
-    )
     state.surrogate.device_mean_K[:] = 0.0
     return state
 

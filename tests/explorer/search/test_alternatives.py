@@ -54,12 +54,6 @@ def test_a_recommended_candidate_that_divides_is_the_second_figure_too() -> None
     assert among is not None and among.confidence >= best.confidence
 
 
-def test_one_that_is_not_measured_is_said_to_be_predicted() -> None:
-    found = find(state_of(1, 4, batch_size=14))
-    assert found is not None
-    assert (found.candidate.micro_batch_size, found.predicted) == (2, True)
-
-
 def test_none_is_found_if_the_batch_has_no_divisor_in_the_space() -> None:
     state = state_of(2, 4, micro_batch_size=[2, 4], batch_size=15)
     assert find(state) is None
@@ -69,12 +63,6 @@ def test_none_is_found_if_the_batch_has_no_divisor_in_the_space() -> None:
     uneven = state_of(1, 2, batch_size=15, num_devices=2)
     assert find(uneven) is None
     assert dividing_batch_sizes(uneven) == (14, 16)
-
-
-def test_without_a_stated_batch_nothing_need_divide_it() -> None:
-    state = state_of(1, 2, 4, batch_size=None)
-    assert find(state) is None
-    assert dividing_batch_sizes(state) == ()
 
 
 def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,25 +9,18 @@ import pytest
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.parts import Float8Layers
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.recommendation import Alternative, Recommendation, Role, WholeModelCheck
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.alternatives import accumulate, best_stock, compare
-from bexp.explorer.search.candidate_report import build_recommendation
+from bexp.explorer.search.candidate_report import build_recommendation, candidate_notes
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from tests.explorer.alternatives import alternative
+from tests.explorer.cost import described
 from tests.explorer.notes import notes_of
-from tests.explorer.search.small import (
-    REPORT,
-    candidate,
-    know,
-    measure,
-    small_request,
-    small_state,
-    trial,
-    whole,
-)
+from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_state, trial, whole
 
 ALL = range(12)
 CHECK = WholeModelCheck(measurement=whole(), tokens_per_second=1.0, step_seconds=1.0, step_error=0.0, peak_error=0.0)
@@ -200,3 +193,42 @@ def test_cores_that_others_share_are_told(waited: float, is_noted: bool) -> None
     state.knowledge.learn(row, measured.model_copy(update={"components": components}))
     notes = [note for note in notes_of(recommend(state)) if "other processes share these cores" in note]
     assert [f"threads waited {waited:.0%} of the time" in note for note in notes] == [True] * is_noted
+
+
+OWN = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+
+
+def said_of(training: dict[str, Any] | None = None, recompute: str = "none", **parts: Any) -> str:
+    asked = described.request(**OWN, training=training or {}, recompute=["none", "offload"])
+    return "\n".join(
+        map(str, candidate_notes(asked, described.candidate(recompute=recompute), described.device(**parts), None))
+    )
+
+
+def test_activations_on_the_host_are_stated_with_their_size() -> None:
+    assert "host" not in said_of()
+    assert "recompute 'offload' is left out: no room" in said_of(
+        unavailable={"offload": "no room", "groups_2": "other"}
+    )
+    layer = 4 * 32 * 640  # bytes that each of six layers keeps
+    found = said_of(recompute="offload")
+    assert f"activations: about {6 * layer / 2**30:.1f} GiB of the host's memory, pinned" in found
+
+
+def test_an_optimizer_on_the_host_is_stated_with_the_way_to_give_it_to_a_trainer() -> None:
+    found = said_of({"optimizer": {"name": "adamw_cpu_offload"}}, optimizer_host_bytes=3 << 30)
+    assert "optimizer: 3.0 GiB of the host's memory" in found
+    assert "optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer" in found
+
+
+def test_float8_states_its_error_and_what_stays_in_bfloat16() -> None:
+    found = said_of(
+        {"precision": "float8_rowwise"}, float8=Float8Layers(num_linear=8, output_error=0.031, gradient_error=0.0567)
+    )
+    assert "float8 (rowwise): 8 linear layers of decoder layers; experts stay in bfloat16" in found
+    assert "off by 3.1% of its norm in bfloat16, and its gradients by 5.7%" in found
+
+
+def test_a_paged_optimizer_is_stated_to_be_counted_on_the_device() -> None:
+    assert "its pages are counted on the device" in said_of({"optimizer": {"name": "paged_adamw_8bit"}})
+    assert "pages" not in said_of({"optimizer": {"name": "adamw_bnb_8bit"}})

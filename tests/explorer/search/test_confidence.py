@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.search.confidence import (
-    Contenders,
-    confidence_score,
-    wanted_components,
-)
+from bexp.explorer.search.confidence import Contenders, confidence_score, wanted_components
 from tests.explorer.search.small import small_state
 
 SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])

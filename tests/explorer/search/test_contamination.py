@@ -146,8 +146,7 @@ def uninterrupted(disturbed: tuple[int, ...]) -> tuple[Progress, ...]:
 
 
 @pytest.mark.parametrize(
-    ("disturbed", "stop_after"),
-    [((0,), 1), ((0, 1, 2), 2), ((2, 3), 3), ((1, 4, 6), 5), ((1, 4, 6), 7)],
+    ("disturbed", "stop_after"), [((0,), 1), ((0, 1, 2), 2), ((2, 3), 3), ((1, 4, 6), 5), ((1, 4, 6), 7)]
 )
 def test_resumes_amid_disturbances_as_if_never_interrupted(disturbed: tuple[int, ...], stop_after: int) -> None:
     whole = list(uninterrupted(disturbed))

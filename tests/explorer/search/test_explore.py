@@ -101,18 +101,6 @@ def test_budget_ends_the_search_with_an_honest_confidence() -> None:
     assert found.confidence < 90
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.4])
-def test_resumes_after_the_whole_model_without_another_trial(factor: float) -> None:
-    req = request()
-    device = SimulatedDevice(req, noise=0.0)
-    device.whole_model_factor = factor
-    whole = run(req, device)
-    again = SimulatedDevice(req, noise=0.0)
-    after = run(req, again, history=trials_of(whole))
-    assert again.plans == []
-    assert answer_of(after) == answer_of(whole)
-
-
 def test_a_spent_budget_still_finds_one_candidate_beside_a_base_outside_the_space() -> None:
     req = request(base_micro_batch_size=24, budget={"max_trials": 1}, verify=False)
     found = best_of(run(req, SimulatedDevice(req)))

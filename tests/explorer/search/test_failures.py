@@ -21,17 +21,6 @@ def test_a_whole_model_that_does_not_fit_rules_out_all_that_need_as_much() -> No
     assert found.whole_model is not None
 
 
-def test_a_whole_model_that_crashes_is_not_recommended() -> None:
-    req = request()
-    device = SimulatedDevice(req)
-    device.whole_model_outcomes = [Outcome.CRASHED]
-    steps = run(req, device)
-    crashed = next(t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL)
-    found = best_of(steps)
-    assert found.candidate != crashed.candidate
-    assert found.whole_model is not None
-
-
 def test_a_device_that_refuses_the_model_answers_so_at_once() -> None:
     refusing = report().model_copy(update={"refusal": "no such layer"})
     (step,) = run(request(), SimulatedDevice(request()), rep=refusing)

@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
-from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.budget import Budget
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED, TrialHistory
 from tests.explorer.search.small import candidate, trial
@@ -88,16 +88,3 @@ def test_the_commonest_failure_is_named_with_its_reason() -> None:
     assert TrialHistory(trials, Budget(), 1).commonest_failure(Variant(4)) == "timed_out: slow"
     nameless = [trial(0, outcome=Outcome.CRASHED)]
     assert TrialHistory(nameless, Budget(), 1).commonest_failure(Variant(4)) == "crashed: no reason given"
-
-
-def test_of_several_whole_model_runs_the_first_sound_one_counts() -> None:
-    runs = [
-        trial(i, outcome=outcome, kind=TrialKind.WHOLE_MODEL)
-        for i, outcome in enumerate([Outcome.CONTAMINATED, Outcome.OK, Outcome.OK])
-    ]
-    found = TrialHistory([trial(7), *runs], Budget(), 1)
-    assert found.whole_model(candidate()) == runs[1]
-    assert found.whole_models(Variant(4)) == runs
-    assert found.whole_model(candidate(2)) is None
-    only = TrialHistory(runs[:1], Budget(), 1)
-    assert only.whole_model(candidate()) == runs[0]

@@ -132,19 +132,6 @@ def test_the_confidence_target_ends_the_search() -> None:
     assert len(trials_of(search(easy)[0])) < len(trials_of(search(hard)[0]))
 
 
-def test_what_is_stored_is_neither_measured_nor_told_again() -> None:
-    req = small_request()
-    steps, found = search(req)
-    trials = trials_of(steps)
-    device = SimulatedDevice(req, noise=0.0)
-    after, resumed = search(req, device, trials[:2])
-    assert [plan.number for plan in device.plans] == [t.number for t in trials[2:]]
-    assert [t.measurement for t in trials_of(after)] == [t.measurement for t in trials[2:]]
-    assert not {EventCode.SPACE, EventCode.BASE} & set(codes(after))
-    assert resumed == found
-    assert search(req, SimulatedDevice(req, noise=0.0), trials) == ([], found)
-
-
 def test_a_base_whose_whole_model_failed_is_the_base_after_a_resume() -> None:
     req = small_request(micro_batch_size=[1], attention_backends=["cudnn"])
     device = SimulatedDevice(req, noise=0.0)

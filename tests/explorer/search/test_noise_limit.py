@@ -15,13 +15,7 @@ from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.noise_limit import (
-    LIMITED_SHARE,
-    NoiseLimit,
-    noise_figures,
-    reachable_confidence,
-    shown_noise,
-)
+from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit, noise_figures, reachable_confidence, shown_noise
 from bexp.explorer.search.posterior import Posterior
 from tests.explorer.explorations import answer_of, best_of, lines, trials_of
 from tests.explorer.notes import notes_of

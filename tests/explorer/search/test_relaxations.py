@@ -9,11 +9,7 @@ import pytest
 from bexp.explorer.cost.step import GIB, memory_limit
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.relaxations import (
-    explain_nothing_fits,
-    find_relaxations,
-    smallest_requirement,
-)
+from bexp.explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
 from tests.explorer.explorations import request
 from tests.explorer.simulator import report
 

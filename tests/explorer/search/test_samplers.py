@@ -8,10 +8,7 @@ import optuna
 import pytest
 
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.samplers import (
-    StockCandidateSampler,
-    StockSampler,
-)
+from bexp.explorer.search.samplers import StockCandidateSampler, StockSampler
 from bexp.explorer.search.study import Params, Points, TrialStudy, params_of
 from tests.explorer.explorations import answer_of, best_of, run, trials_of
 from tests.explorer.search.small import REPORT, candidate, small_request, small_state

@@ -25,7 +25,6 @@ from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, WholeModels
 from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import answer_of, best_of, lines, pruned, request, trials_of
-from tests.explorer.notes import notes_of
 from tests.explorer.search.small import MODEL, candidate, know, small_state, trial
 from tests.explorer.search.small import whole as measured_whole
 from tests.explorer.simulator import SimulatedDevice, report
@@ -76,17 +75,6 @@ def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> Non
     assert line == f"Whole models change the answer from {winner.describe()} to {rival.describe()}"
     last = [e for s in steps for e in s.events if e.code is EventCode.RECOMMENDATION][-1]
     assert last.data["recommendation"]["candidate"] == rival.model_dump(mode="json")
-
-
-def test_a_faster_runner_up_within_the_tolerance_changes_nothing_and_is_noted() -> None:
-    winner, rival = pair()
-    device = device_with({rival: 0.96})
-    device.whole_model_error = 0.2
-    found = best_of(run(device))
-    assert found.candidate == winner
-    assert 0.99 <= other_of(found, Role.RUNNER_UP).ratio < 1
-    assert any("the runner-up was the faster one" in note for note in notes_of(found))
-    assert not any("runner-up" in note for note in notes_of(best_of(list(plain()))))
 
 
 def test_an_answer_is_never_slower_than_its_runner_up_beyond_the_tolerance_whatever_the_noise() -> None:

@@ -6,17 +6,15 @@ from collections import Counter
 from functools import cache
 
 import numpy as np
-import pytest
 
-from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
-from tests.explorer.explorations import answer_of, best_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, best_of, lines, request, run
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -86,28 +84,6 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
             confident += 1
             assert truth[table.row[found.candidate]] >= 0.96 * best
     assert confident >= 1
-
-
-@pytest.mark.parametrize("stop_after", [4, 20])
-def test_a_noisy_search_resumes_where_it_would_have_gone(stop_after: int) -> None:
-    req, whole = noisy()[0].request, list(noisy()[1])
-    assert any(len(plans) > 1 for plans in _runs(trials_of(whole)).values())
-    before = whole[:stop_after]
-    after = run(req, NoisyDevice(req, noise=0.2), history=trials_of(before))
-
-    def told(trials: list[Trial]) -> list[tuple[object, ...]]:
-        return [(t.number, t.candidate, t.measurement.components) for t in trials]
-
-    assert told([*trials_of(before), *trials_of(after)]) == told(trials_of(whole))
-    assert answer_of(after) == answer_of(whole)
-
-
-def _runs(trials: list[Trial]) -> dict[Component, list[int]]:
-    found: dict[Component, list[int]] = {}
-    for trial in trials:
-        for measured in trial.measurement.components:
-            found.setdefault(measured.component, []).append(trial.number)
-    return found
 
 
 def wide() -> ExplorationRequest:

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.composition import Floats
-from bexp.explorer.surrogate.peak_error import (
-    SCALE_GRID,
-    TAIL_RUNS,
-    TAIL_SHARE,
-    PeakErrors,
-    probability_below,
-)
+from bexp.explorer.surrogate.peak_error import SCALE_GRID, TAIL_RUNS, TAIL_SHARE, PeakErrors, probability_below
 
 ROWS = np.arange(50)
 ERRORS = PeakErrors(50, 2000, np.random.default_rng(0))
