@@ -18,7 +18,7 @@ from bexp.explorer.records.measurement import (
 from bexp.workers.replay.recording import Recording, RecordingError
 from bexp.workers.replay.rows import ROWS, ComponentRow
 from tests.simulated_tables import write
-from tests.workers.replay.samples import empty, figures, recording, row, table_of
+from tests.workers.replay.samples import empty, recording, row, table_of
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -33,14 +33,6 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
             assert before.figures is not None and after.figures is not None
             assert after.figures.device_seconds == pytest.approx(before.figures.device_seconds, rel=1e-5)
             assert after.figures.saved_bytes == before.figures.saved_bytes
-
-
-def test_equal_times_stay_equal_when_shortened() -> None:
-    component = table_of(empty()).components[0]
-    waits = row(component).model_copy(update={"figures": figures(0.0123456789, host=0.0123456789)})
-    read = ROWS.validate_json(encode_row(waits))
-    assert isinstance(read, ComponentRow)
-    assert read.measurement().device_seconds == read.measurement().host_seconds == 0.0123457
 
 
 def test_every_figure_of_a_component_is_recorded() -> None:

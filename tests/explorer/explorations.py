@@ -15,19 +15,11 @@ from bexp.explorer.records.trial import Measure, Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from tests.explorer.shapes import shapes
+from tests.explorer.shapes import experts, shapes
 from tests.explorer.simulator import SimulatedDevice, report
 
-MODEL = shapes(
-    8,
-    1024,
-    heads=16,
-    vocab=32000,
-    length=2048,
-    name="moe",
-    num_query_groups=4,
-    moe={"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 512},
-)
+MOE = experts(32, 4, 512)
+MODEL = shapes(8, 1024, heads=16, vocab=32000, length=2048, name="moe", num_query_groups=4, moe=MOE)
 
 
 def request(**changes: Any) -> ExplorationRequest:

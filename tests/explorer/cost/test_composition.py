@@ -16,17 +16,9 @@ from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute, recomputed_
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.cost import tiny
-from tests.explorer.shapes import shapes
+from tests.explorer.shapes import experts, shapes
 
-MODEL = shapes(
-    7,
-    64,
-    128,
-    heads=4,
-    vocab=100,
-    length=32,
-    moe={"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 64, "first_k_dense": 2},
-)
+MODEL = shapes(7, 64, 128, heads=4, vocab=100, length=32, moe=experts(4, 2, 64, first_k_dense=2))
 
 
 def request(**changes: Any) -> ExplorationRequest:

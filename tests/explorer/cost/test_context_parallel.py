@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, LAYOUTS, Sharing, busiest_pairs, refuse_layout
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.alternatives import accumulate
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from tests.explorer.long_sequences import MODEL, SMALL, request
@@ -23,19 +21,6 @@ from tests.explorer.simulator import report
 def sharings(req: ExplorationRequest, rep: DeviceReport) -> set[tuple[int, str | None]]:
     space = enumerate_candidates(req, rep, req.shapes)
     return {(c.context_parallel_size, c.context_parallel_layout) for c in space.candidates}
-
-
-def candidate(m: int, size: int = 1, layout: str | None = None) -> Candidate:
-    return Candidate(
-        micro_batch_size=m,
-        attention_backend="cudnn",
-        num_query_groups=4,
-        context_parallel_size=size,
-        context_parallel_layout=layout,
-    )
-
-
-# -- requests ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,9 +78,6 @@ def test_a_worker_needs_devices_for_the_largest_listed_size() -> None:
     assert [request("explore").devices.needed(n) for n in (2, 3, 4, 8)] == [2, 2, 4, 4]
 
 
-# -- the space -----------------------------------------------------------------------------------------------------
-
-
 def test_sizes_and_layouts_multiply_the_space_and_compose_with_the_rest() -> None:
     rep = report(experts=False, num_devices=4)
     alone = enumerate_candidates(request((1,)), rep, request().shapes).candidates
@@ -112,17 +94,6 @@ def test_no_more_devices_share_than_the_profiler_has() -> None:
     assert sharings(request("explore"), report(experts=False)) == {(1, None)}
     with pytest.raises(EmptySpaceError, match="shared by 2 devices need as many; this worker's profiler has 1"):
         sharings(request((2, 4)), report(experts=False))
-
-
-# -- arithmetic ----------------------------------------------------------------------------------------------------
-
-
-def test_the_batch_is_micro_batch_times_accumulation_times_groups() -> None:
-    req = request(batch_size=64, num_devices=4)
-    assert accumulate(req, candidate(4)) == (4, ())
-    assert accumulate(req, candidate(4, 2, "ring")) == (8, ())
-    assert accumulate(req, candidate(4, 4, "ring")) == (16, ())
-    assert accumulate(request(batch_size=10), candidate(4, 2, "ring")) == (None, (8, 16))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

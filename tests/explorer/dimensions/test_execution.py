@@ -50,15 +50,6 @@ def test_explore_leaves_out_what_the_request_cannot_have() -> None:
     assert EXECUTION.always_compiles(always.space.place)
 
 
-def test_compiled_layers_alone_have_no_policies_by_operation() -> None:
-    asked = {
-        fields: build(execution=fields).space.recompute_policies for fields in ("compile", ("compile",), "explore")
-    }
-    assert asked["compile"] == asked[("compile",)]
-    assert not any(policy.by_operation for policy in asked["compile"])
-    assert any(policy.by_operation for policy in asked["explore"])
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -153,14 +153,6 @@ def test_both_files_agree() -> None:
     assert "contradicts" in errors["deepspeed", "train_micro_batch_size_per_gpu"]
 
 
-def test_adapters_beside_training_arguments() -> None:
-    lora = {"lora": {"r": 4, "target_modules": "all-linear"}}
-    request = parse_request({**CONFIG, "training": lora, "training_arguments": {"bf16": True}})
-    assert request.training.lora is not None
-    assert request.training.precision == "autocast"
-    assert lora == {"lora": {"r": 4, "target_modules": "all-linear"}}
-
-
 @pytest.mark.parametrize(
     ("files", "location", "part"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.formats.document import FormatError
-from bexp.explorer.formats.model_types import ModelKind, model_types
+from bexp.explorer.formats.model_types import model_types
 from bexp.explorer.formats.request import parse_request
 
 WAY = "bexp explore config.json --target examples/targets/hugging_face.py:Target"
@@ -148,11 +148,3 @@ def test_a_sequence_beyond_rotary_positions_is_noted(target: str) -> None:
 
 def test_without_a_length_gpt2_gets_the_positions_that_its_class_has() -> None:
     assert parse_request({"model_type": "gpt2"}).seq_length == 1024
-
-
-def test_known_types_are_each_of_one_kind() -> None:
-    known = model_types()
-    assert known.kinds["llama"] is ModelKind.CAUSAL
-    assert set(ModelKind) == set(known.kinds.values())
-    assert {"gpt2", "bert", "opt"} < known.bounded < set(known.kinds)
-    assert not known.bounded & {"llama", "qwen3", "mamba"}

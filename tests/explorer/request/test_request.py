@@ -74,11 +74,6 @@ def test_each_rule(changes: dict[str, Any], part: str) -> None:
     assert part in str(caught.value)
 
 
-def test_num_csx_is_num_devices() -> None:
-    assert build(num_csx=4, batch_size=8).num_devices == 4
-    assert ExplorationRequest(model=build().model, num_devices=4).num_devices == 4
-
-
 def test_choices_of_a_micro_batch() -> None:
     assert (build().micro_batch_size, build().micro_batch_choice) == (None, "explore")
     assert build(batch_size=8).micro_batch_choice == "auto"
@@ -123,11 +118,6 @@ def test_an_exploration_a_list_and_a_range_are_independent_of_the_batch(
     request = build(batch_size=7, num_devices=3, micro_batch_size=choice, mode=mode)
     assert request.space.micro_batch_sizes == sizes
     assert not request.keeps_batch
-
-
-def test_the_optimizer_is_weighed_without_a_stated_batch() -> None:
-    assert (build().batch_size, build().effective_batch_size) == (None, 512)
-    assert build(num_devices=4).devices.batch_share == 128
 
 
 def test_devices_that_share_sequences_get_more_of_the_batch() -> None:

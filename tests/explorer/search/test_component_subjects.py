@@ -11,19 +11,10 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import IRRELEVANT, component_subjects, subject_of
 from tests.explorer.cost import described
-from tests.explorer.shapes import shapes
+from tests.explorer.shapes import experts, shapes
 from tests.explorer.simulator import report
 
-MODEL = shapes(
-    8,
-    256,
-    512,
-    heads=4,
-    vocab=1000,
-    length=512,
-    name="one",
-    moe={"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 128, "first_k_dense": 1},
-)
+MODEL = shapes(8, 256, 512, heads=4, vocab=1000, length=512, name="one", moe=experts(8, 2, 128, first_k_dense=1))
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "_name_or_path": "someone/model",

@@ -23,6 +23,7 @@ from tests.explorer.meshes import test_meshes
 from tests.explorer.search.small import MODEL, REPORT
 from tests.explorer.search.small import small_request as tiny_request
 from tests.explorer.search.test_earlier_check import with_earlier
+from tests.explorer.shapes import experts
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.recordings import check_recorded
 
@@ -195,13 +196,8 @@ def many_devices(**changes: Any) -> list[Progress]:
 
 
 def skewed_experts() -> list[Progress]:
-    model = {**test_mesh_answers.MODEL, "num_layers": 4}
-    model["moe"] = {
-        "num_experts": 32,
-        "top_k": 4,
-        "expert_ffn_hidden_size": 1024,
-        "shared_expert_ffn_hidden_size": 1024,
-    }
+    moe = experts(32, 4, 1024, shared_expert_ffn_hidden_size=1024)
+    model = test_mesh_answers.MODEL | {"num_layers": 4, "moe": moe}
     req = test_mesh_answers.request(
         model=model,
         num_devices=8,

@@ -11,7 +11,6 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.study import (
     FEASIBLE,
     OUTCOME,
-    REASON,
     TRIAL_NUMBER,
     AskedTrial,
     Points,
@@ -25,7 +24,6 @@ from tests.explorer.search.small import REPORT, candidate, small_request, small_
 from tests.explorer.simulator import SimulatedDevice
 
 CANDIDATES = small_state().table.candidates
-ROW = small_state().table.row
 
 
 class Scripted(PointSampler):
@@ -78,15 +76,6 @@ def test_every_candidate_survives_the_way_through_parameters() -> None:
         for name, value in params.items():
             assert points.distributions[name]._contains(points.distributions[name].to_internal_repr(value))
     assert points.row({**points.params(0), "micro_batch_size": 3}) is None
-
-
-def test_what_the_search_itself_needs_is_a_trial_that_no_sampler_chooses() -> None:
-    study = study_of()
-    wanted = Suggestion(ROW[candidate(2)], (), reason="a base")
-    assert study.ask_for(wanted).suggestion is wanted
-    (running,) = study.study.trials
-    assert running.params["micro_batch_size"] == 2
-    assert running.user_attrs == {REASON: "a base"}
 
 
 def test_a_trial_is_told_as_it_was_stored() -> None:

@@ -88,11 +88,6 @@ def test_if_nothing_untiled_fits_the_answer_says_so() -> None:
     assert NOTE in notes_of(found)
 
 
-def test_what_the_budget_does_not_measure_is_marked() -> None:
-    found, _ = search(small_request(**TILES, budget={"max_trials": 1, "confidence_target": 99}, verify=False))
-    assert other_of(found, Role.UNTILED).predicted
-
-
 def test_the_comparison_comes_before_whole_models_alone() -> None:
     state = small_state(**TILES)
     know(state, *(c for c in state.table.candidates if c.bta_tile is not None))

@@ -12,7 +12,6 @@ from bexp.explorer.cost.required_memory import required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
 from tests.explorer.explorations import answer_of, best_of, lines, request, run
 from tests.explorer.simulator import SimulatedDevice, report
@@ -84,24 +83,3 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
             confident += 1
             assert truth[table.row[found.candidate]] >= 0.96 * best
     assert confident >= 1
-
-
-def wide() -> ExplorationRequest:
-    return request(micro_batch_size={"explore": {"min": 1, "max": 256}}, memory_limit_gib=None)
-
-
-@cache
-def wide_run() -> tuple[SimulatedDevice, tuple[Progress, ...]]:
-    """A device after an exploration of sizes up to 256, and the steps of it."""
-    device = SimulatedDevice(wide(), noise=0.001)
-    return device, tuple(run(device.request, device, rep=report(memory_gib=132)))
-
-
-def test_the_recommended_candidate_is_measured_in_full() -> None:
-    narrow = SimulatedDevice(request())
-    explored = [(narrow, run(narrow.request, narrow, rep=report(memory_gib=132))), (wide_run()[0], list(wide_run()[1]))]
-    for device, steps in explored:
-        found = best_of(steps)
-        table = Composition([found.candidate], device.request.shapes, device.request)
-        measured = {c for plan in device.plans for c in plan.components}
-        assert set(table.components) <= measured
