@@ -50,19 +50,6 @@ def test_a_step_is_its_micro_steps_the_optimizer_and_the_communication() -> None
     assert combine_seconds(0.5, 0.25, 4, model_of(req), req).step == pytest.approx(1.5)
 
 
-def test_devices_that_share_sequences_share_their_tokens() -> None:
-    req = request(num_devices=2, batch_size=20)
-    step = combine_seconds(0.5, 0.25, 4, model_of(req), req, context_parallel_size=2)
-    assert step.step == pytest.approx(20 / 4 * 0.5 + 0.25)
-    assert step.tokens_per_second == pytest.approx(20 * 16 / 2 / step.step)
-
-
-def test_without_training_a_step_is_one_micro_batch() -> None:
-    req = request(mode="eval")
-    step = combine_seconds(0.5, 0.0, 4, model_of(req), req)
-    assert (step.step, step.tokens_per_second) == (0.5, 4 * 16 / 0.5)
-
-
 def test_float32_parameters_have_no_master_weights() -> None:
     req = request({"dtype": "float32"})
     found = static_parts(model_of(req), req)

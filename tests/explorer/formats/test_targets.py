@@ -12,6 +12,7 @@ import pytest
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.target import TRANSFORMERS
+from tests.explorer.formats.refusals import refusal
 from tests.explorer.shapes import shapes
 
 GEMMA: dict[str, Any] = {
@@ -20,12 +21,6 @@ GEMMA: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "an_invention": 3,
 }
-
-
-def refusal(document: Any, **overrides: Any) -> dict[tuple[str | int, ...], str]:
-    with pytest.raises(FormatError) as caught:
-        parse_request(document, overrides=overrides)
-    return dict(caught.value.errors)
 
 
 def test_a_config_is_kept_as_it_came() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.model_types import model_types
 from bexp.explorer.formats.request import parse_request
+from tests.explorer.formats.refusals import refusal
 
 WAY = "bexp explore config.json --target examples/targets/hugging_face.py:Target"
 GEMMA3: dict[str, Any] = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}, "vision_config": {}}
@@ -19,12 +19,6 @@ PLACES: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
     (("model",), lambda config: {"model": config}),
     (("hf_config",), lambda config: {"hf_config": config}),
 ]
-
-
-def refusal(document: Any, **overrides: Any) -> dict[tuple[str | int, ...], str]:
-    with pytest.raises(FormatError) as caught:
-        parse_request(document, overrides=overrides)
-    return dict(caught.value.errors)
 
 
 @pytest.mark.parametrize("target", [{}, {"target": "transformers"}, {"target": "bexp"}])

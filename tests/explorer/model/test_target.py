@@ -75,17 +75,12 @@ def test_a_target_of_a_file_is_named_after_it(file: str, name: str) -> None:
         ({"model": MODEL, "training": {"precision": "master"}}, ("training", "precision")),
         ({"target": "mine", "training": {"precision": "master"}}, ("training", "precision")),
         ({**HUGGING_FACE, "training": {"precision": "master", "lora": LORA}}, ("training", "precision")),
-        (
-            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"master_dtype": None}}},
-            ("training", "optimizer", "master_dtype"),
-        ),
-        (
-            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"grad_dtype": "float32"}}},
-            ("training", "optimizer", "grad_dtype"),
-        ),
-        (
-            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"state_dtype": "bfloat16"}}},
-            ("training", "optimizer", "state_dtype"),
+        *(
+            (
+                {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {field: other}}},
+                ("training", "optimizer", field),
+            )
+            for field, other in (("master_dtype", None), ("grad_dtype", "float32"), ("state_dtype", "bfloat16"))
         ),
         ({"model": MODEL, "training": {"lora": {"r": 8, "target_modules": ["q_proj"]}}}, ("training", "lora")),
         ({**HUGGING_FACE, "num_query_groups": [1]}, ("num_query_groups",)),

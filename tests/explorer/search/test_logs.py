@@ -23,7 +23,6 @@ from tests.explorer.meshes import test_meshes
 from tests.explorer.search.small import MODEL, REPORT
 from tests.explorer.search.small import small_request as tiny_request
 from tests.explorer.search.test_earlier_check import with_earlier
-from tests.explorer.shapes import experts
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.recordings import check_recorded
 
@@ -196,7 +195,8 @@ def many_devices(**changes: Any) -> list[Progress]:
 
 
 def skewed_experts() -> list[Progress]:
-    moe = experts(32, 4, 1024, shared_expert_ffn_hidden_size=1024)
+    widths = {"expert_ffn_hidden_size": 1024, "shared_expert_ffn_hidden_size": 1024}
+    moe = {"num_experts": 32, "top_k": 4, **widths}
     model = test_mesh_answers.MODEL | {"num_layers": 4, "moe": moe}
     req = test_mesh_answers.request(
         model=model,
