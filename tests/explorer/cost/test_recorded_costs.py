@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 COMPONENTS = 90
 ROWS = 24
-"""About so many components, and candidates, of each request are recorded."""
+"""About so many components, and candidates, of each request are recorded, and the first component of each sort."""
 
 
 def table_rows(request: ExplorationRequest, parts: bool = False) -> list[Any]:
@@ -79,11 +80,14 @@ def table_rows(request: ExplorationRequest, parts: bool = False) -> list[Any]:
     table = Composition(space.candidates, model, request, communicates=is_communication_timed(request, rep.hardware))
     rows: list[Any] = []
     every: list[tuple[float, float]] = []
+    sorts: set[str] = set()
     for i, component in enumerate(table.components):
         seconds = predict_component_seconds(component, model, request, rep.hardware)
         size = predict_component_bytes(component, model, request)
         every.append((seconds.device, seconds.host))
-        if i % max(1, len(table.components) // COMPONENTS) == 0:
+        sort = re.sub(r"\d+", "", component.key)
+        if i % max(1, len(table.components) // COMPONENTS) == 0 or sort not in sorts:
+            sorts.add(sort)
             figures = [*every[-1], size.saved, size.forward_peak, size.backward_peak]
             rows.append([component.key, *figures])
     device_K, host_K = np.array(every).T

@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
-from bexp.explorer.records.trial import Trial
+from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.request.budget import Budget
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED, TrialHistory
 from tests.explorer.search.small import candidate, trial
@@ -88,3 +88,10 @@ def test_the_commonest_failure_is_named_with_its_reason() -> None:
     assert TrialHistory(trials, Budget(), 1).commonest_failure(Variant(4)) == "timed_out: slow"
     nameless = [trial(0, outcome=Outcome.CRASHED)]
     assert TrialHistory(nameless, Budget(), 1).commonest_failure(Variant(4)) == "crashed: no reason given"
+
+
+def test_of_several_whole_model_runs_the_first_sound_one_counts() -> None:
+    outcomes = (Outcome.CONTAMINATED, Outcome.OK, Outcome.OK)
+    runs = [trial(i, outcome=outcome, kind=TrialKind.WHOLE_MODEL) for i, outcome in enumerate(outcomes)]
+    assert TrialHistory([trial(7), *runs], Budget(), 1).whole_model(candidate()) == runs[1]
+    assert TrialHistory(runs[:1], Budget(), 1).whole_model(candidate()) == runs[0]

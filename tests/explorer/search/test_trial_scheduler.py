@@ -132,3 +132,11 @@ def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     assert found.memory.total <= found.memory_limit_bytes
     reasons = [t.measurement.reason for t in trials_of(steps) if t.measurement.outcome is Outcome.OUT_OF_MEMORY]
     assert any(re.fullmatch(NEEDS, reason or "") for reason in reasons)
+
+
+def test_an_executor_that_returns_another_trial_is_a_mistake() -> None:
+    executor = Several(SimulatedDevice(request(), noise=0.0), 2, None)
+    first, second = explored()[0].plans[:2]
+    executor.submit(first)
+    with pytest.raises(AssertionError, match="another trial was in flight"):
+        executor(second)

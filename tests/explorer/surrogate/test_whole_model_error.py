@@ -128,6 +128,11 @@ def test_nothing_depends_on_the_order_of_the_runs() -> None:
     assert second.weights_NJ == pytest.approx(first.weights_NJ)
 
 
+def test_a_cpu_is_expected_to_compose_worse() -> None:
+    found = CompositionErrors(CANDIDATES, "cpu", 0, 10, np.random.default_rng(0)).covariance(ROWS, ROWS)
+    assert found[0, 0] == pytest.approx(0.10**2 + 0.005**2 + SIZE_STD**2 + 0.008**2)
+
+
 @pytest.mark.parametrize("execution", [Execution.EAGER, Execution.COMPILE])
 def test_graphs_share_all_errors_of_the_kernels_that_they_replay_and_one_that_all_graphs_have(
     execution: Execution,
