@@ -10,7 +10,7 @@ from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.part_costs import COMPILED_SHARE, PartsDecomposer, again_work, part_work, predict_part_bytes
 from bexp.explorer.cost.roofline import roofline_seconds
-from bexp.explorer.cost.work import Work
+from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels
@@ -31,6 +31,23 @@ def test_a_step_beside_master_weights_holds_all_gradients_in_float32() -> None:
     master = request_of_parts(training={"precision": "master"})
     assert predict_component_bytes(component, parts(), master).backward_peak == 2 * parts().trainable_bytes
     assert predict_component_bytes(component, parts(), request_of_parts()).backward_peak == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 1.0),
+        ({"recompute": "selective"}, 0.9),
+        ({"recompute": "activations"}, 0.6),
+        ({"recompute": "projections"}, 0.3),
+        ({"recompute": "full"}, 1.0),
+        ({"bta_tile": 2}, 0.5),
+    ],
+)
+def test_a_layer_keeps_the_share_that_its_policy_leaves(changes: dict[str, Any], share: float) -> None:
+    tokens, live = 4 * 32, 4 * 32 * 640
+    found = predict_component_bytes(layer(**changes), parts(), request())
+    assert found == ComponentBytes(round(share * live), live, live + tokens * 128)
 
 
 def test_a_layer_on_the_host_keeps_its_output_and_moves_the_rest_there_and_back() -> None:

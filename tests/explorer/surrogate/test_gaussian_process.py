@@ -154,6 +154,15 @@ def test_a_component_that_is_run_again_keeps_its_earlier_runs() -> None:
     assert twice == pytest.approx(RUN / np.sqrt(2), rel=0.05)
 
 
+def test_the_noise_of_a_step_takes_the_median_of_each_kind() -> None:
+    table = make_table()
+    made = make_surrogate(table)
+    values, blank = np.full(64, 0.001), np.zeros(64)
+    values[:7] = 1000.0
+    made.hyperparameters = {kind.value: Hyperparameters(values, blank, blank) for kind in ComponentKind}
+    assert made.step_run_std(table, np.array([0]))[0] <= 0.001
+
+
 def test_overlap_is_assumed_until_the_exchange_is_measured() -> None:
     table = make_table(communicates=True, num_devices=2, training={"sharding": "zero2"})
     made = make_surrogate(table)

@@ -60,7 +60,7 @@ def test_noise_that_repeats_cannot_overcome_lowers_the_confidence() -> None:
 
 
 def test_no_component_is_run_more_often_than_tells_anything() -> None:
-    device, steps = noisy(0.3)
+    device, steps = noisy()
     counts = Counter(c.key for plan in device.plans for c in plan.components)
     assert 2 <= max(counts.values()) <= 4
     assert all(set(plan.components) for plan in again(device))
