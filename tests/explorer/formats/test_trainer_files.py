@@ -342,7 +342,7 @@ def test_a_key_that_is_not_measured_is_refused_with_its_reason_and_a_harmless_on
     for pattern, reason in file.refused.items():
         key = pattern.replace("*", "of_any_kind")
         assert refusal(name, **{key.replace(".", "__"): 3})[f"{name}.{key}"] == reason
-    harmless = {key.replace("*", "of_any_kind").replace(".", "__"): 3 for key in file.harmless}
+    harmless: dict[str, Any] = {key.replace("*", "of_any_kind").replace(".", "__"): 3 for key in file.harmless}
     assert read(name, **harmless).notices == read(name).notices
 
 
