@@ -262,7 +262,9 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
     assert WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next() == (check if is_run else None)
 
 
-def next_row(monkeypatch: pytest.MonkeyPatch, ran: Callable[[int], list[Trial]]) -> tuple[int | None, int]:
+def next_row(
+    monkeypatch: pytest.MonkeyPatch, ran: Callable[[int], list[Trial]], confidence: float | None = None
+) -> tuple[int | None, int]:
     """Return the row that is run whole after what ran, given the best's size, and that of a likely rival."""
     state, _ = small_whole_models()
     best = state.recommend()
@@ -270,6 +272,8 @@ def next_row(monkeypatch: pytest.MonkeyPatch, ran: Callable[[int], list[Trial]])
     size = state.table.candidates[best.row].micro_batch_size
     rival = state.table.row[candidate(next(other for other in (1, 2, 4) if other != size))]
     monkeypatch.setattr("bexp.explorer.search.whole_models.find_runner_up", lambda _: RunnerUp(rival, 0.5, 0.1, 1.0))
+    sure = best if confidence is None else replace(best, confidence=confidence)
+    monkeypatch.setattr(state, "recommend", lambda: sure)
     history = TrialHistory(ran(size), state.request.budget, 1)
     is_known = any(each.kind is TrialKind.WHOLE_MODEL for each in history.trials)
     monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: is_known)
@@ -300,19 +304,5 @@ def test_after_a_few_whole_models_those_of_a_sure_answer_take_hardly_longer_than
         wholes = [whole_trial(7 + i, size, tokens=100.0, seconds=7.0) for i in range(number)]
         return [trial(0, candidate(size), seconds=searched), *wholes]
 
-    found, rival = next_row(monkeypatch, ran)
+    found, rival = next_row(monkeypatch, ran, confidence)
     assert found == (rival if is_run else None)
-    state = small_state()
-    know(state, candidate(1), candidate(2), candidate(4))
-    best = state.recommend()
-    assert best is not None
-    size = state.table.candidates[best.row].micro_batch_size
-    row = state.table.row[candidate(next(s for s in (1, 2, 4) if s != size))]
-    wholes = [whole_trial(7 + i, size, tokens=100.0).model_copy(update={"seconds": 7.0}) for i in range(number)]
-    parts = trial(0, candidate(size), Outcome.OK).model_copy(update={"seconds": searched})
-    monkeypatch.setattr("bexp.explorer.search.whole_models.find_runner_up", lambda _: RunnerUp(row, 0.5, 0.1, 1.0))
-    monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: True)
-    monkeypatch.setattr(state, "recommend", lambda: replace(best, confidence=confidence))
-    history = TrialHistory([parts, *wholes], state.request.budget, 1)
-    check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
-    assert (check is not None) == is_run
