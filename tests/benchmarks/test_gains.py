@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,16 +33,6 @@ def test_the_best_is_compared_with_what_people_would_train_with(truth: GroundTru
     assert stock["candidate"]["expert_backend"] in {"grouped_mm", "bmm"}
     assert summarize([found])["over_largest_without_recompute"]["num_level"] == 1
     assert summarize([found])["over_stock"]["num_level"] == 0
-
-
-def test_what_the_largest_loses_is_summed_up_over_dense_models() -> None:
-    def row(gain: float, experts: str | None = None) -> dict[str, Any]:
-        over = {"gain": gain}
-        alternatives = {f"over_{what}": over for what in ("largest_without_recompute", "largest", "stock")}
-        return {"best": {"expert_backend": experts}, **alternatives}
-
-    found = summarize([row(1.0), row(1 / 0.994), row(1 / 0.96), row(2.0, "fused")])["lost_by_largest_if_dense"]
-    assert found == pytest.approx({"num_tables": 3, "num_near": 2, "max_near": 0.006, "max": 0.04})
 
 
 def test_an_answer_compares_with_stock_candidates_that_were_not_fully_measured(truth: GroundTruth) -> None:

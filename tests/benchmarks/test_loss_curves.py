@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.loss_curves import compare, standard_library
+from benchmarks.loss_curves import compare
 
 STEPS = 60
 FIRST = [4.0 - 0.02 * step for step in range(STEPS)]
@@ -26,8 +26,3 @@ def test_a_curve_is_within_the_spread_of_the_seeds_on_average_and_at_its_end(
     found = compare(FIRST, SECOND, patched)
     assert found["within"] is within
     assert (found["spread"], found["largest_spread"]) == (pytest.approx(0.05), pytest.approx(0.05))
-
-
-def test_the_text_is_the_same_each_time() -> None:
-    assert len(standard_library(4096)) == 4096
-    assert standard_library(4096) == standard_library(4096)

@@ -43,23 +43,6 @@ def test_a_seed_draws_the_same_mutants_in_whatever_order_they_were_found(tmp_pat
     assert lines_of(first) == lines_of(second) != lines_of(other)
 
 
-def test_stars_that_multiply_nothing_are_not_drawn(tmp_path: Path) -> None:
-    source = tmp_path / "a.py"
-    source.write_text('def area(*sides, unit="é", **kinds):\n    return sum(*sides) * (2 ** 3)\n')
-    places = [(1, 9), (1, 31), (2, 15), (2, 23), (2, 28)]
-    path = session_of(tmp_path / "session", [])
-    with sqlite3.connect(path) as session:
-        for number, (row, column) in enumerate(places):
-            session.execute("INSERT INTO work_items VALUES (?)", (f"{number}",))
-            operator = f"core/ReplaceBinaryOperator_{'Pow' if number in (1, 4) else 'Mul'}_Add"
-            row_of_table = (str(source), operator, '"{}"', row, column, f"{number}")
-            session.execute("INSERT INTO mutation_specs VALUES (?, ?, ?, ?, ?, ?)", row_of_table)
-    mutants.main([str(path), "--keep", "5"])
-    with sqlite3.connect(path) as session:
-        kept = session.execute("SELECT start_pos_row, start_pos_col FROM mutation_specs ORDER BY 2").fetchall()
-    assert kept == [(2, 23), (2, 28)]
-
-
 def test_what_was_judged_is_listed_by_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = session_of(tmp_path / "session", [3, 1, 2, 4])
     with sqlite3.connect(path) as session:

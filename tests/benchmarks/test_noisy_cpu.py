@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from benchmarks.noisy_cpu import busy_cores, describe_run, summarize
+from benchmarks.noisy_cpu import busy_cores, describe_run
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
@@ -27,15 +27,6 @@ def test_a_run_has_the_regret_of_the_quiet_machine() -> None:
     assert run["confidences"]["0.05"] == 80
     nothing = Answer(variants=(VariantAnswer.without_model("none"),))
     assert describe_run(5.0, nothing, truth({None: 1.0}))["regret"] == 1.0
-
-
-def test_a_summary_counts_runs_that_are_near_the_best_and_in_time() -> None:
-    runs: list[dict[str, Any]] = [
-        {"regret": regret, "seconds": seconds} for regret, seconds in ((0.0, 90.0), (0.05, 121.0), (0.2, 120.0))
-    ]
-    found = summarize(runs)
-    assert (found["num_runs"], found["num_within_5%"], found["num_within_120_s"]) == (3, 2, 2)
-    assert (found["median_regret"], found["max_regret"], found["max_seconds"]) == (0.05, 0.2, 121.0)
 
 
 def test_cores_are_busy_within_the_context_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

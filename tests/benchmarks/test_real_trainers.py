@@ -13,17 +13,7 @@ import pytest
 from benchmarks import real_trainers
 from benchmarks.real_trainers import ModelRun, describe, main
 from benchmarks.result_rows import trainers
-from benchmarks.trainer_contenders import (
-    Run,
-    answered,
-    divisors,
-    document_of,
-    gain,
-    next_size,
-    should_fit,
-    start_of,
-    variants_of,
-)
+from benchmarks.trainer_contenders import Run, answered, divisors, document_of, gain, next_size, variants_of
 from benchmarks.trainer_runs import OUT_OF_MEMORY, batch_seconds, micro_steps_of
 
 EXPLORED = ["execution=explore", "losses=[library,chunked]"]
@@ -63,10 +53,6 @@ def sized(speed: Mapping[int, float], start: int, **more: Any) -> list[int]:
     return [one["micro_batch_size"] for one in made]
 
 
-def test_sizes_are_those_that_divide_the_batch() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
 def test_a_size_is_left_for_a_larger_one_that_is_faster_and_then_for_a_smaller_one() -> None:
     speed = {2: 9.0, 4: 10.0, 8: 12.0, 16: 11.0}
     assert sized(speed, 4) == [4, 8, 16]
@@ -78,20 +64,6 @@ def test_a_size_is_left_for_a_larger_one_that_is_faster_and_then_for_a_smaller_o
 def test_what_compiles_is_not_tried_below_the_largest_that_fits(compiled: Run) -> None:
     assert sized({2: 12.0, 4: 10.0}, 8, **compiled) == [8, 4]
     assert sized({4: 10.0, 8: 12.0}, 4, **compiled) == [4, 8, 16]
-
-
-def test_no_smaller_size_is_tried_where_memory_is_not_the_reason() -> None:
-    assert next_size([1, 2, 4], [{"micro_batch_size": 4, "error": "LookupError"}], 4) is None
-    assert next_size([1, 2, 4], [run(1, None)], 1) is None
-    assert next_size([1, 2, 4], [], None) is None
-
-
-def test_a_size_that_should_not_fit_is_not_tried() -> None:
-    made = run(4, 10.0, kept_bytes=20, peak_bytes=50, device_bytes=80, torch_compile=True)
-    assert should_fit(made, 8)
-    assert not should_fit({**made, "peak_bytes": 51}, 8)
-    assert next_size([4, 8], [made], 4) == 8
-    assert next_size([4, 8], [{**made, "peak_bytes": 51}], 4) is None
 
 
 def test_contenders_differ_from_the_recommended_one_by_one_thing_each() -> None:
@@ -117,22 +89,6 @@ def test_the_answer_is_that_which_divides_the_batch() -> None:
     assert document_of(row, STOCK)["recommendation"]["alternatives"] == []
     assert answered(row_of(answer_with({**OURS, "micro_batch_size": 12}))) is None
     assert answered(row_of(None)) is None
-
-
-def test_contenders_start_where_their_best_size_is_likely() -> None:
-    row = row_of({"candidate": OURS})
-    assert start_of("unchanged", row, []) == 16
-    assert start_of("unchanged", row, [run(8, None), run(4, 10.0)]) == 8
-    row["sizes"] = {"unchanged": [run(4, 10.0)]}
-    assert start_of("compiled", row, []) == start_of("liger", row, []) == 8
-    assert start_of("liger", row, [run(8, None), run(4, 11.0)]) == 4
-    assert start_of("liger", row, [run(8, None)]) is None
-    assert start_of("stock", row, []) == start_of("library_loss", row, []) == 16
-    stock = {**STOCK, "micro_batch_size": 8}
-    assert start_of("stock", row_of(answer_with(OURS, stock=stock)), []) == 8
-    row["sizes"]["stock"] = [run(8, 10.0)]
-    assert start_of("library_loss", row, []) == 8
-    assert start_of("unchanged", row_of(None), []) == 8
 
 
 def test_gains_are_medians_of_the_rounds() -> None:

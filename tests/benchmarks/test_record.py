@@ -18,7 +18,6 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.replay.profiler import RecordedDevice
 from bexp.workers.replay.recording import Recording, RecordingError
-from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers
 from tests.workers.replay.samples import recording, request, table_of
 
@@ -163,13 +162,6 @@ def test_a_share_of_the_candidates_is_timed_whole_and_half_of_them_near_the_best
     assert again.plans == []
 
 
-def test_all_candidates_that_fit_are_timed_whole(tmp_path: Path) -> None:
-    whole = recording(whole_model_share=1.0)
-    done, recorded = record(tmp_path / "t.jsonl", TableProfiler(whole), request(), whole="all")
-    assert done
-    assert recorded.whole_models.keys() == whole.whole_models.keys()
-
-
 def test_a_table_of_something_else_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     record(path, TableProfiler(recording()), request())
@@ -230,22 +222,6 @@ def test_a_contaminated_run_is_recorded_and_made_again(tmp_path: Path) -> None:
         disturbed.unlink()
 
 
-def test_what_stays_contaminated_is_left_for_the_next_start(tmp_path: Path) -> None:
-    path, complete = tmp_path / "t.jsonl", recording()
-    first = DisturbedProfiler(complete, range(5, 8))
-    done, recorded = record(path, first, request())
-    assert not done
-    assert len(recorded.contaminated) == 3
-    (lost,) = first.plans[5].components
-    assert lost not in recorded.components
-    assert lost.micro_batch_size not in covered_request(recorded).space.micro_batch_sizes
-    second = TableProfiler(complete)
-    done, recorded = record(path, second, request())
-    assert done
-    assert [plan.components for plan in second.plans] == [(lost,)]
-    assert covered_request(recorded) == request()
-
-
 CONFIG = """
 model: {name: tiny, num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 2, vocab_size: 64,
         seq_length: 16, dtype: float32}
@@ -272,42 +248,3 @@ def test_records_on_a_real_device(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert set(recorded.whole_models) == set(table.candidates)
     assert all([row.run for row in rows] == [0, 1] for rows in recorded.whole_models.values())
     assert recorded.header.process_start_seconds > 0
-
-
-class SimulatedProfiler:
-    """A device whose trials take no time."""
-
-    restarts = 0
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def start(self) -> None: ...
-
-    def hardware(self) -> HardwareSpec:
-        return report(experts=False).hardware
-
-    def begin(self, request: ExplorationRequest) -> DeviceReport:
-        self.measure = SimulatedDevice(request)
-        return report(experts=False)
-
-    def close(self) -> None: ...
-
-
-def test_records_several_tables_in_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.record.Profiler", SimulatedProfiler)
-    first, second, taken = (tmp_path / f"{name}.yaml" for name in ("first", "second", "taken"))
-    first.write_text(CONFIG)
-    second.write_text(CONFIG.replace("seq_length: 16", "seq_length: 32"))
-    taken.write_text(CONFIG)
-    configs = [str(path) for path in (first, taken, second)]
-    out = tmp_path / "tables"
-    out.mkdir()
-    (out / "taken.jsonl").write_text("{}\n")
-    assert main([*configs, "--out", str(out), "--device", "cpu", "--whole", "none", "--runs", "1"]) == 1
-    said = capsys.readouterr()
-    assert said.out.count(": complete") == 2
-    assert "taken.jsonl" in said.err
-    lengths = [Recording.read(out / f"{name}.jsonl").header.request.shapes.seq_length for name in ("first", "second")]
-    assert lengths == [16, 32]

@@ -49,9 +49,3 @@ def test_a_failed_whole_model_is_named() -> None:
     recorded.whole_models[candidate] = [failed]
     row = next(r for r in recorded_fidelity.compare("small", recorded) if r["check"] is None)
     assert (row["outcome"], row["reason"]) == ("out_of_memory", "too large")
-
-
-def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "none.jsonl").write_text("{}\n")
-    with pytest.raises(SystemExit):
-        recorded_fidelity.main([str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "out.json")])

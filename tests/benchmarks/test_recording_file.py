@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recording_file import RecordingFile, component_row, covered_request, encode_row
-from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
     BatchFigures,
     ComponentFigures,
@@ -14,12 +13,11 @@ from bexp.explorer.records.measurement import (
     Conditions,
     Measurement,
     Outcome,
-    PhaseSeconds,
     judge,
 )
 from bexp.workers.replay.recording import ROWS, ComponentRow, Recording, RecordingError
 from tests.simulated_tables import write
-from tests.workers.replay.samples import empty, figures, recording, row, table_of
+from tests.workers.replay.samples import empty, recording, row, table_of
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -36,14 +34,6 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
             assert after.figures.saved_bytes == before.figures.saved_bytes
 
 
-def test_equal_times_stay_equal_when_shortened() -> None:
-    component = table_of(empty()).components[0]
-    waits = row(component).model_copy(update={"figures": figures(0.0123456789, host=0.0123456789)})
-    read = ROWS.validate_json(encode_row(waits))
-    assert isinstance(read, ComponentRow)
-    assert read.measurement().device_seconds == read.measurement().host_seconds == 0.0123457
-
-
 def test_every_figure_of_a_component_is_recorded() -> None:
     recorded = empty()
     table = table_of(recorded)
@@ -57,26 +47,6 @@ def test_every_figure_of_a_component_is_recorded() -> None:
     read = ROWS.validate_json(encode_row(component_row(found.component, 0, trial, replaced=False)))
     assert isinstance(read, ComponentRow)
     assert read.measurement() == found
-
-
-def test_a_row_keeps_the_outcome_of_its_trial() -> None:
-    recorded = empty()
-    table = table_of(recorded)
-    failed = Measurement(
-        candidate=table.candidates[0],
-        outcome=Outcome.CRASHED,
-        reason="illegal access",
-        failed_component=table.components[0],
-        phases=PhaseSeconds(process_start=9.0, timed=2.0),
-    )
-    kept = component_row(table.components[0], 0, failed, replaced=True)
-    assert (kept.outcome, kept.reason, kept.figures, kept.replaced) == (
-        Outcome.CRASHED,
-        "illegal access",
-        None,
-        True,
-    )
-    assert kept.phases.total == 2.0  # the next process's start is charged when it starts
 
 
 def test_what_a_killed_recorder_left_of_a_line_is_ignored_and_cut_off(tmp_path: Path) -> None:
@@ -169,20 +139,6 @@ def test_a_row_keeps_the_conditions_in_short() -> None:
     assert read.measurement().contamination is None
     plain = encode_row(component_row(component, 0, measured(recorded, Conditions()), replaced=False))
     assert "conditions" not in json.loads(plain)
-
-
-def test_a_row_keeps_what_the_host_does_about_an_exchange() -> None:
-    component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, num_query_groups=4)
-    figures = {"device_seconds": 0.1, "forward_device_seconds": 0.05, "standard_error_seconds": 0.0, "repeats": 5}
-    sizes = {"saved_bytes": 0, "forward_peak_bytes": 0, "backward_peak_bytes": 0}
-    host = {"host_seconds": 0.02, "host_once_seconds": 0.01, "slowdown": 0.25}
-    found = ComponentMeasurement.model_validate({"component": component, **figures, **sizes, **host})
-    recorded = empty()
-    plain = table_of(recorded).candidates[0]
-    measurement = Measurement(candidate=plain, outcome=Outcome.OK, components=(found,))
-    read = ROWS.validate_json(encode_row(component_row(component, 0, measurement, replaced=False)))
-    assert isinstance(read, ComponentRow)
-    assert read.measurement() == found
 
 
 def test_contaminated_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:

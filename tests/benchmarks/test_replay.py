@@ -16,7 +16,7 @@ from bexp.explorer.records.measurement import Outcome
 from bexp.workers.replay.profiler import VirtualClock
 from bexp.workers.replay.recording import WholeModelRow
 from tests.simulated_tables import write
-from tests.workers.replay.samples import recording, table_of
+from tests.workers.replay.samples import recording
 
 
 @pytest.fixture(scope="module")
@@ -156,24 +156,6 @@ def test_a_coordinate_descent_walks_down_from_the_largest_that_fits_and_changes_
     assert speed(chosen) == 12.0, chosen.describe()
     assert len(bench.tried) == len(set(bench.tried))
     assert truth.prune.bases[0] in bench.tried
-
-
-def test_a_coordinate_descent_leaves_a_base_that_does_not_fit_but_has_lost_where_nothing_does(
-    truth: GroundTruth,
-) -> None:
-    chosen = coordinate_descent(Told(truth, lambda c: float(c.recompute != "none")), 0)
-    assert chosen is not None
-    assert chosen.recompute != "none"
-    assert coordinate_descent(Told(truth, lambda _: 0.0), 0) is None
-
-
-def test_a_strategy_that_finds_nothing_that_fits_has_lost() -> None:
-    recorded = recording()
-    plain = [c for c in table_of(recorded).candidates if c.recompute == "none" and c.bta_tile is None]
-    for candidate in plain:
-        recorded.add(WholeModelRow(candidate=candidate, run=0, outcome=Outcome.OUT_OF_MEMORY, reason="full"))
-    found = GroundTruth.of("small", recorded)
-    assert run_strategy(found, "largest that fits", 0).regret == 1
 
 
 def test_optunas_samplers_run_through_the_products_search(truth: GroundTruth) -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gains
 from benchmarks.environment import ROOT
 from benchmarks.moe_turns import compare_with_dense
-from benchmarks.result_tables import RESULTS, Row, load, pages, render, rows_of, show
+from benchmarks.result_tables import RESULTS, Row, load, pages
 
 GOAL = re.compile(r"\([^()]*goal[^()]*\)|; goal: [\d.%]+")
 NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?:e-\d+)?[%x]?(?![\w.]*\d)")
@@ -74,35 +74,6 @@ def test_a_figure_that_no_table_has_is_found() -> None:
     assert not unknown(f"The best gains 1.04x (goal: 7.00x) at most, on 11 of 14 tables. {link}.")
     assert unknown(f"The best gains 1.77x at most. {link}.")
     assert not unknown(f"It gains 1.77x (not recorded). {link}.")
-
-
-def test_a_cell_scales_and_shows_a_dash_for_what_is_missing() -> None:
-    row = {"bytes": 3 << 30, "seconds": 0.0125, "rate": 51234.0, "none": None, "part": {"share": 0.5}}
-    assert show("{bytes:GiB}, {seconds:ms}, {rate:k}, {part[share]:.0%}", row) == "3.0 GiB, 12.5 ms, 51.2k, 50%"
-    assert show("{none:.1f}", row) == show("{absent}", row) == show("{part[absent]}", row) == "-"
-
-
-def test_rows_are_those_of_a_path_or_of_a_function() -> None:
-    result = {"all": {"a": {"x": 1}, "b": {"x": 2}}, "one": {"x": 3}}
-    assert rows_of(result, "all") == [{"name": "a", "x": 1}, {"name": "b", "x": 2}]
-    assert rows_of(result, "one.") == [{"x": 3}]
-    assert {row["database"] for row in rows_of(load("chaos-rounds"), "chaos()")} == {"SQLite", "PostgreSQL", "both"}
-    assert {row["result"] for row in rows_of({}, "several(h100x2-mesh*)")} == {
-        "h100x2-mesh-fidelity",
-        "h100x2-mesh-fidelity-experts",
-    }
-
-
-def test_a_grid_has_a_line_for_each_name_and_a_dash_where_nothing_was_measured() -> None:
-    grid = {
-        "title": "T",
-        "from": "model-zoo",
-        "rows": ".",
-        "by": "{release}",
-        "column": "files",
-        "cell": "{summary[files]}",
-    }
-    assert render(grid).startswith("## T\n\n|  | files |\n| --- | --- |\n| 2.10.0 | 113 |\n\nFrom [`model-zoo.json`]")
 
 
 def summarize(of: Callable[[list[Row]], Row], rows: str) -> Callable[[Row], None]:

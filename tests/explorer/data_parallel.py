@@ -11,16 +11,10 @@ from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from tests.explorer.explorations import pruned
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import SimulatedDevice, report
 
-MODEL: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 1024,
-    "ffn_hidden_size": 4096,
-    "num_attention_heads": 8,
-    "vocab_size": 32000,
-    "seq_length": 1024,
-}
+MODEL = shapes(4, 1024, 4096, heads=8, vocab=32000, length=1024)
 
 
 def request(sharding: str = "none", **changes: Any) -> ExplorationRequest:

@@ -10,23 +10,16 @@ from typing import Any
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, Progress
-from bexp.explorer.records.recommendation import Answer
+from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Measure, Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from tests.explorer.shapes import experts, shapes
 from tests.explorer.simulator import SimulatedDevice, report
 
-MODEL: dict[str, Any] = {
-    "name": "moe",
-    "num_layers": 8,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "vocab_size": 32000,
-    "seq_length": 2048,
-    "moe": {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 512},
-}
+MOE = experts(32, 4, 512)
+MODEL = shapes(8, 1024, heads=16, vocab=32000, length=2048, name="moe", num_query_groups=4, moe=MOE)
 
 
 def request(**changes: Any) -> ExplorationRequest:
@@ -86,6 +79,13 @@ def answer_of(steps: Sequence[Progress]) -> Answer:
     answer = steps[-1].answer
     assert answer is not None
     return answer
+
+
+def best_of(steps: Sequence[Progress]) -> Recommendation:
+    """Return what is recommended in the end, where something is."""
+    found = answer_of(steps).recommendation
+    assert found is not None
+    return found
 
 
 def trials_of(steps: Sequence[Progress]) -> list[Trial]:

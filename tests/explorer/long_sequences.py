@@ -5,17 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.shapes import shapes
 
-MODEL: dict[str, Any] = {
-    "name": "long",
-    "num_layers": 8,
-    "hidden_size": 1024,
-    "ffn_hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "vocab_size": 32000,
-    "seq_length": 16384,
-}
+MODEL = shapes(8, 1024, 2048, heads=16, vocab=32000, length=16384, name="long", num_query_groups=4)
 
 
 SMALL: dict[str, Any] = {

@@ -40,48 +40,6 @@ def test_kubernetes(path: Path) -> None:
         check_kubernetes(document)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "complaint"),
-    [
-        (("services", "worker", "comand"), ["worker"], "comand"),
-        (("services", "api", "depends_on", "postgres", "condition"), "healthy", "condition"),
-        (
-            ("services", "worker", "deploy", "resources", "reservations", "devices", 0, "capabilities"),
-            REMOVED,
-            "devices",
-        ),
-    ],
-)
-def test_compose_refuses(path: Path_, value: object, complaint: str) -> None:
-    with pytest.raises(InvalidDeploymentError, match=complaint):
-        check_compose(changed(read_compose(), path, value))
-
-
-POD = ("spec", "template", "spec")
-CONTAINER = (*POD, "containers", 0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "path", "value", "complaint"),
-    [
-        ("Deployment", "bexp-api", ("apiVersion",), "apps/v2", "apps/v2"),
-        ("Deployment", "bexp-api", ("spec", "selector"), REMOVED, "selector"),
-        ("Deployment", "bexp-worker", (*CONTAINER, "resources", "limit"), {"nvidia.com/gpu": 1}, "limit"),
-        (
-            "StatefulSet",
-            "bexp-postgres",
-            ("spec", "volumeClaimTemplates", 0, "spec", "accessModes"),
-            "RWO",
-            "accessModes",
-        ),
-        ("NetworkPolicy", "bexp-ray", ("spec", "ingress", 0, "form"), [], "form"),
-    ],
-)
-def test_kubernetes_refuses(kind: str, name: str, path: Path_, value: object, complaint: str) -> None:
-    with pytest.raises(InvalidDeploymentError, match=complaint):
-        check_kubernetes(changed(find_object(kind, name), path, value))
-
-
 HEAD = ("spec", "headGroupSpec")
 GROUP = ("spec", "workerGroupSpecs", 0)
 

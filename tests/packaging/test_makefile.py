@@ -90,18 +90,15 @@ def test_a_missing_venv_package_is_named(checkout: Checkout) -> None:
     assert checkout.count("-m venv") == 0
 
 
-def test_another_python_is_named(checkout: Checkout) -> None:
+def test_another_python_is_named_and_none_at_all(checkout: Checkout) -> None:
     checkout.behave(old=1)
     result = checkout.make("test")
     assert result.returncode != 0
     assert "needs Python 3.11 or 3.12" in result.stderr
     assert "Python 3.10.0" in result.stderr
-
-
-def test_no_python_at_all_is_named(checkout: Checkout) -> None:
-    result = checkout.make("demo", python="no-such-python")
-    assert result.returncode != 0
-    assert "needs Python 3.11 or 3.12" in result.stderr
+    none = checkout.make("demo", python="no-such-python")
+    assert none.returncode != 0
+    assert "needs Python 3.11 or 3.12" in none.stderr
 
 
 def test_an_interrupted_installation_is_taken_up_again(checkout: Checkout) -> None:

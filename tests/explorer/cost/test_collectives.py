@@ -10,9 +10,7 @@ from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.roofline import roofline_seconds
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, count_processes
-from bexp.explorer.surrogate.observations import ComponentObservations
 from tests.explorer.data_parallel import candidate, request
 from tests.explorer.simulator import report
 
@@ -67,28 +65,6 @@ def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_comput
     issued = 0.8 * micro[0]  # the host's time of all blocks
     shown = added(0.1, 0.02, computes=False)
     np.testing.assert_allclose(shown, micro_steps * (issued + 0.1 - micro[0]) + 0.02)
-
-
-def test_runs_of_an_earlier_version_tell_nothing_of_the_host() -> None:
-    def measured(host: float, once: float | None) -> ComponentMeasurement:
-        component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
-        return ComponentMeasurement(
-            component=component,
-            device_seconds=1.0,
-            host_seconds=host,
-            host_once_seconds=once,
-            forward_device_seconds=0.0,
-            standard_error_seconds=0.0,
-            repeats=3,
-            saved_bytes=0,
-            forward_peak_bytes=0,
-            backward_peak_bytes=0,
-        )
-
-    assert ComponentObservations((measured(0.5, None),)).host_overhead == (0.0, 0.0)
-    assert ComponentObservations(
-        (measured(0.5, None), measured(0.1, 0.2), measured(0.3, 0.4))
-    ).host_overhead == pytest.approx((0.2, 0.3))
 
 
 def test_what_is_exchanged_before_it_is_measured() -> None:

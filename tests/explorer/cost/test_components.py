@@ -8,11 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.cost.back_end import BackEnd
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost.decomposition import Decomposer, Decomposition, LayerGroup
-from bexp.explorer.cost.layer_groups import group_layers
+from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.decomposition import Decomposer, Decomposition
 from bexp.explorer.dimensions.candidate import Candidate
-from tests.explorer.cost.tiny import MOE, model_of, request
+from tests.explorer.cost.tiny import model_of, request
 
 
 def component(kind: str = "attention", **changes: Any) -> Component:
@@ -34,17 +33,6 @@ def split(
 SHARED: dict[str, Any] = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
 
 
-def test_attention_that_is_shared_has_a_layout_and_nothing_else_has_one() -> None:
-    assert component(**SHARED).communicates
-    for changes in (
-        {"context_parallel_size": 4},
-        {"context_parallel_layout": "ring"},
-        {"kind": "head", **SHARED},
-    ):
-        with pytest.raises(ValueError, match="belongs to attention"):
-            component(**changes)
-
-
 def test_joint_components_are_those_that_need_several_processes() -> None:
     assert component(**SHARED).is_joint
     assert component("communication", micro_batch_size=0).is_joint
@@ -53,48 +41,6 @@ def test_joint_components_are_those_that_need_several_processes() -> None:
     assert not alone.communicates
     assert alone.sequences == 1.0
     assert component("head", micro_batch_size=3, context_parallel_size=2).sequences == 1.5
-
-
-def test_some_policies_of_a_block_choose_by_operation() -> None:
-    assert {mode for mode in BlockRecompute if mode.by_operation} == {
-        BlockRecompute.ACTIVATIONS,
-        BlockRecompute.PROJECTIONS,
-    }
-
-
-def test_without_training_there_is_no_optimizer() -> None:
-    assert split(candidate(), training=False).optimizer is None
-
-
-def test_what_is_exchanged_is_a_component_of_its_own_and_comes_last() -> None:
-    found = split(candidate(), communicates=True)
-    assert [c.kind for c in found.components][-2:] == [ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION]
-    assert found.communication == component("communication", micro_batch_size=0, num_query_groups=1)
-
-
-def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:
-    found = split(candidate(recompute="partial_50"))
-    modes = [
-        (group.layers.recomputed, group.layers.count, {block.recompute.value for block in group.blocks})
-        for group in found.layers
-    ]
-    assert modes == [(False, 1, {"none"}), (True, 1, {"full"})]
-    assert [group.layers.below for group in found.layers] == [(0, 1), (0, 0)], "the first layer is the recomputed one"
-    assert len(found.components) == 7
-
-
-def test_experts_have_their_back_end_and_dense_layers_have_none() -> None:
-    found = split(candidate(expert_backend="loop"), {"moe": {**MOE, "first_k_dense": 1}})
-    ffns = {group.blocks[1].kind: group.blocks[1].experts for group in found.layers}
-    assert ffns == {ComponentKind.DENSE_FFN: None, ComponentKind.MOE_FFN: "loop"}
-
-
-def test_a_policy_reaches_the_blocks_that_it_names() -> None:
-    (group,) = split(candidate(recompute="qkv")).layers
-    assert [block.recompute.value for block in group.blocks] == ["projections", "none"]
-    (group,) = split(candidate(recompute="activations", bta_tile=2)).layers
-    assert [block.recompute.value for block in group.blocks] == ["none", "activations"]
-    assert [block.bta_tile for block in group.blocks] == [2, None]
 
 
 def test_half_of_each_of_two_sequences_is_the_work_of_a_whole_one() -> None:
@@ -112,12 +58,6 @@ def test_equal_components_of_two_candidates_are_one() -> None:
     assert first.head is second.head
     assert first.layers[0].blocks[1] is second.layers[0].blocks[1]
     assert first.layers[0].blocks[0] != second.layers[0].blocks[0]
-
-
-def test_components_are_listed_once_in_the_order_of_a_step() -> None:
-    block, head = component("dense_ffn"), component("head")
-    groups = tuple(LayerGroup(layers, (block,)) for layers in group_layers(["a", "a"], [False, True]))
-    assert Decomposition(None, groups, head, None).components == (block, head)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_component_table
-from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, LAYOUTS, Sharing, busiest_pairs, refuse_layout
-from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.alternatives import accumulate
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from tests.explorer.long_sequences import MODEL, SMALL, request
@@ -26,19 +21,6 @@ from tests.explorer.simulator import report
 def sharings(req: ExplorationRequest, rep: DeviceReport) -> set[tuple[int, str | None]]:
     space = enumerate_candidates(req, rep, req.shapes)
     return {(c.context_parallel_size, c.context_parallel_layout) for c in space.candidates}
-
-
-def candidate(m: int, size: int = 1, layout: str | None = None) -> Candidate:
-    return Candidate(
-        micro_batch_size=m,
-        attention_backend="cudnn",
-        num_query_groups=4,
-        context_parallel_size=size,
-        context_parallel_layout=layout,
-    )
-
-
-# -- requests ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,9 +78,6 @@ def test_a_worker_needs_devices_for_the_largest_listed_size() -> None:
     assert [request("explore").devices.needed(n) for n in (2, 3, 4, 8)] == [2, 2, 4, 4]
 
 
-# -- the space -----------------------------------------------------------------------------------------------------
-
-
 def test_sizes_and_layouts_multiply_the_space_and_compose_with_the_rest() -> None:
     rep = report(experts=False, num_devices=4)
     alone = enumerate_candidates(request((1,)), rep, request().shapes).candidates
@@ -110,37 +89,11 @@ def test_sizes_and_layouts_multiply_the_space_and_compose_with_the_rest() -> Non
     assert [c for c in found if c.context_parallel_size == 1] == list(alone), "in the same order"
 
 
-def test_layouts_are_dropped_where_the_length_refuses_them() -> None:
-    rep = report(experts=False, num_devices=4)
-    odd = request((1, 4), model={**MODEL, "seq_length": 4100})
-    assert sharings(odd, rep) == {(1, None), (4, "ring"), (4, "striped")}
-
-
 def test_no_more_devices_share_than_the_profiler_has() -> None:
     assert sharings(request("explore"), report(experts=False, num_devices=2)) == {(1, None), *product((2,), LAYOUTS)}
     assert sharings(request("explore"), report(experts=False)) == {(1, None)}
     with pytest.raises(EmptySpaceError, match="shared by 2 devices need as many; this worker's profiler has 1"):
         sharings(request((2, 4)), report(experts=False))
-
-
-def test_auto_follows_the_groups() -> None:
-    req = request((1, 4), micro_batch_size="auto", batch_size=8, num_devices=4)
-    sizes = [MICRO_BATCH_SIZE.considered_over(size, req.space.place) for size in (1, 4)]
-    assert sizes == [(1, 2), (1, 2, 4, 8)]
-    space = enumerate_candidates(req, report(experts=False, num_devices=4), req.shapes).candidates
-    assert {c.micro_batch_size for c in space if c.context_parallel_size == 1} == {1, 2}
-    assert {c.micro_batch_size for c in space if c.context_parallel_size == 4} == {1, 2, 4, 8}
-
-
-# -- arithmetic ----------------------------------------------------------------------------------------------------
-
-
-def test_the_batch_is_micro_batch_times_accumulation_times_groups() -> None:
-    req = request(batch_size=64, num_devices=4)
-    assert accumulate(req, candidate(4)) == (4, ())
-    assert accumulate(req, candidate(4, 2, "ring")) == (8, ())
-    assert accumulate(req, candidate(4, 4, "ring")) == (16, ())
-    assert accumulate(request(batch_size=10), candidate(4, 2, "ring")) == (None, (8, 16))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -156,25 +109,3 @@ def test_lengths_are_refused_as_the_kernels_refuse_them(layout: str) -> None:
     kernel = context_parallel_layout(layout)
     for size, seq_length in product((2, 3, 4), range(1, 30)):
         assert (refuse_layout(layout, size, seq_length) is None) is (kernel.refusal(seq_length, size) is None)
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("backend", ["flash", "math"])
-def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) -> None:
-    for loss in ("chunked", "full"):
-        req = request(mode=mode, recompute=["none"], training={"loss": {"kind": loss}}, attention_backends=[backend])
-        chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(2, 4, "zigzag")]
-        chosen = [c.model_copy(update={"attention_backend": backend}) for c in chosen]
-        table = Composition(chosen, req.shapes, req)
-        saved, transient = table.activation_bytes(*predict_component_table(table))
-        total = saved + transient
-        assert total[0] > total[1] > total[2]
-        if mode == "train":
-            assert saved[0] > 1.5 * saved[1] > 2.2 * saved[2], "activations follow the tokens of a device"
-
-
-def test_state_is_sharded_over_all_devices_whatever_shares_sequences() -> None:
-    req = request(training={"sharding": "zero3"})
-    parts = {Composition([candidate(2, s, ly)], req.shapes, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
-    assert len(parts) == 1
-    assert req.devices.optimizer_shards == 4

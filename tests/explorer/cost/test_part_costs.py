@@ -8,48 +8,17 @@ import pytest
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.part_costs import (
-    COMPILED_SHARE,
-    PartsDecomposer,
-    again_work,
-    part_work,
-    predict_part_bytes,
-)
+from bexp.explorer.cost.part_costs import COMPILED_SHARE, PartsDecomposer, again_work, part_work, predict_part_bytes
 from bexp.explorer.cost.roofline import roofline_seconds
-from bexp.explorer.cost.step import static_parts
 from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.model.hardware import BackendSupport
-from bexp.explorer.search.legal_space import (
-    enumerate_candidates,
-)
-from tests.explorer.cost.described import candidate, part, parts, request
+from bexp.explorer.search.legal_space import enumerate_candidates
+from tests.explorer.cost.described import part, parts, request
 from tests.explorer.cost.tiny import request_of_parts
 from tests.explorer.simulator import report
-
-
-def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
-    found = PartsDecomposer(parts(), training=True)(candidate())
-    assert found.embedding is None
-    assert (found.head.kind, found.head.setting) == (ComponentKind.SHELL, "library")
-    counts = {group.blocks[0].part: group.layers.count for group in found.layers}
-    assert counts == {"dense": 1, "sliding": 2, "experts": 3}
-    backends = {group.blocks[0].part: str(group.blocks[0].backend) for group in found.layers}
-    assert backends == {"dense": "sdpa", "sliding": "sdpa", "experts": "sdpa+grouped_mm"}
-    assert len(found.components) == 5
-    assert PartsDecomposer(parts(), training=False)(candidate()).optimizer is None
-
-
-def test_training_state_is_what_the_parameters_take_as_they_are() -> None:
-    state = static_parts(parts(), request())
-    assert state.parameters == state.gradients == parts().parameter_bytes
-    assert state.optimizer_states == 2 * parts().trainable_bytes
-    assert state.master_weights == 0
-    frozen = static_parts(parts(trainable_bytes=100), request(training={"optimizer": {"name": "sgd"}}))
-    assert (frozen.gradients, frozen.optimizer_states) == (100, 100)
-    assert static_parts(parts(), request(mode="eval")).total == parts().parameter_bytes
 
 
 def layer(**changes: Any) -> Component:
@@ -89,23 +58,6 @@ def test_a_layer_on_the_host_keeps_its_output_and_moves_the_rest_there_and_back(
     assert again == Work(0.0, 2 * 4 * 32 * 640)
 
 
-def test_a_layer_keeps_at_least_its_output() -> None:
-    wide = parts(output_bytes_per_token=400)
-    for changes in ({"recompute": "projections"}, {"bta_tile": 2}):
-        assert predict_component_bytes(layer(**changes), wide, request()).saved == 4 * 32 * 400
-
-
-def test_the_chunked_loss_keeps_three_outputs_at_most() -> None:
-    tokens = 4 * 32
-    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="chunked")
-    found = predict_component_bytes(shell, parts(), request())
-    assert found == ComponentBytes(3 * tokens * 128, 4 * tokens * 128, 5 * tokens * 128)
-    small = parts(output_bytes_per_token=500)
-    assert predict_component_bytes(shell, small, request()).forward_peak == tokens * (640 + 400)
-    named = layer(backend="chunked")
-    assert predict_component_bytes(named, parts(), request()).saved == tokens * 640, "a layer has no loss"
-
-
 def test_ligers_loss_reads_the_heads_weights_for_each_chunk() -> None:
     """Seconds of a sequence for heads of 102,400 and 151,936 words of 2,048, as an H100 took them."""
     rates = {"matmul_flops_per_second": {"bfloat16": 7.8e14}, "memory_bandwidth_bytes_per_second": 3.0e12}
@@ -119,29 +71,6 @@ def test_ligers_loss_reads_the_heads_weights_for_each_chunk() -> None:
             predicted = roofline_seconds(component, model, request(), hardware)
             distances.append(m * milliseconds / predicted.device)
         assert max(distances) < 1.4 * min(distances), "1.7 times, if the weights were read once"
-
-
-def test_without_training_a_part_holds_its_output_and_what_is_transient() -> None:
-    tokens = 4 * 32
-    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="library")
-    found = predict_component_bytes(shell, parts(), request(mode="eval"))
-    assert found == ComponentBytes(tokens * 128, tokens * (128 + 400), 0)
-    optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
-    assert predict_component_bytes(optimizer, parts(), request()) == ComponentBytes(0, 0, 0)
-
-
-def test_expected_work_counts_products_attention_and_what_runs_again() -> None:
-    work = part_work(layer(), parts())
-    assert work.flops == 4 * (32 * 2.0 * 5000 + 7e6)
-    assert again_work(layer(), parts(), work) is None
-    assert again_work(layer(recompute="full"), parts(), work) == work
-    core = again_work(layer(recompute="selective"), parts(), work)
-    assert core is not None
-    assert core == Work(4 * 7e6, 0.0)
-    assert work.bytes == 2 * 5000 + 2 * 4 * 32 * 640
-    assert again_work(layer(bta_tile=2), parts(), work) == work
-    for policy in ("activations", "projections"):
-        assert again_work(layer(recompute=policy), parts(), work) == Work(work.flops / 3, work.bytes / 2)
 
 
 def test_kinds_are_named_once_and_layers_name_them() -> None:

@@ -9,24 +9,14 @@ from pydantic import ValidationError
 
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.cost.decomposition import Decomposer
-from bexp.explorer.dimensions.bta_tile import BTA_TILE
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.combinations import MAX_COMBINATIONS
-from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import report
 
-DENSE: dict[str, Any] = {
-    "num_layers": 9,
-    "hidden_size": 2048,
-    "ffn_hidden_size": 8192,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "vocab_size": 32000,
-    "seq_length": 4096,
-}
+DENSE = shapes(9, 2048, 8192, heads=16, vocab=32000, length=4096, num_query_groups=4)
 MOE: dict[str, Any] = {
     **DENSE,
     "moe": {"num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 1024, "first_k_dense": 1},
@@ -39,11 +29,6 @@ def request(model: dict[str, Any] = MOE, **changes: Any) -> ExplorationRequest:
 
 def candidates(req: ExplorationRequest) -> tuple[Candidate, ...]:
     return enumerate_candidates(req, report(experts=req.shapes.moe is not None), req.shapes).candidates
-
-
-def test_every_policy_is_explored_untiled() -> None:
-    found = {c.recompute for c in candidates(request()) if c.bta_tile is None}
-    assert found == set(ON_DEVICE)
 
 
 def test_a_tile_takes_no_policy_that_keeps_a_part_of_attention() -> None:
@@ -98,27 +83,6 @@ def test_eval_mode_recomputes_nothing() -> None:
 def test_a_number_that_a_model_cannot_have_is_refused_with_the_nearest(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         request(**fields)
-
-
-def test_a_list_may_name_every_policy() -> None:
-    assert request(recompute=list(ON_DEVICE)).space.recompute_policies == ON_DEVICE
-
-
-def test_what_the_six_first_policies_admitted_is_still_admitted() -> None:
-    """2048 combinations of six policies, tiles with all of them counted: as many tilings as 64 micro-batches have."""
-    sizes = [m for m in range(1, 257) if m % 12 == 0 or m in (1, 2)]
-    req = request(micro_batch_size=sizes, bta={"max_tile": 32}, batch_size=512)
-    tilings = sum(len(BTA_TILE.considered_for(m, req.space.place)) for m in sizes)
-    assert 0.5 * 2048 < 6 * tilings <= 2048
-    assert len(candidates(req)) > 0
-    most = 341 * 7 + 64 * 3  # 341 tilings of 64 micro-batches: seven policies each, and three more untiled
-    assert most <= MAX_COMBINATIONS
-
-
-def test_nothing_is_left_of_a_tile_for_policies_alone() -> None:
-    req = request().model_copy(update={"recompute": (Recompute.QKV,), "bta": request(bta={"enable": True}).bta})
-    with pytest.raises(EmptySpaceError, match="a tile recomputes attention already"):
-        candidates(req)
 
 
 def test_policies_share_components() -> None:

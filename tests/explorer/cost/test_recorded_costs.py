@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,12 @@ from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
 from tests.explorer.cost import described
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.recordings import check_recorded
 
 COSTS = Path(__file__).parent / "costs"
-DENSE: dict[str, Any] = {
-    "num_layers": 6,
-    "hidden_size": 1024,
-    "ffn_hidden_size": 2816,
-    "num_attention_heads": 16,
-    "num_query_groups": 4,
-    "vocab_size": 32000,
-    "seq_length": 1024,
-}
+DENSE = shapes(6, 1024, 2816, heads=16, vocab=32000, length=1024, num_query_groups=4)
 BIASED = {**DENSE, "gated_mlp": False, "activation": "gelu", "qkv_bias": True, "mlp_bias": True, "tie_embeddings": True}
 EXPERTS = {"num_experts": 16, "top_k": 2, "expert_ffn_hidden_size": 704, "first_k_dense": 1}
 MOE = {**DENSE, "moe": EXPERTS}
@@ -74,7 +68,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 COMPONENTS = 90
 ROWS = 24
-"""About so many components, and candidates, of each request are recorded."""
+"""About so many components, and candidates, of each request are recorded, and the first component of each sort."""
 
 
 def table_rows(request: ExplorationRequest, parts: bool = False) -> list[Any]:
@@ -86,11 +80,14 @@ def table_rows(request: ExplorationRequest, parts: bool = False) -> list[Any]:
     table = Composition(space.candidates, model, request, communicates=is_communication_timed(request, rep.hardware))
     rows: list[Any] = []
     every: list[tuple[float, float]] = []
+    sorts: set[str] = set()
     for i, component in enumerate(table.components):
         seconds = predict_component_seconds(component, model, request, rep.hardware)
         size = predict_component_bytes(component, model, request)
         every.append((seconds.device, seconds.host))
-        if i % max(1, len(table.components) // COMPONENTS) == 0:
+        sort = re.sub(r"\d+", "", component.key)
+        if i % max(1, len(table.components) // COMPONENTS) == 0 or sort not in sorts:
+            sorts.add(sort)
             figures = [*every[-1], size.saved, size.forward_peak, size.backward_peak]
             rows.append([component.key, *figures])
     device_K, host_K = np.array(every).T

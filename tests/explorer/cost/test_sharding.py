@@ -16,6 +16,7 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import base_candidates
 from bexp.explorer.search.relaxations import smallest_requirement
 from tests.explorer.data_parallel import communicates_in, request, run
+from tests.explorer.explorations import answer_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -98,8 +99,7 @@ def test_when_nothing_fits_the_next_level_or_more_devices_help() -> None:
     high = smallest_requirement(choosing(["zero1"]), rep, choosing().shapes)
     low = smallest_requirement(choosing(["zero2"]), rep, choosing().shapes)
     req = choosing(["none", "zero1"], memory_limit_gib=(high + low) / 2 / 2**30)
-    answer = list(explore(req, rep, SimulatedDevice(req)))[-1].answer
-    assert answer is not None
+    answer = answer_of(list(explore(req, rep, SimulatedDevice(req))))
     assert answer.recommendation is None
     found = {relaxation.change: relaxation for relaxation in answer.variants[0].remedies}
     assert {"sharding zero2", "sharding zero3", "num_devices 8"} <= set(found)

@@ -8,27 +8,16 @@ import pytest
 
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import (
-    FRAGMENTATION,
     GIB,
     MARGIN_BYTES,
     GatheredBytes,
-    MemoryParts,
-    StepBytes,
     combine_seconds,
     gathered_bytes,
     memory_limit,
     required_bytes,
     static_parts,
 )
-from tests.explorer.cost.tiny import (
-    EMBEDDING,
-    LAYER,
-    TOTAL,
-    hardware,
-    model_of,
-    parts,
-    request,
-)
+from tests.explorer.cost.tiny import EMBEDDING, LAYER, TOTAL, hardware, model_of, request
 
 MIB = 2**20
 
@@ -42,14 +31,6 @@ def test_the_hand_count_of_the_model_is_right() -> None:
     assert count_parameters(model_of(request())) == TOTAL == 1704
 
 
-def test_the_peak_is_the_sum_of_all_that_is_held() -> None:
-    held = MemoryParts(
-        parameters=1, gradients=10, master_weights=100, optimizer_states=1000, activations=10_000, transient=100_000
-    )
-    assert held.total == 111_111
-    assert StepBytes(held, 200_000).peak == 111_111
-
-
 @pytest.mark.parametrize(("allocator", "percent"), [("default", 105), ("expandable_segments", 102)])
 def test_a_gpu_needs_the_peak_with_fragmentation_the_context_and_half_a_gib(allocator: str, percent: int) -> None:
     assert required_bytes(100 * GIB, hardware(), allocator) == percent * GIB + 70 + GIB // 2
@@ -58,16 +39,6 @@ def test_a_gpu_needs_the_peak_with_fragmentation_the_context_and_half_a_gib(allo
 def test_a_cpu_keeps_64_mib_free() -> None:
     assert required_bytes(100 * GIB, hardware("cpu"), "default") == 105 * GIB + 70 + 64 * MIB
     assert MARGIN_BYTES == {"cuda": 512 * MIB, "cpu": 64 * MIB}
-
-
-def test_fragmentation_context_and_margin_each_take_memory_of_their_own() -> None:
-    assert required_bytes(0, hardware(context_bytes=0), "default") == MARGIN_BYTES["cuda"] > 0
-    without = required_bytes(1000, hardware(context_bytes=0), "default")
-    assert required_bytes(1000, hardware(context_bytes=7), "default") - without == 7
-    for allocator, share in FRAGMENTATION.items():
-        beyond = required_bytes(10**6, hardware(), allocator) - required_bytes(0, hardware(), allocator) - 10**6
-        assert beyond == round(share * 10**6) > 0
-    assert FRAGMENTATION["default"] > FRAGMENTATION["expandable_segments"]
 
 
 def test_a_step_is_its_micro_steps_the_optimizer_and_the_communication() -> None:
@@ -79,42 +50,10 @@ def test_a_step_is_its_micro_steps_the_optimizer_and_the_communication() -> None
     assert combine_seconds(0.5, 0.25, 4, model_of(req), req).step == pytest.approx(1.5)
 
 
-def test_devices_that_share_sequences_share_their_tokens() -> None:
-    req = request(num_devices=2, batch_size=20)
-    step = combine_seconds(0.5, 0.25, 4, model_of(req), req, context_parallel_size=2)
-    assert step.step == pytest.approx(20 / 4 * 0.5 + 0.25)
-    assert step.tokens_per_second == pytest.approx(20 * 16 / 2 / step.step)
-
-
-def test_without_training_a_step_is_one_micro_batch() -> None:
-    req = request(mode="eval")
-    step = combine_seconds(0.5, 0.0, 4, model_of(req), req)
-    assert (step.step, step.tokens_per_second) == (0.5, 4 * 16 / 0.5)
-
-
-def test_mixed_precision_takes_sixteen_bytes_a_parameter() -> None:
-    found = static_parts(model_of(request()), request())
-    assert found == MemoryParts(
-        parameters=2 * TOTAL, gradients=2 * TOTAL, master_weights=4 * TOTAL, optimizer_states=8 * TOTAL
-    )
-
-
 def test_float32_parameters_have_no_master_weights() -> None:
     req = request({"dtype": "float32"})
     found = static_parts(model_of(req), req)
     assert (found.parameters, found.master_weights, found.optimizer_states) == (4 * TOTAL, 0, 8 * TOTAL)
-
-
-def test_without_training_there_are_parameters_alone() -> None:
-    req = request(mode="eval")
-    assert static_parts(model_of(req), req) == MemoryParts(parameters=2 * TOTAL)
-    assert static_parts(parts(), req) == MemoryParts(parameters=500)
-
-
-def test_a_models_own_code_trains_its_parameters_as_they_are() -> None:
-    assert static_parts(parts(), request()) == MemoryParts(parameters=500, gradients=220, optimizer_states=440)
-    sgd = request(training={"optimizer": {"name": "sgd"}})
-    assert static_parts(parts(), sgd).optimizer_states == 220
 
 
 def test_the_limit_is_the_devices_unless_less_is_asked_for() -> None:

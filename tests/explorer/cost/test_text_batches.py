@@ -172,10 +172,6 @@ def test_memory_is_predicted_for_the_longest_and_work_for_the_mean() -> None:
     assert part_work(dense, model, asked(lengths=None)) == part_work(dense, model)
 
 
-def test_narrower_rows_end_a_token_earlier() -> None:
-    assert TextBatch(((100,), (50,)), 100).narrowed() == TextBatch(((99,), (50,)), 99)
-
-
 @pytest.mark.parametrize("size", [1, 4, 32])
 def test_new_widths_are_as_many_as_a_drawn_epoch_has(size: int) -> None:
     lengths = np.random.default_rng(1).lognormal(5.9, 0.8, 100_000 // size * size).round().clip(1, 2048).astype(int)

@@ -9,13 +9,11 @@ import pytest
 
 from bexp.explorer.cost.activation_memory import rows_of_pair
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.roofline import predict_component_seconds
 from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routes import draw_routes
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.request.request import ExplorationRequest
-from tests.contracts.samples import make_report
 
 ZIPF = RoutingSpec(kind="zipf")
 
@@ -58,15 +56,6 @@ def test_all_pairs_but_the_capacity_of_one_expert_are_dropped() -> None:
 def test_rows_of_a_pair(backend: str, factor: float | None, rows: float) -> None:
     request = request_with(factor)
     assert rows_of_pair(component(backend, factor), request.shapes, request) == pytest.approx(rows, rel=0.1)
-
-
-def test_experts_that_drop_tokens_are_predicted_to_take_less_time() -> None:
-    seconds = []
-    for factor in (None, 0.5):
-        request = request_with(factor)
-        found = predict_component_seconds(component("loop", factor), request.shapes, request, make_report().hardware)
-        seconds.append(found.device)
-    assert seconds[1] < 0.9 * seconds[0]
 
 
 def component(backend: str, factor: float | None) -> Component:

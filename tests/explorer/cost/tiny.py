@@ -8,6 +8,7 @@ from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType, ModelSpec
 from bexp.explorer.model.parts import LayerPart, ModelParts, Part
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.shapes import shapes
 
 ATTENTION = 200  # norm 8, QKV 8 x (8 + 2 x 4), output 8 x 8
 FFN = 392  # norm 8, three matrices of 8 x 16
@@ -15,15 +16,7 @@ LAYER = ATTENTION + FFN
 EMBEDDING = 256
 HEAD = 264
 TOTAL = 2 * LAYER + EMBEDDING + HEAD
-MODEL: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 8,
-    "ffn_hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_query_groups": 1,
-    "vocab_size": 32,
-    "seq_length": 16,
-}
+MODEL = shapes(2, 8, 16, heads=2, vocab=32, length=16, num_query_groups=1)
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 4}
 PEAK_FLOPS, BANDWIDTH, LAUNCH_SECONDS = 1e12, 1e11, 1e-6
 

@@ -24,21 +24,6 @@ def test_a_layout_belongs_to_several_devices() -> None:
         Component(kind=ComponentKind.HEAD, micro_batch_size=1, context_parallel_size=2, context_parallel_layout="ring")
 
 
-def test_keys_tell_shares_apart_and_are_as_before_without() -> None:
-    before = [component.key for component in components_of(candidate())]
-    assert before[:2] == ["embedding(m=2)", "attention(m=2,flash,groups=2)"]
-    after = [component.key for component in components_of(candidate(layout="striped", size=4))]
-    assert after[:2] == ["embedding(m=1,cp=2)", "attention(m=2,flash,groups=2,cp=4:striped)"]
-    assert after[-1] == before[-1] == "optimizer(groups=2)"
-
-
-def test_what_is_not_attention_is_shared_by_candidates_with_as_many_tokens_a_device() -> None:
-    alone, spread = components_of(candidate(1)), components_of(candidate(4, layout="zigzag", size=4))
-    assert {c.kind for c in set(spread) - set(alone)} == {ComponentKind.ATTENTION}
-    other = components_of(candidate(4, layout="ring", size=4))
-    assert len(set(spread) & set(other)) == len(spread) - 1
-
-
 def test_a_plan_has_as_many_processes_as_its_rings_need() -> None:
     spread = candidate(layout="ring", size=2)
     attention = components_of(spread)[1:2]

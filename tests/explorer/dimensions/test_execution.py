@@ -50,15 +50,6 @@ def test_explore_leaves_out_what_the_request_cannot_have() -> None:
     assert EXECUTION.always_compiles(always.space.place)
 
 
-def test_compiled_layers_alone_have_no_policies_by_operation() -> None:
-    asked = {
-        fields: build(execution=fields).space.recompute_policies for fields in ("compile", ("compile",), "explore")
-    }
-    assert asked["compile"] == asked[("compile",)]
-    assert not any(policy.by_operation for policy in asked["compile"])
-    assert any(policy.by_operation for policy in asked["explore"])
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -110,11 +101,6 @@ def test_a_choice_of_flash_alone_is_undone_by_its_exclusion() -> None:
         build(attention_backends=["sdpa:flash", "flash_attention_2"], flash_attention=False)
 
 
-@pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "flash_attention_2"])
-def test_an_attention_back_end_may_name_one_of_torchs_kernels(name: str) -> None:
-    assert build(attention_backends=[name]).attention_backends == (name,)
-
-
 MOE = {"num_experts": 2, "top_k": 1, "expert_ffn_hidden_size": 8}
 EXPERTS: dict[str, Any] = {**REFERENCE, "model": {**REFERENCE["model"], "moe": MOE}}
 OF_BEXP = "there are bmm, fused, grouped_mm, hopper_grouped, loop"
@@ -132,10 +118,7 @@ OF_BEXP = "there are bmm, fused, grouped_mm, hopper_grouped, loop"
         ({**REFERENCE, "attention_backends": ["sdpa"]}, "target 'bexp' has no attention back end 'sdpa'"),
         ({**EXPERTS, "expert_backends": ["grouped_m"]}, f"(did you mean 'grouped_mm'?); {OF_BEXP}"),
         ({**EXPERTS, "expert_backends": ["grouped mm"]}, "'grouped mm' (did you mean 'grouped_mm'?)"),
-        (
-            {"target": "mine", "attention_backends": ["sdpa"]},
-            "'mine' has no attention back end 'sdpa'; there are own",
-        ),
+        ({"target": "mine", "attention_backends": ["sdpa"]}, "'mine' has no attention back end 'sdpa'; there are own"),
         ({"target": "mine", "expert_backends": ["fused"]}, "no expert back end 'fused'; its code chooses by itself"),
     ],
 )

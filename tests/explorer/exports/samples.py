@@ -9,6 +9,7 @@ from typing import Any
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.parts import LayerPart, ModelParts, Part
 from bexp.explorer.model.target import OWN_ATTENTION
@@ -16,7 +17,9 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.trainer_terms import formats_for
 from tests.contracts.samples import make_recommendation, make_report
+from tests.explorer.shapes import shapes
 
 GIB = 1 << 30
 CONFIG: dict[str, Any] = {
@@ -84,9 +87,25 @@ def own_exploration(seq_length: int, settings: str | None = None, **changes: Any
     """
     best = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1, settings=settings)
     found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16, **changes)
-    parts = PARTS.model_copy(update={"target": "mine", "target_version": "1.0", "seq_length": seq_length})
-    assert found.report is not None
-    return replace(found, report=found.report.model_copy(update={"parts": parts}))
+    return with_parts(found, target="mine", target_version="1.0", seq_length=seq_length)
+
+
+def with_parts(answer: ExportSource, **changes: Any) -> ExportSource:
+    """The exploration of a model whose parts differ from the sample's in `changes`."""
+    assert answer.report is not None
+    parts = PARTS.model_copy(update=changes)
+    return replace(answer, report=answer.report.model_copy(update={"parts": parts}))
+
+
+def offered(answer: ExportSource) -> list[str]:
+    """The formats that can hold an answer."""
+    assert answer.recommendation is not None
+    return formats_for(answer.recommendation, answer.request)
+
+
+def header_of(name: str, answer: ExportSource) -> str:
+    """The lines that an export says of itself."""
+    return "\n".join(export(name, answer).header)
 
 
 def device_report() -> DeviceReport:
@@ -114,4 +133,7 @@ OURS = candidate(
     attention_backend="sdpa:flash", expert_backend="bexp_fused", recompute=Recompute.ACTIVATIONS, loss="chunked"
 )
 """A candidate with what no other framework has."""
+SHAPES = shapes(10, 64, 64, heads=8, vocab=64, length=128)
+LENGTHS = {512: 30, 3000: 10}
+"""Numbers of texts by their tokens."""
 SHARDED: dict[str, Any] = {"num_devices": 8, "training": {"sharding": "zero3"}}

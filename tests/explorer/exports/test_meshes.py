@@ -15,14 +15,10 @@ from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.plan import MeshPlan, PlainMesh
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trainer_terms import formats_for
 from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.registry import FORMATS
 from tests.contracts.samples import make_report
-from tests.explorer.exports.samples import candidate, recommendation
-from tests.explorer.exports.test_formats import flags
-
-MODEL = {"num_layers": 10, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8}
+from tests.explorer.exports.samples import SHAPES, candidate, offered, recommendation
 
 
 def planned(**changes: Any) -> ExportSource:
@@ -45,12 +41,7 @@ def planned(**changes: Any) -> ExportSource:
     return ExportSource(
         id="job1",
         request=ExplorationRequest.model_validate(
-            {
-                "model": {**MODEL, "vocab_size": 64, "seq_length": 128},
-                "num_devices": 32,
-                "batch_size": 512,
-                "parallelism": {"tensor": 2},
-            }
+            {"model": SHAPES, "num_devices": 32, "batch_size": 512, "parallelism": {"tensor": 2}}
         ),
         report=make_report("NVIDIA H100", "cuda"),
         recommendation=recommendation(best, plan=plan),
@@ -77,44 +68,12 @@ def shadowed(**changes: Any) -> ExportSource:
     return replace(exploration, recommendation=known.model_copy(update={"plan": plan}))
 
 
-def pairs(found: list[str]) -> dict[str, str]:
-    return dict(zip(found, [*found[1:], ""], strict=True))
-
-
 @pytest.mark.parametrize(
     "changes", [{}, {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1}]
 )
 def test_the_formats_that_are_offered_are_those_that_can_be_made(changes: dict[str, Any]) -> None:
     answer = planned(**changes)
-    assert answer.recommendation is not None
-    offered = formats_for(answer.recommendation)
-    assert len(offered) == (3 if not changes else len(FORMATS))
+    assert len(offered(answer)) == (3 if not changes else len(FORMATS))
     for name in FORMATS:
-        with nullcontext() if name in offered else pytest.raises(ExportError, match="mesh"):
+        with nullcontext() if name in offered(answer) else pytest.raises(ExportError, match="mesh"):
             export(name, answer)
-
-
-def test_other_frameworks_take_only_data_parallelism() -> None:
-    with pytest.raises(ExportError, match="cannot express a mesh of devices; these can: torchtitan, megatron"):
-        export("deepspeed", planned())
-    plain = {"tensor": 1, "pipeline": 1, "virtual_stages": 1, "schedule": None, "expert": 1, "data": 32}
-    assert '"train_micro_batch_size_per_gpu": 4' in export("deepspeed", planned(**plain)).text
-
-
-@pytest.mark.parametrize("name", ["megatron", "torchtitan"])
-def test_a_mode_that_only_our_kernels_have_is_replaced_by_the_best_in_plain_mode(name: str) -> None:
-    made = export(name, shadowed())
-    given = pairs(flags(made, f"{name.upper()}_FLAGS"))
-    if name == "megatron":
-        assert given["--expert-model-parallel-size"] == "8"
-        assert given["--pipeline-model-parallel-size"] == "1"
-        assert given["--micro-batch-size"] == "2"
-    else:
-        assert given["--parallelism.expert_parallel_degree"] == "8"
-    text = " ".join(made.text.replace("#", "").split())
-    assert "cannot express expert mode 'shadowed' of the recommended mesh (tensor=2" in text
-    assert "expert=4 (2 shadowed)" in text
-    assert "which is planned to be 1.50x as fast" in text
-    assert "8 accumulation steps x 32 data-parallel" in text
-    assert "not expected to fit" not in text
-    assert "memory: expert mode 'plain' is not expected to fit" in export(name, shadowed(fits=False)).text

@@ -99,13 +99,6 @@ def test_formats_of_moments_and_gradients_that_a_trainer_cannot_be_told_are_coun
         assert all(f"cannot express {lost}" in line for line in told)
 
 
-def test_shapes_with_master_weights_need_no_more_as_float32_weights() -> None:
-    changes = {"num_devices": 8, "training": {"sharding": "zero2"}}
-    request = ExplorationRequest.model_validate({"model": {**SHAPES, "seq_length": 128}, "batch_size": 64, **changes})
-    for trainer in TRAINERS.values():
-        assert unmeasured_bytes(trainer, request, None, candidate(), 1 << 30) == 0
-
-
 def test_nothing_is_counted_for_adapters_and_a_persons_own_code() -> None:
     lora = {"lora": {"r": 8, "target_modules": ["q_proj"]}}
     request, report = library("pure", training=lora)

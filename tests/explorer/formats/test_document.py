@@ -12,10 +12,7 @@ from bexp.explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, lo
     [
         ("", "empty"),
         ("- 1", "must be a mapping"),
-        ("just text", "must be a mapping"),
-        ("[1, 2]", "must be a mapping"),
         ("a: 1\na: 2", "duplicate key 'a' in line 2"),
-        ("a: {b: 1, b: 2}", "duplicate key 'b'"),
         ('{"a": {"b": 1, "b": 2}}', "duplicate key 'b'"),
         ("b: *x", "alias *x in line 1 has no anchor"),
         ("a: [*x]\nb: &x 1", "alias *x in line 1 has no anchor"),
@@ -31,14 +28,12 @@ from bexp.explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, lo
         ("a: [1", "not valid YAML in line"),
         ('{"a": 1,,}', "not valid JSON"),
         ("1: a", "must be text"),
-        ("on: a", "must be text"),
         ("? [a]\n: 1", "not valid YAML"),
         ("a: .nan", "a: must be a finite number"),
         ('{"a": {"b": [1, NaN]}}', "a.b.1: must be a finite number"),
         ('{"a": -Infinity}', "a: must be a finite number"),
         ('{"a": 1e999}', "a: must be a finite number"),
         ('{"a": "\\ud800"}', "lone surrogate"),
-        ('{"\\udfff": 1}', "lone surrogate"),
         ('a: "\\0"', "NUL"),
         ("a: " + "9" * 5000, "too many digits"),
         ('{"a": ' + "9" * 5000 + "}", "too many digits"),
@@ -69,15 +64,6 @@ def test_size_counts_bytes() -> None:
     with pytest.raises(FormatError, match="larger than 256 KiB"):
         load_document(f"a: {filler}")
     assert load_document(f"a: {'e' * (MAX_BYTES // 2)}")
-
-
-def test_locations_are_kept_apart_from_messages() -> None:
-    with pytest.raises(FormatError) as caught:
-        load_document('{"a": [{"b": NaN}], "c": Infinity}')
-    assert caught.value.errors == [
-        (("a", 0, "b"), "must be a finite number"),
-        (("c",), "must be a finite number"),
-    ]
 
 
 def test_merge_keys_mean_what_yaml_1_1_says() -> None:

@@ -12,13 +12,7 @@ def test_every_pattern_that_a_model_can_have_is_found(count: int, first: int, fr
     assume(first + frequency <= count)  # there is a layer with experts
     moe = MoESpec(num_experts=2, top_k=1, expert_ffn_hidden_size=8, first_k_dense=first, moe_layer_frequency=frequency)
     model = ModelSpec(
-        num_layers=count,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        num_attention_heads=1,
-        vocab_size=8,
-        seq_length=8,
-        moe=moe,
+        num_layers=count, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=8, seq_length=8, moe=moe
     )
     has_experts = [kind is LayerKind.MOE for kind in model.layer_kinds]
     pattern = find_layer_pattern(has_experts)

@@ -7,9 +7,10 @@ import pytest
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.formats import megatron
 from bexp.explorer.formats import nemo as nemo_format
-from bexp.explorer.formats.document import FormatError, load_document
+from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.training import Sharding
+from tests.explorer.formats.refusals import refusal
 
 FLAGS = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 256
@@ -31,12 +32,6 @@ model:
   tensor_model_parallel_size: 1
   vocab_size: 500
 """
-
-
-def refusal(document: dict[str, Any], **overrides: Any) -> dict[tuple[str | int, ...], str]:
-    with pytest.raises(FormatError) as caught:
-        parse_request(document, overrides=overrides)
-    return dict(caught.value.errors)
 
 
 def nemo(**changes: Any) -> dict[str, Any]:

@@ -6,15 +6,9 @@ import pytest
 
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
+from tests.explorer.shapes import shapes
 
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "seq_length": 32,
-}
+MODEL = shapes(2, 64, 128, heads=4, vocab=100, length=32)
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 32}
 
@@ -23,11 +17,6 @@ def refusal(document: Any, **overrides: Any) -> list[tuple[tuple[str | int, ...]
     with pytest.raises(FormatError) as caught:
         parse_request(document, overrides=overrides)
     return caught.value.errors
-
-
-def test_a_native_request_is_what_the_types_make_of_it() -> None:
-    request = parse_request({"model": MODEL, "batch_size": 24, "num_csx": 2, "bta": {"enable": True, "max_tile": 8}})
-    assert (request.batch_size, request.num_devices, request.bta.max_tile) == (24, 2, 8)
 
 
 def test_overrides_are_merged_last_nested_or_dotted() -> None:
@@ -66,8 +55,6 @@ def test_variants_of_an_imported_model() -> None:
         ({"micro_batch_size": 257}, ("micro_batch_size",), "from 1 to 256"),
         ({"micro_batch_size": "most"}, ("micro_batch_size",), "must be 'explore', 'auto'"),
         ({"micro_batch_size": []}, ("micro_batch_size",), "must be 'explore', 'auto'"),
-        ({"micro_batch_size": [1, 0]}, ("micro_batch_size",), "must be 'explore', 'auto'"),
-        ({"micro_batch_size": {"explor": 1}}, ("micro_batch_size",), "must be 'explore', 'auto'"),
         ({"micro_batch_size": True}, ("micro_batch_size",), "true or false"),
         ({"micro_batch_size": {"explore": {"min": 4, "max": 2}}}, ("micro_batch_size", "explore", "min"), "exceeds"),
         ({"micro_batch_size": {"explore": {"min": 0}}}, ("micro_batch_size", "explore", "min"), "greater than"),
@@ -86,13 +73,9 @@ def test_variants_of_an_imported_model() -> None:
         ({"model": "gpt2"}, ("model",), "mapping"),
         ({"model": None}, ("model",), "mapping"),
         ({"parallelism": {"tensor": 2}}, ("parallelism", "tensor"), "does not divide num_devices (1)"),
-        ({"recompute": []}, ("recompute",), "at least 1"),
         ({"expert_backends": ["loop"]}, ("expert_backends",), "without experts"),
         ({"what": 1}, ("what",), "is not a known field"),
-        ({"headrom": 0.1}, ("headrom",), "is not a known field (did you mean 'headroom'?)"),
         ({"seq_len": 8}, ("seq_len",), "(did you mean 'model.seq_length'?)"),
-        ({"hf_seq_lenght": 8}, ("hf_seq_lenght",), "(did you mean 'hf_seq_length'?)"),
-        ({"seq_length": 8}, ("seq_length",), "(did you mean 'model.seq_length'?)"),
         ({"budget": {"max_second": 1}}, ("budget", "max_second"), "(did you mean 'max_seconds'?)"),
         ({"model": {**MODEL, "hiden_size": 3}}, ("model", "hiden_size"), "(did you mean 'hidden_size'?)"),
         ({"model": {"model_type": "lama"}, "target": "bexp"}, ("model", "model_type"), "(did you mean 'llama'?)"),

@@ -12,6 +12,8 @@ import pytest
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.target import TRANSFORMERS
+from tests.explorer.formats.refusals import refusal
+from tests.explorer.shapes import shapes
 
 GEMMA: dict[str, Any] = {
     "model_type": "gemma2",
@@ -19,12 +21,6 @@ GEMMA: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "an_invention": 3,
 }
-
-
-def refusal(document: Any, **overrides: Any) -> dict[tuple[str | int, ...], str]:
-    with pytest.raises(FormatError) as caught:
-        parse_request(document, overrides=overrides)
-    return dict(caught.value.errors)
 
 
 def test_a_config_is_kept_as_it_came() -> None:
@@ -44,19 +40,12 @@ def test_a_nested_config_and_an_overridden_target() -> None:
 
 
 def test_a_model_of_shapes_without_a_name_is_called_by_them() -> None:
-    shapes: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 9,
-        "seq_length": 8,
-    }
+    dense = shapes(2, 64, 128, heads=4, vocab=9, length=8)
     experts = {"moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 64}}
-    shapes["ffn_hidden_size"] = 128
-    assert parse_request({"model": shapes}).explored.name == "dense-2x64"
-    assert parse_request({"model": {**shapes, **experts}}).explored.name == "moe-2x64"
-    assert parse_request({"model": shapes}, name="mine").explored.name == "mine"
-    assert parse_request({"model": {**shapes, "name": "other"}}, name="mine").explored.name == "other"
+    assert parse_request({"model": dense}).explored.name == "dense-2x64"
+    assert parse_request({"model": dense | experts}).explored.name == "moe-2x64"
+    assert parse_request({"model": dense}, name="mine").explored.name == "mine"
+    assert parse_request({"model": dense | {"name": "other"}}, name="mine").explored.name == "other"
     assert parse_request({"model_type": "llama"}, name="mine").explored.name == "llama", "the class has a name"
 
 
@@ -66,12 +55,6 @@ def test_the_longest_sequence_of_a_short_model_is_not_exceeded() -> None:
     assert parse_request({"hf_config": {"model_type": "x", "n_positions": 256}}).seq_length == 256
     with pytest.raises(FormatError, match=r"did you mean 'hf_seq_length'"):
         parse_request({"hf_config": GEMMA, "seq_len": 256})
-
-
-def test_a_config_is_translated_for_the_reference_layers() -> None:
-    request = parse_request({"model_type": "llama", "target": "bexp"})
-    assert request.hf_config is None
-    assert request.shapes.num_layers == 32
 
 
 def test_a_parsed_request_is_parsed_again_as_it_is() -> None:
@@ -152,17 +135,6 @@ def test_a_length_that_nobody_states_is_assumed_and_noted_where_the_model_allows
     assert (shorter.seq_length, shorter.notices) == (2048, ())
 
 
-@pytest.mark.parametrize("place", [lambda config: config, lambda config: {"model": config}])
-def test_a_length_beside_a_config_is_kept(place: Callable[[Any], Any]) -> None:
-    request = parse_request({**place({"model_type": "llama"}), "hf_seq_length": 128})
-    assert (request.seq_length, request.notices) == (128, ())
-
-
-def test_a_number_of_query_groups_in_a_config_is_the_models_own() -> None:
-    request = parse_request({**GEMMA, "num_query_groups": 8})
-    assert (request.num_query_groups, request.hf_config) == (None, {**GEMMA, "num_query_groups": 8})
-
-
 def test_only_the_length_of_a_config_can_be_overridden() -> None:
     errors = refusal(GEMMA, **{"target": "transformers", "model.num_layers": 2})
     assert "cannot be overridden" in errors["model", "num_layers"]
@@ -176,17 +148,11 @@ def test_a_notice_stays_short() -> None:
     assert "888 more" in notice
 
 
-@pytest.mark.parametrize("document", [{"model_type": "llama"}, {"model_type": "qwen3_moe"}])
-def test_a_key_that_is_set_stays_refused(document: dict[str, Any]) -> None:
-    assert "not a known field" in refusal({**document, "target": "bexp", "use_mrope": True})["use_mrope",]
-    assert "multiplier" in refusal({**document, "target": "bexp", "residual_multiplier": 0.5})["residual_multiplier",]
-
-
 @pytest.mark.parametrize("value", [1, None])
 def test_thousands_of_unknown_keys_take_little_time(value: Any) -> None:
     unknown = {f"key_{i}": value for i in range(8000)}
-    shapes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "seq_length": 8}
-    for document in ({"target": "bexp", "model_type": "llama", **unknown}, {"model": {**shapes, **unknown}}):
+    dense = shapes(2, 64, heads=4, vocab=9, length=8)
+    for document in ({"target": "bexp", "model_type": "llama", **unknown}, {"model": dense | unknown}):
         seconds = []
         for _ in range(3):  # another program on the core makes one run slower, and no run faster
             start = time.process_time()

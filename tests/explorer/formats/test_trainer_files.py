@@ -12,6 +12,7 @@ from bexp.explorer.formats.request import parse_request
 from bexp.explorer.formats.training_files import base_model, find_trainer
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.registry import FILES as TRAINER_FILES
 from tests.explorer.formats.trainer_files import FILES, beside_its_model
 
 
@@ -263,38 +264,24 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
             "offloading is not supported",
         ),
         ("trl", {"deepspeed": {"fp16": {"enabled": True}}}, "deepspeed.fp16.enabled", "contradicts the number formats"),
-        ("axolotl", {"fsdp_config": {"reshard_after_forward": True}}, "fsdp_config", "sharding"),
-        ("axolotl", {"context_parallel_size": 2}, "context_parallel_size", "share a sequence"),
-        ("axolotl", {"rl": "dpo"}, "rl", "only supervised fine-tuning"),
-        ("axolotl", {"processor_type": "AutoProcessor"}, "processor_type", "only supervised fine-tuning"),
-        ("axolotl", {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "plugins", "remove them"),
-        ("axolotl", {"liger_rms_norm": True}, "liger_rms_norm", "kernels are not measured"),
-        ("axolotl", {"gptq": True}, "gptq", "other number formats"),
-        ("axolotl", {"fp16": True}, "fp16", "other number formats"),
         ("axolotl", {"adapter": "llama-adapter"}, "adapter", "is not measured; these are: lora, qlora"),
         ("axolotl", {"optimizer": "muon"}, "optimizer", "any other optimizer is measured in your own command"),
         ("axolotl", {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "host's memory"),
         ("axolotl, QLoRA", {"torch_compile": True}, "torch_compile", "Axolotl cannot express execution 'compile'"),
         ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "a whole number from 1 on"),
-        ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "a part of the weights"),
         ("axolotl", {"load_in_8bit": True}, "load_in_8bit", "add training.lora"),
-        ("axolotl", {"xformers_attention": True}, "xformers_attention", "kernels are not measured"),
         ("axolotl", {"attn_implementation": "sage", "flash_attention": None}, "attn_implementation", "not measured"),
         ("axolotl", {"attn_implementation": "sdpa"}, "attn_implementation", "contradicts"),
-        ("axolotl, QLoRA", {"lora_model_dir": "out/last"}, "lora_model_dir", "such adapters"),
-        ("axolotl, QLoRA", {"lora_mlp_kernel": True}, "lora_mlp_kernel", "kernels are not measured"),
         ("axolotl, QLoRA", {"load_in_4bit": None}, "adapter", "qlora needs load_in_4bit: true"),
         ("axolotl, QLoRA", {"lora_r": 0}, "lora_r", "greater than or equal to 1"),
         ("llamafactory", {"lora_target": "all-linear"}, "lora_target", "say all"),
         ("llamafactory", {"stage": "dpo"}, "stage", "these are: sft, pt"),
         ("llamafactory", {"finetuning_type": "freeze"}, "finetuning_type", "these are: lora, full"),
-        ("llamafactory", {"use_unsloth": True}, "use_unsloth", "kernels are not measured"),
         ("llamafactory", {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method", "bitsandbytes"),
         ("llamafactory", {"quantization_bit": 3}, "quantization_bit", "these are: 4, 8"),
         ("llamafactory", {"quantization_bit": 4, "double_quantization": False}, "double_quantization", "scales"),
         ("llamafactory", {"pure_bf16": True}, "pure_bf16", "keeps adapters in bfloat16"),
         ("llamafactory", {"bf16": False}, "bf16", "under autocast"),
-        ("llamafactory", {"use_galore": True}, "use_galore", "optimizer is not measured"),
         ("llamafactory, full", {"deepspeed": "ds_z3.json"}, "deepspeed", "float32 master weights"),
         ("trl", {"load_in_4bit": True}, "use_bnb_nested_quant", "quantised scales"),
         ("trl", {"load_in_8bit": True, "dtype": "float32"}, "bf16", "say dtype: bfloat16"),
@@ -302,8 +289,6 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("trl", {"packing": False, "padding_free": True}, "padding_free", "for packing alone"),
         ("trl", {"loss_type": "dft"}, "loss_type", "is not measured"),
         ("trl", {"lora_target_modules": None}, "lora_target_modules", "names what gets adapters"),
-        ("trl", {"use_liger_kernel": True}, "use_liger_kernel", "kernels are not measured"),
-        ("trl", {"activation_offloading": True}, "activation_offloading", "host's memory"),
         (
             "torchtune",
             {"model___component_": "torchtune.models.llama3_2.qlora_llama3_2_1b"},
@@ -317,7 +302,6 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
             "is not measured",
         ),
         ("torchtune", {"loss___component_": "torchtune.rlhf.loss.DPOLoss"}, "loss._component_", "is not measured"),
-        ("torchtune", {"enable_activation_offloading": True}, "enable_activation_offloading", "host's memory"),
         ("trl", {"attn_implementation": ["sdpa"]}, "attn_implementation", "is not measured"),
         ("axolotl", {"experts_implementation": {"name": "eager"}}, "experts_implementation", "is not measured"),
         ("torchtune", {"model__lora_attn_modules": 4}, "model.lora_attn_modules", "must be a list of names"),
@@ -350,6 +334,16 @@ def test_zero_of_adapters_on_one_device_changes_nothing(name: str) -> None:
 def test_what_nothing_knows_is_listed_in_one_line() -> None:
     [notice] = [text for text in read("axolotl", new_trick=True, other_trick=[1]).notices if "not read" in text]
     assert notice.endswith("what they change: new_trick, other_trick")
+
+
+@pytest.mark.parametrize("name", TRAINER_FILES)
+def test_a_key_that_is_not_measured_is_refused_with_its_reason_and_a_harmless_one_is_not_spoken_of(name: str) -> None:
+    file = TRAINER_FILES[name]
+    for pattern, reason in file.refused.items():
+        key = pattern.replace("*", "of_any_kind")
+        assert refusal(name, **{key.replace(".", "__"): 3})[f"{name}.{key}"] == reason
+    harmless: dict[str, Any] = {key.replace("*", "of_any_kind").replace(".", "__"): 3 for key in file.harmless}
+    assert read(name, **harmless).notices == read(name).notices
 
 
 def test_a_switch_that_is_off_or_a_degree_of_one_is_not_refused() -> None:

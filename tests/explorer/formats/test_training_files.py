@@ -6,21 +6,16 @@ from typing import Any
 import pytest
 
 from bexp.explorer.exports.export import export
-from bexp.explorer.formats.document import FormatError, load_document
+from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.exports.samples import exploration
+from tests.explorer.formats.refusals import refusal
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_devices": 4}
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 128}
 NATIVE = {"model": {**MODEL, "seq_length": 64}, "num_devices": 4}
-
-
-def refusal(document: dict[str, Any]) -> dict[tuple[str | int, ...], str]:
-    with pytest.raises(FormatError) as caught:
-        parse_request(document)
-    return dict(caught.value.errors)
 
 
 def arguments(**fields: Any) -> ExplorationRequest:
@@ -153,12 +148,7 @@ def test_both_files_agree() -> None:
     assert "contradicts" in errors["deepspeed", "train_micro_batch_size_per_gpu"]
 
 
-def test_adapters_beside_training_arguments() -> None:
-    lora = {"lora": {"r": 4, "target_modules": "all-linear"}}
-    request = parse_request({**CONFIG, "training": lora, "training_arguments": {"bf16": True}})
-    assert request.training.lora is not None
-    assert request.training.precision == "autocast"
-    assert lora == {"lora": {"r": 4, "target_modules": "all-linear"}}
+TWO_STEPS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
@@ -180,17 +170,7 @@ def test_adapters_beside_training_arguments() -> None:
             ("deepspeed", "zero_optimization", "offload_param"),
             "offloading",
         ),
-        (
-            {
-                "deepspeed": {
-                    "train_batch_size": 7,
-                    "train_micro_batch_size_per_gpu": 1,
-                    "gradient_accumulation_steps": 2,
-                }
-            },
-            ("deepspeed", "train_batch_size"),
-            "must be 8",
-        ),
+        ({"deepspeed": {"train_batch_size": 7} | TWO_STEPS}, ("deepspeed", "train_batch_size"), "must be 8"),
         ({"deepspeed": {"bf16": {"enabled": True}, "fp16": {"enabled": True}}}, ("deepspeed", "fp16", "enabled"), ""),
         ({"batch_size": 8, "deepspeed": {}}, ("deepspeed",), "what batch_size says"),
         ({"training": {"sharding": "zero1"}, "deepspeed": {}}, ("deepspeed",), "what training.sharding says"),

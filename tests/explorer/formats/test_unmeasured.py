@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.formats.document import FormatError
-from bexp.explorer.formats.model_types import ModelKind, model_types
+from bexp.explorer.formats.model_types import model_types
 from bexp.explorer.formats.request import parse_request
+from tests.explorer.formats.refusals import refusal
 
 WAY = "bexp explore config.json --target examples/targets/hugging_face.py:Target"
 GEMMA3: dict[str, Any] = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}, "vision_config": {}}
@@ -19,12 +19,6 @@ PLACES: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
     (("model",), lambda config: {"model": config}),
     (("hf_config",), lambda config: {"hf_config": config}),
 ]
-
-
-def refusal(document: Any, **overrides: Any) -> dict[tuple[str | int, ...], str]:
-    with pytest.raises(FormatError) as caught:
-        parse_request(document, overrides=overrides)
-    return dict(caught.value.errors)
 
 
 @pytest.mark.parametrize("target", [{}, {"target": "transformers"}, {"target": "bexp"}])
@@ -45,10 +39,7 @@ def refusal(document: Any, **overrides: Any) -> dict[tuple[str | int, ...], str]
     ],
 )
 def test_another_model_is_refused_by_its_type_with_a_way_that_measures_it(
-    config: dict[str, Any],
-    what: str,
-    place: tuple[tuple[str, ...], Callable[[Any], Any]],
-    target: dict[str, Any],
+    config: dict[str, Any], what: str, place: tuple[tuple[str, ...], Callable[[Any], Any]], target: dict[str, Any]
 ) -> None:
     location, document = place
     message = refusal(document(config), **target)[(*location, "model_type")]
@@ -151,11 +142,3 @@ def test_a_sequence_beyond_rotary_positions_is_noted(target: str) -> None:
 
 def test_without_a_length_gpt2_gets_the_positions_that_its_class_has() -> None:
     assert parse_request({"model_type": "gpt2"}).seq_length == 1024
-
-
-def test_known_types_are_each_of_one_kind() -> None:
-    known = model_types()
-    assert known.kinds["llama"] is ModelKind.CAUSAL
-    assert set(ModelKind) == set(known.kinds.values())
-    assert {"gpt2", "bert", "opt"} < known.bounded < set(known.kinds)
-    assert not known.bounded & {"llama", "qwen3", "mamba"}

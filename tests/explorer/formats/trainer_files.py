@@ -25,21 +25,17 @@ base_model: models/Llama-3.2-1B  # a folder
 model_type: AutoModelForCausalLM
 tokenizer_type: AutoTokenizer
 strict: false
-
 datasets:
   - path: data/chats.jsonl
     type: chat_template
 val_set_size: 0.02
 dataset_prepared_path: prepared
 output_dir: ./out
-
 sequence_len: 4096
 sample_packing: true
 pad_to_sequence_len: true
-
 wandb_project:
 wandb_name:
-
 gradient_accumulation_steps: 8  # times two
 micro_batch_size: 2
 num_epochs: 2
@@ -89,26 +85,19 @@ gradient_checkpointing: true
 attn_implementation: sdpa
 """
 LLAMAFACTORY = """\
-### model
 model_name_or_path: models/Llama-3.2-1B
 trust_remote_code: true
-
-### method
 stage: sft
 do_train: true
 finetuning_type: lora
 lora_rank: 8
 lora_target: all
-
-### dataset
 dataset: identity
 template: llama3
 cutoff_len: 2048
 max_samples: 1000
 preprocessing_num_workers: 16
 dataloader_num_workers: 4
-
-### output
 output_dir: saves/lora
 logging_steps: 10
 save_steps: 500
@@ -116,8 +105,6 @@ plot_loss: true
 overwrite_output_dir: true
 save_only_model: false
 report_to: none
-
-### train
 per_device_train_batch_size: 1
 gradient_accumulation_steps: 8
 learning_rate: 1.0e-4
@@ -157,10 +144,8 @@ lora_alpha: 32
 lora_dropout: 0.0
 lora_target_modules: all-linear
 use_dora: true
-
 # Data arguments
 dataset_name: local/chats
-
 # SFT trainer arguments
 bf16: true
 learning_rate: 2.0e-4

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.meshes.layers import ExpertOverlap, run_overlapped
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.shards import SPREAD_EXPERTS, busiest_device
+from bexp.explorer.meshes.shards import busiest_device
 from bexp.explorer.meshes.transfers import Transfer
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routing import RoutingSpec
@@ -25,29 +21,6 @@ def test_computation_is_slower_beside_an_exchange_and_only_then() -> None:
     assert run_overlapped([(10.0, None)], [(3.0, 0)], slowdown=0.5) == pytest.approx(13.0)
 
 
-def test_the_first_exchange_passes_while_the_device_waits_for_the_host() -> None:
-    """Between its wait and the experts, the host issues three exchanges for each chunk."""
-    overlap = ExpertOverlap(1, Transfer(2.0, host_seconds=0.5), Transfer(0.0), 0.0, num_copies=0)
-    assert overlap.forward_seconds(10.0) == pytest.approx(14.0), "1.5 s of the host pass beside the first exchange"
-    late = ExpertOverlap(1, Transfer(2.0, host_seconds=1.5), Transfer(0.0), 0.0, num_copies=0)
-    assert late.forward_seconds(10.0) == pytest.approx(14.0 + 3 * 1.5 - 2.0)
-    assert overlap.backward_seconds(10.0) == pytest.approx(14.0)
-    assert overlap.issued_seconds == (5 * 0.5, 3 * 0.5)
-    copied = ExpertOverlap(2, Transfer(2.0, host_seconds=0.5), Transfer(1.0, host_seconds=0.25), 0.5, num_copies=4)
-    assert copied.issued_seconds == (9 * 0.5 + 4 * 0.25, 6 * 0.5 + 4 * 0.25)
-
-
-def test_routing_weights_travel_with_the_rows_after_the_counts() -> None:
-    overlap = ExpertOverlap(1, Transfer(2.0), Transfer(0.0), 0.0, paired=Transfer(0.25))
-    assert overlap.forward_seconds(10.0) == pytest.approx(10.0 + 2 * 2.25 + 0.25)
-    assert overlap.backward_seconds(10.0) == pytest.approx(10.0 + 2 * 2.25)
-
-
-def test_one_chunk_without_shadows_hides_nothing() -> None:
-    overlap = ExpertOverlap(1, Transfer(2.0), Transfer(0.0), 0.0)
-    assert overlap.forward_seconds(10.0) == overlap.backward_seconds(10.0) == pytest.approx(14.0)
-
-
 def test_more_chunks_hide_more_until_only_their_ends_are_left() -> None:
     seconds = []
     for degree in (1, 2, 4, 8):
@@ -57,15 +30,6 @@ def test_more_chunks_hide_more_until_only_their_ends_are_left() -> None:
         assert seconds[-1][0] == pytest.approx(least)
         assert seconds[-1][1] == pytest.approx(least)
     assert seconds == sorted(seconds, reverse=True)
-
-
-def test_shadowed_weights_travel_beside_the_other_experts_both_ways() -> None:
-    hidden = ExpertOverlap(1, Transfer(1.0), Transfer(3.0), 0.5)
-    assert hidden.forward_seconds(20.0) == hidden.backward_seconds(20.0)
-    # 1 there, 20 of computation of which 3 + 1 s pass beside an exchange
-    assert hidden.forward_seconds(20.0) == pytest.approx(1.0 + 20.0 + 4.0 / 6)
-    bound = ExpertOverlap(1, Transfer(1.0), Transfer(60.0), 0.5)
-    assert bound.forward_seconds(20.0) > 61.0 + 10.0
 
 
 @pytest.mark.parametrize(("top_k", "size"), [(2, 2), (8, 2), (8, 8), (8, 64)])
@@ -86,27 +50,3 @@ def test_tokens_of_shadowed_experts_stay_at_home() -> None:
     assert some.visited < none.visited
     assert none.visiting == pytest.approx(1.0, abs=0.05)  # the first expert and its neighbour have 1.2 of each 2 pairs
     assert everything.visited == everything.visiting == 0.0
-
-
-def spread(**changes: Any) -> Component:
-    values = {"kind": ComponentKind.MOE_FFN, "part": SPREAD_EXPERTS, "expert_parallel_size": 4, **changes}
-    return Component.model_validate(values)
-
-
-def test_the_keys_of_components_tell_the_modes_apart() -> None:
-    component = spread(micro_batch_size=1)
-    assert component.key == "moe_ffn(spread_experts,m=1,ep=4)"
-    assert component.model_copy(update={"overlap_degree": 2}).key == "moe_ffn(spread_experts,m=1,ep=4,chunks=2)"
-    assert component.model_copy(update={"shadowed_experts": 3}).key == "moe_ffn(spread_experts,m=1,ep=4,shadowed=3)"
-    assert not {"overlap_degree", "shadowed_experts"} & component.model_dump().keys()
-
-
-def test_a_mesh_says_its_mode() -> None:
-    mesh = Mesh(expert=4, data=4)
-    assert mesh.expert_mode is ExpertMode.PLAIN
-    chunks = mesh.model_copy(update={"overlap_degree": 2})
-    assert "expert=4 (overlapped in 2 chunks) data=4" in chunks.describe()
-    shadowed = mesh.model_copy(update={"shadowed_experts": 3})
-    assert "expert=4 (3 shadowed) data=4" in shadowed.describe()
-    assert shadowed.in_plain_mode == chunks.in_plain_mode == mesh
-    assert len({each.block_key for each in (mesh, chunks, shadowed)}) == 3

@@ -13,16 +13,9 @@ from bexp.explorer.meshes.legal import legal_meshes
 from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.shapes import shapes
 
-MODEL = {
-    "num_layers": 12,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "vocab_size": 100,
-    "seq_length": 32,
-}
+MODEL = shapes(12, 64, 96, heads=8, vocab=100, length=32, num_query_groups=4)
 MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 32}}
 
 
@@ -52,11 +45,6 @@ def test_named_sizes_are_kept_to() -> None:
     )
     common = {"pipeline": 4, "schedule": Schedule.ONE_F_ONE_B, "sharding": Sharding.ZERO1}
     assert found == (Mesh(tensor=1, data=4, **common), Mesh(tensor=2, data=2, **common))
-
-
-def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
-    assert Mesh(tensor=2, data=8, expert=4).expert_data == 4
-    assert Mesh(tensor=2, data=8).expert_data == 8
 
 
 @pytest.mark.parametrize(
@@ -103,11 +91,7 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
             "overlap_degree belongs to expert_mode 'overlapped', which is not explored",
         ),
         ({"expert_mode": "shadowed"}, {"model": MOE}, "needs experts on several devices"),
-        (
-            {"pipeline": 2, "sharding": "zero3"},
-            {"num_devices": 4},
-            "a pipeline needs sharding none or zero1",
-        ),
+        ({"pipeline": 2, "sharding": "zero3"}, {"num_devices": 4}, "a pipeline needs sharding none or zero1"),
     ],
 )
 def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
@@ -120,10 +104,6 @@ def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
 def test_no_pipeline_shards_gradients_or_parameters() -> None:
     late = {Sharding.ZERO2, Sharding.ZERO3}
     assert {mesh.pipeline for mesh in legal_meshes(request_of(num_devices=4)) if mesh.sharding in late} == {1}
-
-
-def test_a_request_for_one_device_explores_no_mesh() -> None:
-    assert not request_of(num_devices=1).devices.share_model
 
 
 def test_modes_are_plain_unless_named_or_explored() -> None:
@@ -157,7 +137,3 @@ def test_context_and_sharding_go_where_they_are_kept() -> None:
 def test_the_same_in_two_places_is_refused(parallelism: dict[str, Any], changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="given twice"):
         ExplorationRequest.model_validate({"model": MODEL, "num_devices": 4, "parallelism": parallelism, **changes})
-
-
-def test_a_mesh_needs_all_of_its_devices() -> None:
-    assert request_of(num_devices=64).devices.needed() == request_of(num_devices=64).devices.needed(8) == 64

@@ -11,14 +11,14 @@ from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.mesh import MeshRun
 from bexp.explorer.meshes.plan import MeshPlan
 from bexp.explorer.meshes.posterior import Expected
-from bexp.explorer.meshes.transfers import Group
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
+from tests.explorer.explorations import answer_of
 from tests.explorer.meshes.test_answers import MODEL
-from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
+from tests.explorer.simulator import SimulatedDevice, report
 
 
 def request(**changes: Any) -> ExplorationRequest:
@@ -75,8 +75,7 @@ def test_a_mesh_whose_ranks_run_out_of_memory_is_not_recommended() -> None:
     steps = run(device)
     trials = [step.trial for step in steps if step.trial is not None and step.trial.shared_run is not None]
     assert trials[0].measurement.outcome is Outcome.OUT_OF_MEMORY
-    answer = steps[-1].answer
-    assert answer is not None
+    answer = answer_of(steps)
     best = answer.recommendation
     assert best is not None
     assert isinstance(best.plan, MeshPlan)
@@ -93,21 +92,6 @@ def test_no_whole_model_is_run_after_two_that_pass_the_deadline() -> None:
     assert len([plan for plan in device.plans if plan.kind is TrialKind.WHOLE_MODEL]) == 2
 
 
-def test_exchanges_are_interpolated_between_what_was_measured() -> None:
-    device = SimulatedDevice(request(), noise=0.0)
-    space = MeshKnowledge(device.request, report(num_devices=4))
-    assumed = space.composer.transfers.send(1e9, Group(2, 2)).seconds
-    first = next(step.trial for step in run(device) if step.trial is not None)
-    space.learn(first.measurement.components)
-    known = space.composer.transfers
-    for size in (1e5, 1e6):
-        expected = size / LINK_BYTES_PER_SECOND + LINK_SECONDS
-        assert known.gather(size, Group(2, 1)).seconds == pytest.approx(expected, rel=1e-3)
-    assert known.send(1.0, Group(2, 2)).seconds > LINK_SECONDS
-    assert known.send(1e9, Group(2, 2)).seconds != assumed
-    assert known.gather(1e6, Group(1, 1)).seconds == 0.0
-
-
 @pytest.mark.parametrize(("best_ran", "other_ran"), [(False, False), (True, False), (False, True), (True, True)])
 def test_a_mesh_that_was_not_run_whole_is_no_faster_than_one_that_was(best_ran: bool, other_ran: bool) -> None:
     space = MeshKnowledge(request(), report(num_devices=4))
@@ -118,19 +102,6 @@ def test_a_mesh_that_was_not_run_whole_is_no_faster_than_one_that_was(best_ran: 
     space.expected = lambda _: Expected(0.8, is_own=ran["other"])
     ratio = best.tokens_per_second / space.ranked(point).compared_with(best)
     assert ratio == pytest.approx(1.0 if best_ran and not other_ran else 0.8)
-
-
-def test_meshes_that_share_experts_have_their_exchanges_measured() -> None:
-    moe = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 1024}
-    asked = {"expert": 2, "expert_mode": ["plain", "shadowed"], "sharding": "none"}
-    device = SimulatedDevice(request(model={**MODEL, "moe": moe}, parallelism=asked))
-    space = MeshKnowledge(device.request, report(num_devices=4))
-    assert {found.mesh.expert for found in space.candidates} == {2}
-    found = {(c.exchange.operation, c.exchange.size, c.exchange.stride) for c in space.transfers if c.exchange}
-    assert (Operation.ALL_TO_ALL, 2, 1) in found
-    assert (Operation.ALL_GATHER, 4, 1) in found, "of what all devices have"
-    assert (Operation.REDUCE_SCATTER, 2, 2) in found, "of experts that two devices have"
-    assert (Operation.BROADCAST, 2, 1) in found, "of copies"
 
 
 @pytest.mark.parametrize("num_disturbed", [1, 2])

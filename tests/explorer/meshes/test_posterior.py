@@ -8,8 +8,8 @@ import pytest
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.posterior import HOST_ERROR, Expected, sample_throughput
 from bexp.explorer.meshes.step import MeshStep
-from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.measurements import measured
 from tests.explorer.simulator import report
 
 WIDTHS = {"hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4}
@@ -26,19 +26,7 @@ def step_of(host_over_device: float, kind: str = "cuda") -> MeshStep:
     one = space.candidates[0]
     for i, component in enumerate(space.composer.components(one)):
         seconds = 1e-3 * (1.0 + 0.37 * i)
-        figures = {"repeats": 9, "saved_bytes": 0, "forward_peak_bytes": 0, "backward_peak_bytes": 0}
-        space.learn(
-            [
-                ComponentMeasurement(
-                    component=component,
-                    device_seconds=seconds,
-                    host_seconds=host_over_device * seconds,
-                    forward_device_seconds=seconds / 3.0,
-                    standard_error_seconds=0.0,
-                    **figures,
-                )
-            ]
-        )
+        space.learn([measured(component, seconds, host_seconds=host_over_device * seconds)])
     return space.step(one)
 
 
@@ -55,8 +43,3 @@ def test_a_step_whose_pace_the_host_sets_is_less_certain_until_its_whole_model_h
     assert step.host_bound is is_bound
     assert (spread(step, Expected(error=0.01)) > 0.8 * HOST_ERROR) is is_bound
     assert spread(step, Expected(error=0.01, is_own=True)) < 0.02
-
-
-def test_on_a_cpu_no_host_sets_the_pace() -> None:
-    assert not step_of(1.0, "cpu").host_bound
-    assert step_of(1.0, "cpu").micro_step_seconds == pytest.approx(step_of(0.5).micro_step_seconds)

@@ -9,33 +9,21 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.layers import MeshCandidate
-from bexp.explorer.meshes.shards import (
-    SHARED_EXPERTS,
-    SPREAD_EXPERTS,
-    expert_rows,
-    shard_of,
-)
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS, expert_rows
 from bexp.explorer.meshes.step import MeshStep
 from bexp.explorer.meshes.transfers import ASSUMED_BYTES_PER_SECOND
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routes import draw_batch_routes
 from bexp.explorer.model.routing import RoutingSpec
-from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.measurements import measured
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import report
 
-MODEL: dict[str, Any] = {
-    "num_layers": 8,
-    "hidden_size": 512,
-    "ffn_hidden_size": 2048,
-    "num_attention_heads": 8,
-    "vocab_size": 1024,
-    "seq_length": 512,
-}
+MODEL = shapes(8, 512, 2048, heads=8, vocab=1024, length=512)
 MOE = {**MODEL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 512}}
 
 
@@ -54,18 +42,7 @@ def learned(found: MeshKnowledge, **of_experts: float) -> MeshStep:
     """Return the step if every block takes 1 ms forward and 2 ms backward; `of_experts` are more of shared experts."""
     one = only(found)
     found.learn(
-        ComponentMeasurement(
-            component=component,
-            device_seconds=3e-3,
-            host_seconds=1e-4,
-            forward_device_seconds=1e-3,
-            standard_error_seconds=0.0,
-            repeats=9,
-            saved_bytes=0,
-            forward_peak_bytes=0,
-            backward_peak_bytes=0,
-            **(of_experts if component.part == SPREAD_EXPERTS else {}),
-        )
+        measured(component, 3e-3, host_seconds=1e-4, **(of_experts if component.part == SPREAD_EXPERTS else {}))
         for component in found.composer.components(one)
     )
     return found.step(one)
@@ -153,65 +130,6 @@ def test_of_experts_that_devices_have_run_together_only_what_computation_does_no
     assert step.makeup[None] == pytest.approx(exposed / step.seconds)
     assert step.exchange_share == pytest.approx(exposed / step.seconds)
     assert sum(step.makeup.values()) == pytest.approx(1.0)
-
-
-def test_a_device_that_shares_experts_places_its_own_tokens() -> None:
-    moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
-    found = space({"tensor": 2, "expert": 4}, num_devices=4, experts=True, model={**MOE, "moe": moe})
-    experts = next(c for c in found.composer.components(only(found)) if c.part == SPREAD_EXPERTS)
-    model, request = shard_of(experts, found.request.shapes, found.request)
-    assert model.moe is not None
-    assert (model.moe.num_experts, model.moe.top_k, model.moe.shared_expert_ffn_hidden_size) == (8, 2, 0)
-    assert model.seq_length == found.request.shapes.seq_length // 2, (
-        "sequence parallelism leaves it half of each sequence"
-    )
-    assert request.routing == found.request.routing
-
-
-def test_shared_experts_stay_where_they_are() -> None:
-    moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
-    found = space({"expert": 2}, num_devices=2, experts=True, model={**MOE, "moe": moe})
-    shared = next(c for c in found.composer.components(only(found)) if c.part == SHARED_EXPERTS)
-    model, _ = shard_of(shared, found.request.shapes, found.request)
-    assert (shared.kind, model.ffn_hidden_size) == (ComponentKind.DENSE_FFN, 256)
-    experts = found.request.shapes.num_layers * 8 * 3 * 512 * 512
-    whole = count_parameters(found.request.shapes)
-    assert found.step(only(found)).memory.parameters == 2 * (whole - experts // 2)
-
-
-def test_a_pipeline_waits_and_its_first_rank_holds_most() -> None:
-    schedules = {}
-    for schedule, virtual in (("1f1b", 1), ("interleaved", 2)):
-        asked = {"pipeline": 4, "schedule": schedule, "virtual_stages": virtual}
-        found = space(asked, num_devices=4)
-        step = found.step(only(found), simulate=True)
-        assert step.exact
-        assert sum(step.layers) == 8
-        assert step.num_micro_batches == 16
-        schedules[schedule] = step
-        estimate = found.step(only(found))
-        assert estimate.seconds == pytest.approx(step.seconds, rel=0.15)
-    plain, interleaved = schedules["1f1b"], schedules["interleaved"]
-    assert plain.bubble_share > 0.05
-    assert interleaved.memory.activations > plain.memory.activations
-    assert plain.compute_share + plain.exchange_share + plain.bubble_share == pytest.approx(1.0)
-
-
-def test_sharding_leaves_a_device_less_and_exchanges_more() -> None:
-    steps = {}
-    for level in ("none", "zero1", "zero2", "zero3"):
-        found = space({"sharding": level}, num_devices=16)
-        steps[level] = found.step(only(found))
-    totals = [step.memory.total - step.memory.transient for step in steps.values()]
-    assert totals == sorted(totals, reverse=True)
-    assert steps["zero3"].communication_seconds > steps["zero1"].communication_seconds > 0
-
-
-def test_meshes_share_their_blocks() -> None:
-    found = space("explore", num_devices=8, micro_batch_size=[1, 2])
-    blocks: set[Component] = {c for one in found.candidates for c in found.composer.components(one)}
-    assert len(found.candidates) > 70
-    assert len(blocks) < 40
 
 
 def test_a_norm_over_all_heads_adds_one_exchange_of_two_numbers_a_token() -> None:

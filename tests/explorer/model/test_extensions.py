@@ -15,15 +15,9 @@ from bexp.explorer.model.base import Frozen, RuleError
 from bexp.explorer.model.extensions import Extended
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.extensions import extension_for
+from tests.explorer.shapes import shapes
 
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 256,
-    "seq_length": 64,
-}
+MODEL = shapes(2, 64, 128, heads=4, vocab=256, length=64)
 ALONE = """
 import sys
 from bexp.explorer.model import extensions

@@ -5,16 +5,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.model.model import DType, LayerKind, ModelSpec, MoESpec
+from bexp.explorer.model.model import LayerKind, ModelSpec
+from tests.explorer.shapes import shapes
 
-SHAPE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "seq_length": 32,
-}
+SHAPE = shapes(4, 64, 128, heads=4, vocab=100, length=32)
 EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 32}
 
 
@@ -37,7 +31,6 @@ def build(**changes: Any) -> ModelSpec:
             {"position": "learned", "max_position_embeddings": 16},
             "seq_length (32) exceeds max_position_embeddings (16)",
         ),
-        ({"position": "alibi"}, "position"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size must be given"),
         ({"moe": {**EXPERTS, "first_k_dense": 1}, "ffn_hidden_size": 0}, "ffn_hidden_size must be given"),
         ({"moe": {**EXPERTS, "moe_layer_frequency": 2}, "ffn_hidden_size": 0}, "ffn_hidden_size must be given"),
@@ -45,30 +38,15 @@ def build(**changes: Any) -> ModelSpec:
         ({"moe": {**EXPERTS, "top_k": 9}}, "top_k (9) must not exceed num_experts (8)"),
         ({"moe": {**EXPERTS, "top_k": 0}}, "moe.top_k"),
         ({"moe": {**EXPERTS, "num_experts": 1024}}, "moe.num_experts"),
-        ({"moe": {**EXPERTS, "num_experts": 10**9}}, "moe.num_experts"),
         ({"num_layers": 0}, "num_layers"),
-        ({"num_layers": 5000}, "num_layers"),
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"seq_length": 0}, "seq_length"),
         ({"hidden_size": 2**21}, "hidden_size"),
-        ({"rotary_fraction": float("nan")}, "rotary_fraction"),
-        ({"dtype": "float8"}, "dtype"),
-        ({"activation": "tanh"}, "activation"),
-        ({"norm": "none"}, "norm"),
         ({"name": "../../etc"}, "name"),
-        ({"name": ""}, "name"),
-        ({"depth": 3}, "depth"),
     ],
 )
 def test_each_rule(changes: dict[str, Any], part: str) -> None:
     with pytest.raises(ValidationError) as caught:
         build(**changes)
     assert part in str(caught.value)
-
-
-def test_a_spec_does_not_change() -> None:
-    with pytest.raises(ValidationError):
-        build().num_layers = 5  # type: ignore[misc]  # what the test is about
 
 
 def test_groups_and_widths() -> None:
@@ -81,10 +59,6 @@ def test_groups_and_widths() -> None:
     assert build(position="learned", max_position_embeddings=99).position_rows == 99
 
 
-def test_itemsizes() -> None:
-    assert {dtype: dtype.itemsize for dtype in DType} == {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 @pytest.mark.parametrize(
     ("first_k_dense", "frequency", "pattern"),
     [(0, 1, "MMMM"), (1, 1, "DMMM"), (0, 2, "DMDM"), (1, 2, "DDMD"), (0, 3, "DDMD"), (2, 2, "DDDM")],
@@ -94,12 +68,3 @@ def test_where_the_experts_are(first_k_dense: int, frequency: int, pattern: str)
     assert "".join(kind.name[0] for kind in model.layer_kinds) == pattern
     assert model.count_layers(LayerKind.MOE) == pattern.count("M")
     assert model.count_layers(LayerKind.DENSE) == pattern.count("D")
-
-
-def test_a_model_without_experts_is_dense() -> None:
-    assert set(build().layer_kinds) == {LayerKind.DENSE}
-
-
-def test_defaults_of_a_mixture() -> None:
-    moe = MoESpec.model_validate(EXPERTS)
-    assert (moe.shared_expert_ffn_hidden_size, moe.first_k_dense, moe.moe_layer_frequency) == (0, 0, 1)

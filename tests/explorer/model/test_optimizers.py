@@ -9,16 +9,10 @@ from pydantic import ValidationError
 
 from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES, NAMES
 from bexp.explorer.request.request import ExplorationRequest
+from tests.explorer.shapes import shapes
 
 LLAMA = {"model_type": "llama", "hidden_size": 64}
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "seq_length": 64,
-}
+MODEL = shapes(2, 64, 128, heads=4, vocab=128, length=64)
 
 
 def request(name: str, **fields: Any) -> ExplorationRequest:

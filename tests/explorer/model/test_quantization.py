@@ -99,13 +99,6 @@ def test_adapters_that_peft_does_not_have_are_refused(lora: dict[str, Any], why:
         request(training={"lora": lora})
 
 
-def test_a_trainer_that_adapts_modules_alone_refuses_parameters() -> None:
-    lora = {"r": 4, "target_parameters": ["experts.down_proj"]}
-    assert request(trainer="axolotl", training={"lora": lora}).training.lora is not None
-    with pytest.raises(ValidationError, match="LLaMA-Factory cannot express LoRA of single parameters"):
-        request(trainer="llamafactory", training={"lora": lora})
-
-
 def test_the_line_says_what_is_quantised_and_what_is_not() -> None:
     attention = WeightBytes(kind="attention", num_bytes=1 << 30, quantized_bytes=1 << 30)
     experts = WeightBytes(kind="experts", num_bytes=3 << 30, quantized_bytes=0)

@@ -75,17 +75,12 @@ def test_a_target_of_a_file_is_named_after_it(file: str, name: str) -> None:
         ({"model": MODEL, "training": {"precision": "master"}}, ("training", "precision")),
         ({"target": "mine", "training": {"precision": "master"}}, ("training", "precision")),
         ({**HUGGING_FACE, "training": {"precision": "master", "lora": LORA}}, ("training", "precision")),
-        (
-            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"master_dtype": None}}},
-            ("training", "optimizer", "master_dtype"),
-        ),
-        (
-            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"grad_dtype": "float32"}}},
-            ("training", "optimizer", "grad_dtype"),
-        ),
-        (
-            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"state_dtype": "bfloat16"}}},
-            ("training", "optimizer", "state_dtype"),
+        *(
+            (
+                {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {field: other}}},
+                ("training", "optimizer", field),
+            )
+            for field, other in (("master_dtype", None), ("grad_dtype", "float32"), ("state_dtype", "bfloat16"))
         ),
         ({"model": MODEL, "training": {"lora": {"r": 8, "target_modules": ["q_proj"]}}}, ("training", "lora")),
         ({**HUGGING_FACE, "num_query_groups": [1]}, ("num_query_groups",)),
@@ -136,22 +131,3 @@ def test_a_config_has_a_cap_on_size_and_nesting() -> None:
         nested = {"inner": nested}
     with pytest.raises(ValidationError, match="nested deeper than 16"):
         build(hf_config=CONFIG | {"deep": nested}, hf_seq_length=8)
-
-
-def test_training_fields_of_transformers() -> None:
-    lora = {"r": 8, "target_modules": "all-linear"}
-    training = build(**HUGGING_FACE, training={"precision": "autocast", "lora": lora}).training
-    assert training.lora is not None
-    assert (training.precision, training.lora.r, training.lora.alpha) == ("autocast", 8, None)
-    for wrong in ({"r": 0, "target_modules": ["q"]}, {"r": 8, "target_modules": []}, {"r": 8, "target_modules": 1}):
-        with pytest.raises(ValidationError, match="lora"):
-            build(**HUGGING_FACE, training={"lora": wrong})
-
-
-def test_a_request_of_an_earlier_version_is_read_with_the_defaults() -> None:
-    stored = build(model=MODEL).model_dump(mode="json")
-    for field in ("target", "hf_config", "hf_seq_length", "allocator", "notices"):
-        del stored[field]
-    del stored["training"]["precision"]
-    del stored["training"]["lora"]
-    assert ExplorationRequest.model_validate(stored) == build(model=MODEL)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.step import MemoryParts
@@ -19,17 +22,11 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
+from tests.explorer.measurements import measured
+from tests.explorer.shapes import shapes
 from tests.explorer.simulator import SimulatedDevice, report
 
-MODEL: dict[str, Any] = {
-    "name": "dense",
-    "num_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 512,
-    "vocab_size": 1000,
-    "seq_length": 512,
-}
+MODEL = shapes(2, 256, 512, heads=4, vocab=1000, length=512, name="dense")
 REPORT = report(memory_gib=40, experts=False)
 
 
@@ -80,18 +77,10 @@ def measure(
     for component in components:
         seconds, host = device.seconds(component, state.table.model)
         saved, forward, backward = device.weigh(component, state.table.model)
+        sizes = {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
+        host_seconds, error = 0.01 * host, 0.001 * seconds
         found.append(
-            ComponentMeasurement(
-                component=component,
-                device_seconds=scale * seconds,
-                host_seconds=0.01 * host,
-                forward_device_seconds=scale * seconds / 3,
-                standard_error_seconds=0.001 * seconds,
-                repeats=10,
-                saved_bytes=saved,
-                forward_peak_bytes=forward,
-                backward_peak_bytes=backward,
-            )
+            measured(component, scale * seconds, host_seconds=host_seconds, standard_error_seconds=error, **sizes)
         )
     return Measurement(candidate=of, outcome=Outcome.OK, components=tuple(found))
 
@@ -101,6 +90,17 @@ def know(state: Posterior, *candidates: Candidate, scale: float = 1.0) -> None:
     for each in candidates:
         row = state.table.row[each]
         state.knowledge.learn(row, measure(state, state.missing(row), each, scale=scale))
+
+
+def contend(state: Posterior, samples: Any, **changes: Any) -> None:
+    """Let the smallest sizes contend with samples of tokens/s, shape (N, A). All are clear and nothing is wanted."""
+    tokens_NA = np.array(samples, float)
+    number = tokens_NA.shape[1]
+    none, every = np.zeros(number, np.bool_), np.ones(number, np.bool_)
+    known = {"rows": np.array([state.table.row[candidate(size)] for size in (1, 2, 4)[:number]])}
+    known |= {"mean_A": tokens_NA.mean(axis=0), "composed_NA": tokens_NA, "tokens_NA": tokens_NA, "clear_A": every}
+    known |= {"wanted_AP": np.zeros((number, state.table.used_CP.shape[1]), np.bool_), "undecided_A": none}
+    state._contenders = replace(state.contenders, **(known | {"runs_A": np.ones(number)} | changes))
 
 
 def trial(

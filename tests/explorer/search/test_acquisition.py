@@ -8,33 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.search import samplers
-from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.samplers import NEGLIGIBLE, RIVALS, suggest_measurement
-from bexp.explorer.search.suggestion import Suggestion
-from tests.explorer.search.small import candidate, know, small_state
+from bexp.explorer.search.samplers import NEGLIGIBLE, suggest_measurement
+from tests.explorer.search.small import candidate, contend, know, small_state
 
 
 def rival_pair(tokens: tuple[float, float], better: float, **changes: Any) -> Posterior:
     """Two candidates that are measured; in a share `better` of the samples the second beats the first by 2%."""
     state = small_state(**changes)
     know(state, candidate(1), candidate(2))
-    rows = np.array([state.table.row[candidate(1)], state.table.row[candidate(2)]])
-    number = 1000
-    samples = np.full((number, 2), tokens[0])
-    samples[:, 1] = np.where(np.arange(number) < better * number, 1.02 * tokens[0], 0.9 * tokens[0])
-    state._contenders = replace(
-        state.contenders,
-        rows=rows,
-        mean_A=np.array(tokens),
-        composed_NA=samples,
-        tokens_NA=samples,
-        wanted_AP=np.zeros((2, state.table.used_CP.shape[1]), dtype=np.bool_),
-        clear_A=np.array([True, True]),
-        undecided_A=np.array([False, False]),
-        runs_A=np.ones(2),
-    )
+    samples = np.full((1000, 2), tokens[0])
+    samples[:, 1] = np.where(np.arange(1000) < better * 1000, 1.02 * tokens[0], 0.9 * tokens[0])
+    contend(state, samples, mean_A=np.array(tokens))
     state.surrogate.log_std_K[:] = 0.01
     return state
 
@@ -42,22 +27,10 @@ def rival_pair(tokens: tuple[float, float], better: float, **changes: Any) -> Po
 def with_an_unknown_rival(composed: float, whole: float) -> Posterior:
     """A measured candidate of 100 tokens/s, and one that is not measured, in every sample as fast as given."""
     state = rival_pair((100.0, 90.0), better=0.0)
-    wanted = np.zeros_like(state.contenders.wanted_AP)
-    wanted[1, 0] = True
-    state._contenders = replace(
-        state.contenders,
-        wanted_AP=wanted,
-        composed_NA=np.tile([100.0, composed], (4, 1)),
-        tokens_NA=np.tile([100.0, whole], (4, 1)),
-        clear_A=np.array([True, False]),
-    )
+    composed_NA, whole_NA = (np.tile([100.0, rival], (4, 1)) for rival in (composed, whole))
+    contend(state, composed_NA, tokens_NA=whole_NA, clear_A=np.array([True, False]))
+    state.contenders.wanted_AP[1, 0] = True
     return state
-
-
-def test_nothing_is_suggested_without_contenders() -> None:
-    state = small_state()
-    state._contenders = replace(state.contenders, rows=np.zeros(0, dtype=np.int64))
-    assert suggest_measurement(state) is None
 
 
 def with_costs(samples: list[list[float]], wanted: tuple[int, ...], *, known: int = 0) -> Posterior:
@@ -66,23 +39,9 @@ def with_costs(samples: list[list[float]], wanted: tuple[int, ...], *, known: in
     Each wants so many of its components, and a component takes 0.15 s to measure.
     """
     state = small_state()
-    number = len(wanted)
-    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)[:number]])
-    wanted_AP = np.zeros((number, state.table.used_CP.shape[1]), dtype=np.bool_)
-    for each, count in zip(wanted_AP, wanted, strict=True):
+    contend(state, samples, clear_A=np.arange(len(wanted)) < known)
+    for each, count in zip(state.contenders.wanted_AP, wanted, strict=True):
         each[:count] = True
-    tokens = np.array(samples)
-    state._contenders = replace(
-        state.contenders,
-        rows=rows,
-        mean_A=tokens.mean(axis=0),
-        composed_NA=tokens,
-        tokens_NA=tokens,
-        wanted_AP=wanted_AP,
-        clear_A=np.arange(number) < known,
-        undecided_A=np.zeros(number, dtype=np.bool_),
-        runs_A=np.ones(number),
-    )
     state.surrogate.device_mean_K[:] = 0.0
     return state
 
@@ -119,10 +78,8 @@ def test_a_new_candidate_is_the_one_with_the_highest_expected_improvement_a_seco
 
 @pytest.mark.parametrize(("share", "suggested"), [(0.99, False), (1.01, True)])
 def test_an_improvement_far_below_the_tolerance_is_not_worth_a_trial(share: float, suggested: bool) -> None:
-    assert NEGLIGIBLE == 0.03
     better = 100.0 * (1 + share * NEGLIGIBLE * 0.01)
     state = with_an_unknown_rival(composed=better, whole=better)
-    assert state.request.tolerance == 0.01
     assert (suggest_measurement(state) is not None) is suggested
 
 
@@ -151,47 +108,9 @@ def test_another_run_measures_what_most_blurs_the_difference() -> None:
     assert found.row == state.contenders.rows[1]
 
 
-def test_each_component_of_a_candidate_is_run_again_once() -> None:
-    state = rival_pair((100.0, 90.0), better=0.5, recompute=["none", "partial_50"])  # most candidates have fewer blocks
-    state.surrogate.log_std_K[0] = 10.0
-    found = suggest_measurement(state)
-    assert found is not None
-    assert found.components == (state.table.components[0],)
-
-
 def test_what_both_candidates_have_in_common_is_never_run_again() -> None:
     state = rival_pair((100.0, 99.0), 0.3)
     components = [set(state.table.decompositions[row].components) for row in state.contenders.rows]
     found = suggest_measurement(state)
     assert found is not None
     assert not set(found.components) & components[0] & components[1]
-
-
-def test_no_component_is_run_more_than_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MOST_RUNS == 4
-    assert RIVALS == 3
-    state = rival_pair((100.0, 99.0), 0.3)
-    counts: dict[object, int] = {}
-    monkeypatch.setattr(state, "count_attempts", lambda component: counts.get(component, 3))
-    assert suggest_measurement(state) is not None
-    counts.update(dict.fromkeys(state.table.components, 4))
-    assert suggest_measurement(state) is None
-    counts.update(dict.fromkeys(state.table.components, 0))
-    assert suggest_measurement(state) is None, "what was never run is no repeat"
-
-
-def test_the_option_with_the_higher_gain_a_second_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = small_state()
-    know(state, candidate(1))
-    first, second = (Suggestion(row, ()) for row in (0, 1))
-    monkeypatch.setattr(samplers, "_new_candidate", lambda *_: samplers._Option(2.0, first))
-    for rate, expected in ((1.0, first), (3.0, second)):
-        monkeypatch.setattr(samplers, "_repeated_run", lambda *_, r=rate: samplers._Option(r, second))
-        assert suggest_measurement(state) is expected
-
-
-def test_what_blurs_most_is_always_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "TELLING_SHARE", 1.0)
-    found = suggest_measurement(rival_pair((100.0, 99.0), 0.3))
-    assert found is not None
-    assert len(found.components) == 1

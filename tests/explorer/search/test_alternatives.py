@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from bexp.explorer.records.recommendation import WITHIN, Alternative, Role
+from bexp.explorer.records.recommendation import Alternative, Role
 from bexp.explorer.search.alternatives import (
     compare,
     dividing_batch_sizes,
-    dividing_rows,
     memory_rows,
     promising_row,
     recommend_dividing,
@@ -20,7 +18,7 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
 from tests.explorer.alternatives import other_of
-from tests.explorer.explorations import answer_of, request, run
+from tests.explorer.explorations import best_of, request, run
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 from tests.explorer.simulator import SimulatedDevice
 
@@ -56,23 +54,6 @@ def test_a_recommended_candidate_that_divides_is_the_second_figure_too() -> None
     assert among is not None and among.confidence >= best.confidence
 
 
-def test_its_confidence_is_among_those_that_divide() -> None:
-    state = state_of(1, 2, 4, batch_size=14)
-    chosen = recommend_dividing(state)
-    assert chosen is not None
-    rows = np.flatnonzero(dividing_rows(state.table))
-    posterior = state.contenders_among(rows)
-    position = int(np.flatnonzero(posterior.rows == chosen.row)[0])
-    assert posterior.mean_A[position] == posterior.mean_A.max()
-    assert chosen.confidence == posterior.confidence(position, state.request.tolerance) > 0
-
-
-def test_one_that_is_not_measured_is_said_to_be_predicted() -> None:
-    found = find(state_of(1, 4, batch_size=14))
-    assert found is not None
-    assert (found.candidate.micro_batch_size, found.predicted) == (2, True)
-
-
 def test_none_is_found_if_the_batch_has_no_divisor_in_the_space() -> None:
     state = state_of(2, 4, micro_batch_size=[2, 4], batch_size=15)
     assert find(state) is None
@@ -82,29 +63,6 @@ def test_none_is_found_if_the_batch_has_no_divisor_in_the_space() -> None:
     uneven = state_of(1, 2, batch_size=15, num_devices=2)
     assert find(uneven) is None
     assert dividing_batch_sizes(uneven) == (14, 16)
-
-
-def test_without_a_stated_batch_nothing_need_divide_it() -> None:
-    state = state_of(1, 2, 4, batch_size=None)
-    assert find(state) is None
-    assert dividing_batch_sizes(state) == ()
-
-
-def test_evaluation_has_a_size_for_the_batch_too() -> None:
-    found = find(state_of(1, 2, 4, mode="eval", recompute=["none"], batch_size=14))
-    assert found is not None
-    assert (found.candidate.micro_batch_size, found.grad_accum_steps) == (2, 7)
-
-
-def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:
-    found = memory(state_of(1, 2, 4), 0)
-    assert [choice.role for choice in found] == [Role.FASTEST, *WITHIN]
-    fastest = found[0]
-    assert fastest.candidate.micro_batch_size == 4
-    for choice in found:
-        assert choice.tokens_per_second >= (1.0 - WITHIN.get(choice.role, 0.0) - 1e-12) * fastest.tokens_per_second
-        assert choice.measured_peak_bytes <= fastest.measured_peak_bytes
-    assert memory(small_state(), 0) == []
 
 
 def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,13 +147,11 @@ def test_what_may_be_smaller_is_measured_before_the_answer_if_memory_is_preferre
 
 def test_a_batch_with_few_divisors_shows_what_another_size_would_reach() -> None:
     req = request(batch_size=7, micro_batch_size=None, bta={"enable": False}, recompute=["none"])
-    best = answer_of(run(req, SimulatedDevice(req))).recommendation
-    assert best is not None
+    best = best_of(run(req, SimulatedDevice(req)))
     assert best.candidate.micro_batch_size in (1, 7), "only what divides the batch is recommended"
     undivided = other_of(best, Role.UNDIVIDED)
     assert undivided.candidate.micro_batch_size in (2, 3, 4, 6)
     free = request(micro_batch_size=[2, 3, 4, 6], batch_size=7, bta={"enable": False}, recompute=["none"])
-    other = answer_of(run(free, SimulatedDevice(free))).recommendation
-    assert other is not None
+    other = best_of(run(free, SimulatedDevice(free)))
     assert undivided.candidate.micro_batch_size == other.candidate.micro_batch_size
     assert undivided.ratio == pytest.approx(best.tokens_per_second / other.tokens_per_second, rel=0.02)

@@ -6,31 +6,21 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.step import combine_seconds
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.parts import Float8Layers
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Conditions, Outcome
+from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.recommendation import Alternative, Recommendation, Role, WholeModelCheck
 from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.search.alternatives import accumulate, best_stock, compare, largest_untiled
-from bexp.explorer.search.candidate_report import build_recommendation
+from bexp.explorer.search.alternatives import accumulate, best_stock, compare
+from bexp.explorer.search.candidate_report import build_recommendation, candidate_notes
 from bexp.explorer.search.posterior import BestCandidate, Posterior
-from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from tests.explorer.alternatives import alternative
+from tests.explorer.cost import described
 from tests.explorer.notes import notes_of
-from tests.explorer.search.small import (
-    REPORT,
-    candidate,
-    know,
-    measure,
-    small_request,
-    small_state,
-    trial,
-    whole,
-)
+from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_state, trial, whole
 
 ALL = range(12)
 CHECK = WholeModelCheck(measurement=whole(), tokens_per_second=1.0, step_seconds=1.0, step_error=0.0, peak_error=0.0)
@@ -145,13 +135,6 @@ def test_no_answer_calls_what_was_not_run_whole_faster_than_what_was(role: Role)
     assert recommend(state, alternatives=(faster,)).alternatives == (faster,), "nothing was run whole"
 
 
-def test_what_a_config_says_and_is_not_measured_is_noted() -> None:
-    state = known_state()
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
-    state.request = state.request.model_copy(update={"target": "transformers", "hf_config": config})
-    assert any("quantization_config (gptq) is left out" in note for note in notes_of(recommend(state)))
-
-
 def test_an_execution_that_was_asked_for_and_cannot_be_had_is_noted_with_the_reason() -> None:
     refused = BackendSupport(name="graph", usable=False, reason="the model waits for the device")
     other = refused.model_copy(update={"name": "compile+graph"})
@@ -178,62 +161,6 @@ def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -
     assert words not in notes_of(recommend(state, final=True))
     reached = BestCandidate(state.table.row[candidate(4)], 0.96)
     assert words not in notes_of(recommend(state, best=reached, final=True, out_of_budget=True))
-
-
-def test_communication_that_is_not_timed_is_said_to_be_left_out() -> None:
-    words = "communication between devices is not included in the time"
-    assert words in notes_of(recommend(known_state(num_devices=2, batch_size=8)))
-    assert not any("between devices" in note for note in notes_of(recommend(known_state())))
-
-
-def exchanging_state(sharding: str = "none") -> Posterior:
-    """Two devices, both the worker's own, that exchange gradients."""
-    req = small_request(num_devices=2, batch_size=24, training={"sharding": sharding})
-    assert req.model is not None
-    candidates = small_state().table.candidates
-    table = Composition(candidates, req.model, req, communicates=True)
-    hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
-    return Posterior.of(table, candidates, req, hardware)
-
-
-def test_the_exchange_of_a_whole_model_is_a_part_of_its_step() -> None:
-    state = exchanging_state()
-    model, req = state.table.model, state.request
-    timed = whole_model_tokens_per_second(state, candidate(4), whole(0.004, communication_seconds=0.003))
-    assert timed == pytest.approx(combine_seconds(0.004, 0.001, 4, model, req, communication=0.003).tokens_per_second)
-
-
-def test_sizes_that_need_more_devices_than_there_are_are_noted() -> None:
-    req: dict[str, Any] = {"num_devices": 4, "batch_size": 16, "context_parallel": {"sizes": [1, 2, 4]}}
-    words = "context-parallel sizes 2, 4 need more devices than the 1 here"
-    assert words in notes_of(recommend(small_state(**req)))
-    hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
-    two = notes_of(recommend(small_state(**req), report=REPORT.model_copy(update={"hardware": hardware})))
-    assert "context-parallel sizes 4 need more devices than the 2 here" in two
-
-
-def test_only_whole_models_that_ran_are_compared() -> None:
-    state = known_state()
-    row = state.table.row[candidate(4)]
-    failed = trial(9, candidate(4), Outcome.CRASHED, kind=TrialKind.WHOLE_MODEL, whole_model=whole())
-    assert check_whole_model(state, row, None) is None
-    assert check_whole_model(state, row, failed) is None
-    assert check_whole_model(state, row, trial(9, candidate(4), kind=TrialKind.WHOLE_MODEL)) is None
-
-
-def test_the_throughput_of_a_whole_model_leaves_out_an_exchange_that_is_not_composed() -> None:
-    state = known_state(batch_size=12)
-    found = whole(0.004, communication_seconds=5.0)
-    expected = combine_seconds(0.004, 0.001, 4, state.table.model, state.request).tokens_per_second
-    assert whole_model_tokens_per_second(state, candidate(4), found) == expected
-
-
-def test_tiled_candidates_are_neither_the_largest_nor_stock() -> None:
-    state = small_state(bta={"enable": None}, micro_batch_size=[2, 4])
-    tiled = [i for i, c in enumerate(state.table.candidates) if c.bta_tile is not None]
-    assert tiled
-    assert largest_untiled(state, among=tiled) is None
-    assert best_stock(state, REPORT, among=tiled) is None
 
 
 def test_the_best_stock_candidate_uses_back_ends_of_an_ordinary_framework() -> None:
@@ -266,3 +193,42 @@ def test_cores_that_others_share_are_told(waited: float, is_noted: bool) -> None
     state.knowledge.learn(row, measured.model_copy(update={"components": components}))
     notes = [note for note in notes_of(recommend(state)) if "other processes share these cores" in note]
     assert [f"threads waited {waited:.0%} of the time" in note for note in notes] == [True] * is_noted
+
+
+OWN = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+
+
+def said_of(training: dict[str, Any] | None = None, recompute: str = "none", **parts: Any) -> str:
+    asked = described.request(**OWN, training=training or {}, recompute=["none", "offload"])
+    return "\n".join(
+        map(str, candidate_notes(asked, described.candidate(recompute=recompute), described.device(**parts), None))
+    )
+
+
+def test_activations_on_the_host_are_stated_with_their_size() -> None:
+    assert "host" not in said_of()
+    assert "recompute 'offload' is left out: no room" in said_of(
+        unavailable={"offload": "no room", "groups_2": "other"}
+    )
+    layer = 4 * 32 * 640  # bytes that each of six layers keeps
+    found = said_of(recompute="offload")
+    assert f"activations: about {6 * layer / 2**30:.1f} GiB of the host's memory, pinned" in found
+
+
+def test_an_optimizer_on_the_host_is_stated_with_the_way_to_give_it_to_a_trainer() -> None:
+    found = said_of({"optimizer": {"name": "adamw_cpu_offload"}}, optimizer_host_bytes=3 << 30)
+    assert "optimizer: 3.0 GiB of the host's memory" in found
+    assert "optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer" in found
+
+
+def test_float8_states_its_error_and_what_stays_in_bfloat16() -> None:
+    found = said_of(
+        {"precision": "float8_rowwise"}, float8=Float8Layers(num_linear=8, output_error=0.031, gradient_error=0.0567)
+    )
+    assert "float8 (rowwise): 8 linear layers of decoder layers; experts stay in bfloat16" in found
+    assert "off by 3.1% of its norm in bfloat16, and its gradients by 5.7%" in found
+
+
+def test_a_paged_optimizer_is_stated_to_be_counted_on_the_device() -> None:
+    assert "its pages are counted on the device" in said_of({"optimizer": {"name": "paged_adamw_8bit"}})
+    assert "pages" not in said_of({"optimizer": {"name": "adamw_bnb_8bit"}})

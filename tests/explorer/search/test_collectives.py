@@ -40,15 +40,3 @@ def test_too_few_devices_leave_it_out_and_say_so() -> None:
     assert not any(communicates_in(plan) for plan in device.plans)
     assert any("communication between devices is not included in the time" in note for note in notes_of(found))
     assert not any("is included in the time" in note for note in notes_of(found))
-
-
-def test_a_resumed_exploration_does_not_exchange_again() -> None:
-    req = request("zero1")
-    first = SimulatedDevice(req, noise=0.0)
-    found, _, trials = run(req, first)
-    again = SimulatedDevice(req, noise=0.0)
-    resumed, _, _ = run(req, again, history=tuple(trials[:2]))
-    assert not any(communicates_in(plan) for plan in again.plans)
-    assert resumed is not None and found is not None
-    assert resumed.candidate == found.candidate
-    assert resumed.step_seconds == pytest.approx(found.step_seconds)

@@ -5,23 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.model.model import DType, ModelSpec
-from bexp.explorer.model.parts import LayerPart, ModelParts, Part
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.parts import LayerPart, ModelParts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.component_subjects import IRRELEVANT, component_subjects, subject_of
+from tests.explorer.cost import described
+from tests.explorer.shapes import experts, shapes
 from tests.explorer.simulator import report
 
-MODEL: dict[str, Any] = {
-    "name": "one",
-    "num_layers": 8,
-    "hidden_size": 256,
-    "ffn_hidden_size": 512,
-    "num_attention_heads": 4,
-    "vocab_size": 1000,
-    "seq_length": 512,
-    "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 128, "first_k_dense": 1},
-}
+MODEL = shapes(8, 256, 512, heads=4, vocab=1000, length=512, name="one", moe=experts(8, 2, 128, first_k_dense=1))
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "_name_or_path": "someone/model",
@@ -38,30 +31,9 @@ def subjects(model: dict[str, Any] | None = None, **changes: Any) -> dict[str, s
 
 
 def parts(**changes: Any) -> ModelParts:
-    figures: dict[str, Any] = {
-        "num_parameters": 10,
-        "parameter_bytes": 20,
-        "trainable_bytes": 20,
-        "flops_per_token": 10.0,
-        "saved_bytes_per_token": 4.0,
-    }
-    kinds = tuple(LayerPart(name=name, **figures) for name in ("Layer[full]", "Layer[sliding]"))
-    known: dict[str, Any] = {
-        "target": "transformers",
-        "target_version": "5.23",
-        "name": "llama",
-        "class_name": "LlamaForCausalLM",
-        "dtype": DType.BFLOAT16,
-        "seq_length": 512,
-        "layers": ("Layer[full]", "Layer[sliding]") * 2,
-        "kinds": kinds,
-        "shell": Part(**figures),
-        "output_bytes_per_token": 512,
-        "num_parameters": 100,
-        "parameter_bytes": 200,
-        "trainable_bytes": 200,
-    }
-    return ModelParts(**known | changes)
+    names = ("Layer[full]", "Layer[sliding]")
+    kinds = tuple(LayerPart(name=name, **described.part(10)) for name in names)
+    return described.parts(**{"class_name": "LlamaForCausalLM", "layers": names * 2, "kinds": kinds, **changes})
 
 
 def subjects_of_parts(config: dict[str, Any], of: ModelParts | None = None, **changes: Any) -> dict[str, str]:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
-from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.search.confidence import (
-    Contenders,
-    confidence_score,
-    find_contenders,
-    missing_components,
-    wanted_components,
-)
-from tests.explorer.search.small import candidate, know, small_state
+from bexp.explorer.search.confidence import Contenders, confidence_score, wanted_components
+from tests.explorer.search.small import small_state
 
 SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])
 
@@ -90,17 +81,6 @@ def test_an_expected_gain_counts_how_much_faster_and_how_often() -> None:
     assert posterior(samples).expected_gains(0, most=0.4) == pytest.approx([0.0, 0.15, 0.2])
 
 
-def test_a_candidate_exactly_at_the_tolerance_counts() -> None:
-    assert posterior(np.array([[75.0, 100.0]]), (True, True)).confidence(0, 0.25) == 1.0
-
-
-def test_faster_means_by_more_than_the_margin() -> None:
-    found = posterior()
-    assert found.probability_faster(0, 0.0).tolist() == [0.0, 0.5, 0.25]
-    assert found.probability_faster(0, 0.015).tolist() == [0.0, 0.25, 0.25]
-    assert posterior(np.array([[100.0, 125.0]]), (True, True)).probability_faster(0, 0.25).tolist() == [0.0, 0.0]
-
-
 def test_the_incumbent_is_the_fastest_that_is_clear() -> None:
     assert posterior().incumbent == 1
     assert posterior(clear=(True, False, True)).incumbent == 0
@@ -118,42 +98,8 @@ def test_a_score_is_floored_and_never_a_hundred(probability: float, score: int) 
     assert confidence_score(probability) == score
 
 
-def test_each_candidate_is_held_against_a_least_of_its_own() -> None:
-    state = small_state()
-    rows = np.arange(3)
-    assert find_contenders(state.table, state.surrogate, rows, np.array([0.0, 1e12, 0.0])).tolist() == [0, 2]
-
-
-def test_measured_components_are_neither_missing_nor_wanted() -> None:
-    state = small_state()
-    everything = np.arange(len(state.table.candidates))
-    assert missing_components(state.table, state.surrogate, everything).tolist() == state.table.used_CP.tolist()
-    know(state, candidate(1))
-    row = state.table.row[candidate(1)]
-    assert not missing_components(state.table, state.surrogate, np.array([row])).any()
-    other = np.array([state.table.row[candidate(4)]])
-    missing = missing_components(state.table, state.surrogate, other)
-    assert 0 < missing.sum() < state.table.used_CP[other].sum()
-
-
 def test_the_optimizer_is_wanted_however_sure_its_prediction_is() -> None:
     state = small_state()
     state.surrogate.log_std_K[:] = 0.0
     wanted = state.table.columns_CP[0][wanted_components(state.table, state.surrogate, np.array([0]))[0]]
     assert [state.table.components[column].kind.value for column in wanted] == ["optimizer"]
-
-
-def test_what_was_measured_in_full_is_clear_and_has_the_measured_throughput() -> None:
-    state = small_state()
-    assert state.contenders.incumbent is None
-    know(state, candidate(4))
-    best = state.contenders.incumbent
-    assert best is not None
-    assert state.table.candidates[state.contenders.rows[best]] == candidate(4)
-    composed = state.contenders.composed_NA[:, best]
-    assert composed.std() / composed.mean() < 0.05
-    assert composed.mean() == pytest.approx(state.seconds(state.table.row[candidate(4)]).tokens_per_second, rel=0.02)
-    ratio = np.log(state.contenders.tokens_NA[:, best] / composed)
-    assert ratio.std() == pytest.approx(math.hypot(0.03, 0.005, 0.006), rel=0.25)
-    full = candidate(4, recompute=Recompute.FULL)
-    assert full in state.table.row

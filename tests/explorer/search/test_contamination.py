@@ -9,11 +9,11 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
-from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED
-from tests.explorer.explorations import answer_of, lines, request, run, trials_of
+from tests.explorer.explorations import answer_of, best_of, lines, request, run, trials_of
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice
 
@@ -45,15 +45,6 @@ def test_other_processes_taint(conditions: Conditions, words: str) -> None:
     assert words in str(conditions.contamination)
 
 
-def test_measurements_stored_before_conditions_were_known_are_read() -> None:
-    (trial,) = trials_of(run(request(), SimulatedDevice(request()), stop_after=1))
-    stored = trial.measurement.model_dump(mode="json")
-    for component in stored["components"]:
-        del component["conditions"]
-    assert Measurement.model_validate(stored) == trial.measurement
-    assert judge(trial.measurement) is trial.measurement
-
-
 class DisturbedDevice(SimulatedDevice):
     """What is disturbed takes three times as long. `trials` are disturbed as a whole, `parts` whenever they are run."""
 
@@ -76,9 +67,7 @@ class DisturbedDevice(SimulatedDevice):
 
 
 def recommended(device: SimulatedDevice, *, history: tuple[Trial, ...] = ()) -> Recommendation:
-    found = answer_of(run(device.request, device, history=history)).recommendation
-    assert found is not None
-    return found
+    return best_of(run(device.request, device, history=history))
 
 
 @cache
@@ -157,8 +146,7 @@ def uninterrupted(disturbed: tuple[int, ...]) -> tuple[Progress, ...]:
 
 
 @pytest.mark.parametrize(
-    ("disturbed", "stop_after"),
-    [((0,), 1), ((0, 1, 2), 2), ((2, 3), 3), ((1, 4, 6), 5), ((1, 4, 6), 7)],
+    ("disturbed", "stop_after"), [((0,), 1), ((0, 1, 2), 2), ((2, 3), 3), ((1, 4, 6), 5), ((1, 4, 6), 7)]
 )
 def test_resumes_amid_disturbances_as_if_never_interrupted(disturbed: tuple[int, ...], stop_after: int) -> None:
     whole = list(uninterrupted(disturbed))

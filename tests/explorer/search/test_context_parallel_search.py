@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.dimensions.context_parallel import LAYOUTS
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.knowledge import at_least
-from tests.explorer.explorations import pruned
+from tests.explorer.explorations import answer_of, pruned
 from tests.explorer.long_sequences import MODEL, request
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import SimulatedDevice, report
@@ -20,8 +18,7 @@ from tests.explorer.simulator import SimulatedDevice, report
 def run(req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4) -> tuple[Answer, list[TrialTask]]:
     rep = report(memory_gib=40, experts=False, num_devices=num_devices)
     device.hardware = rep.hardware
-    answer = list(explore(req, rep, device, prune=pruned))[-1].answer
-    assert answer is not None
+    answer = answer_of(list(explore(req, rep, device, prune=pruned)))
     return answer, device.plans
 
 
@@ -72,23 +69,3 @@ def test_a_worker_with_one_device_serves_what_does_not_share() -> None:
     assert found.candidate.context_parallel_size == 1
     assert {plan.num_processes for plan in plans} == {1}
     assert "context-parallel sizes 2, 4 need more devices than the 1 here" in notes_of(found)
-
-
-def test_a_failed_block_says_nothing_of_other_layouts() -> None:
-    def attention(m: int, size: int = 1, layout: str | None = None) -> Component:
-        return Component(
-            kind=ComponentKind.ATTENTION,
-            micro_batch_size=m,
-            backend="flash",
-            num_query_groups=4,
-            context_parallel_size=size,
-            context_parallel_layout=layout,
-        )
-
-    assert at_least(attention(4, 2, "ring"), attention(2, 2, "ring"))
-    assert not at_least(attention(4, 2, "zigzag"), attention(2, 2, "ring"))
-    assert not at_least(attention(4, 4, "ring"), attention(2, 2, "ring"))
-    assert not at_least(attention(4, 4, "ring"), attention(4))
-    ffn = Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1, context_parallel_size=2)
-    assert not at_least(ffn, Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1))
-    assert at_least(Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1), ffn)

@@ -19,65 +19,57 @@ def attention(size: int, **changes: Any) -> Component:
     return Component.model_validate({**made, **changes})
 
 
-@pytest.mark.parametrize(("size", "fails"), [(1, False), (3, False), (4, True), (6, True)])
-def test_a_size_that_failed_rules_out_itself_and_larger_ones(size: int, fails: bool) -> None:
-    assert at_least(attention(size), attention(4)) is fails
+def block(kind: ComponentKind, size: int, **changes: Any) -> Component:
+    return Component(kind=kind, micro_batch_size=size, **changes)
 
 
-@pytest.mark.parametrize(("tile", "fails"), [(1, False), (2, True), (4, True)])
-def test_a_tile_that_failed_rules_out_itself_and_larger_ones(tile: int, fails: bool) -> None:
-    assert at_least(attention(8, bta_tile=tile), attention(4, bta_tile=2)) is fails
-    assert not at_least(attention(2, bta_tile=tile), attention(4, bta_tile=2))
+FULL = {"recompute": BlockRecompute.FULL}
+FFN = ComponentKind.DENSE_FFN
+OPTIMIZER = block(ComponentKind.OPTIMIZER, 0)
 
 
-def test_an_equal_size_and_tile_of_another_batch_layout_is_ruled_out() -> None:
-    assert at_least(attention(4, bta_tile=2), attention(4, bta_tile=2))
-    assert not at_least(attention(8), attention(4, bta_tile=2))
-    assert not at_least(attention(8, bta_tile=4), attention(4))
+def ring(size: int, devices: int, layout: str = "ring") -> Component:
+    return attention(size, context_parallel_size=devices, context_parallel_layout=layout)
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("one", "failed", "fails"),
     [
-        {"backend": "cudnn"},
-        {"num_query_groups": 2},
-        {"recompute": BlockRecompute.FULL},
-        {"kind": ComponentKind.HEAD, "backend": None, "num_query_groups": None},
+        *((attention(size), attention(4), size >= 4) for size in (1, 3, 4, 6)),
+        *((attention(8, bta_tile=tile), attention(4, bta_tile=2), tile >= 2) for tile in (1, 2, 4)),
+        (attention(2, bta_tile=4), attention(4, bta_tile=2), False),
+        (attention(4, bta_tile=2), attention(4, bta_tile=2), True),
+        (attention(8), attention(4, bta_tile=2), False),
+        (attention(8, bta_tile=4), attention(4), False),
+        (attention(8, backend="cudnn"), attention(4), False),
+        (attention(8, num_query_groups=2), attention(4), False),
+        (attention(8, **FULL), attention(4), False),
+        (block(ComponentKind.HEAD, 8), attention(4), False),
+        (block(ComponentKind.LAYER, 4, part="mamba"), block(ComponentKind.LAYER, 4, part="wide"), False),
+        (OPTIMIZER, OPTIMIZER, True),
+        (OPTIMIZER, block(ComponentKind.OPTIMIZER, 1), False),
+        (ring(4, 2), ring(2, 2), True),
+        (ring(4, 2, "zigzag"), ring(2, 2), False),
+        (ring(4, 4), ring(2, 2), False),
+        (ring(4, 4), attention(4), False),
+        (block(FFN, 1, context_parallel_size=2), block(FFN, 1), False),
+        (block(FFN, 1), block(FFN, 1, context_parallel_size=2), True),
     ],
 )
-def test_another_sort_of_component_is_not_ruled_out(other: dict[str, Any]) -> None:
-    assert not at_least(attention(8, **other), attention(4))
-
-
-def test_layers_of_another_kind_are_not_ruled_out() -> None:
-    small, large = (
-        Component(kind=ComponentKind.LAYER, part=part, micro_batch_size=4, backend="sdpa") for part in ("mamba", "wide")
-    )
-    assert not at_least(small, large)
+def test_a_component_that_failed_rules_out_those_of_its_sort_that_are_at_least_as_large(
+    one: Component, failed: Component, fails: bool
+) -> None:
+    assert at_least(one, failed) is fails
 
 
 def test_recomputation_helps_where_memory_was_short_and_not_where_it_crashed() -> None:
-    recomputed = attention(4, recompute=BlockRecompute.FULL)
-    assert not at_least(recomputed, attention(4))
+    recomputed = attention(4, **FULL)
     assert at_least(recomputed, attention(4), broken=True)
     assert not at_least(attention(4), recomputed, broken=True)
 
 
-def test_a_component_without_a_size_is_ruled_out_by_itself_alone() -> None:
-    optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
-    assert at_least(optimizer, optimizer)
-    assert not at_least(optimizer, Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=1))
-
-
 def failed(component: Component | None, outcome: Outcome = Outcome.OUT_OF_MEMORY) -> Measurement:
     return Measurement(candidate=candidate(4), outcome=outcome, reason="why", failed_component=component)
-
-
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.CONTAMINATED])
-def test_a_trial_that_ran_is_no_failure(outcome: Outcome) -> None:
-    failures = Failures()
-    failures.learn(Measurement(candidate=candidate(), outcome=outcome))
-    assert len(failures) == 0
 
 
 def test_a_failed_component_rules_out_the_candidates_that_use_it_or_a_larger_one() -> None:
@@ -144,12 +136,3 @@ def test_what_the_error_of_memory_explains_rejects_others_only_after_a_few() -> 
         failures.reject(each, "too large", too_large=True)
         rejected = failures.rejected(state.table, required, failures.too_large(state.table))
         assert rejected.sum() == (number if number < MOST_TOO_LARGE else required.size)
-
-
-def test_a_candidate_that_needs_exactly_as_much_as_one_that_was_too_large_is_rejected() -> None:
-    state, failures = small_state(), Failures()
-    failures.reject(candidate(2), "too large", too_large=True)
-    same = np.full(len(state.table.candidates), 7.0)
-    assert failures.rejected(state.table, same).all()
-    same[state.table.row[candidate(1)]] = 6.0
-    assert not failures.rejected(state.table, same)[state.table.row[candidate(1)]]

@@ -8,7 +8,7 @@ from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.request.budget import Budget
-from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, TrialHistory
+from bexp.explorer.search.history import HOPELESS_CONTAMINATED, TrialHistory
 from tests.explorer.search.small import candidate, trial
 
 
@@ -36,32 +36,11 @@ def test_the_budget_of_seconds_counts_suggestions_too(number: int, exhausted: bo
     assert (found.exhausted(0), found.overdrawn(0)) == (exhausted, overdrawn)
 
 
-def test_comparisons_may_use_twice_the_budget() -> None:
-    assert GRACE == 2.0
-
-
 def test_each_variant_has_its_share_of_the_budget_and_what_earlier_ones_left() -> None:
     found = history(5, variants=2)
     assert found.exhausted(0)
     assert not found.exhausted(1)
     assert (found.trials_left(0), found.trials_left(1)) == (0, 5)
-
-
-def test_trials_in_flight_count_for_the_budget_and_take_their_numbers() -> None:
-    found = history(8)
-    found.begin(found.next_number)
-    found.begin(found.next_number)
-    assert found.next_number == 10
-    assert found.exhausted(0)
-    assert found.trials_left(0) == 0
-    found.add(trial(9))
-    assert [t.number for t in found.trials] == [*range(8), 9]
-    assert found.next_number == 10
-    assert found.trials_left(0) == 0
-
-
-def test_an_empty_history_begins_with_number_zero() -> None:
-    assert history(0).next_number == 0
 
 
 def test_device_seconds_leave_out_process_starts() -> None:
@@ -112,13 +91,7 @@ def test_the_commonest_failure_is_named_with_its_reason() -> None:
 
 
 def test_of_several_whole_model_runs_the_first_sound_one_counts() -> None:
-    runs = [
-        trial(i, outcome=outcome, kind=TrialKind.WHOLE_MODEL)
-        for i, outcome in enumerate([Outcome.CONTAMINATED, Outcome.OK, Outcome.OK])
-    ]
-    found = TrialHistory([trial(7), *runs], Budget(), 1)
-    assert found.whole_model(candidate()) == runs[1]
-    assert found.whole_models(Variant(4)) == runs
-    assert found.whole_model(candidate(2)) is None
-    only = TrialHistory(runs[:1], Budget(), 1)
-    assert only.whole_model(candidate()) == runs[0]
+    outcomes = (Outcome.CONTAMINATED, Outcome.OK, Outcome.OK)
+    runs = [trial(i, outcome=outcome, kind=TrialKind.WHOLE_MODEL) for i, outcome in enumerate(outcomes)]
+    assert TrialHistory([trial(7), *runs], Budget(), 1).whole_model(candidate()) == runs[1]
+    assert TrialHistory(runs[:1], Budget(), 1).whole_model(candidate()) == runs[0]

@@ -16,6 +16,7 @@ from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
+from tests.explorer.explorations import answer_of
 from tests.explorer.explorations import request as experts_request
 from tests.explorer.meshes import test_answers as test_mesh_answers
 from tests.explorer.meshes import test_meshes
@@ -67,8 +68,7 @@ def log_of(steps: Sequence[Progress]) -> list[Any]:
             rows.append([int(event.code), event.message, data])
         if step.trial is not None:
             rows.append(trial_row(step.trial))
-    answer = steps[-1].answer
-    assert answer is not None
+    answer = answer_of(steps)
     return [*rows, answer.model_dump(mode="json")]
 
 
@@ -195,13 +195,9 @@ def many_devices(**changes: Any) -> list[Progress]:
 
 
 def skewed_experts() -> list[Progress]:
-    model = {**test_mesh_answers.MODEL, "num_layers": 4}
-    model["moe"] = {
-        "num_experts": 32,
-        "top_k": 4,
-        "expert_ffn_hidden_size": 1024,
-        "shared_expert_ffn_hidden_size": 1024,
-    }
+    widths = {"expert_ffn_hidden_size": 1024, "shared_expert_ffn_hidden_size": 1024}
+    moe = {"num_experts": 32, "top_k": 4, **widths}
+    model = test_mesh_answers.MODEL | {"num_layers": 4, "moe": moe}
     req = test_mesh_answers.request(
         model=model,
         num_devices=8,

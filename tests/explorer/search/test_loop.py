@@ -67,18 +67,6 @@ def message(steps: Sequence[Progress], code: EventCode) -> str:
     return found
 
 
-def test_the_base_is_measured_first_and_in_full() -> None:
-    steps, found = search(small_request())
-    first = steps[0]
-    assert [event.code for event in first.events][:3] == [EventCode.SPACE, EventCode.TRIAL, EventCode.BASE]
-    assert first.trial is not None
-    assert first.trial.candidate == candidate(1)
-    assert len(first.trial.measurement.components) == 5
-    assert found is not None
-    assert found.base == candidate(1)
-    assert "plainer" not in message(steps, EventCode.BASE)
-
-
 def test_if_the_plainest_base_fails_the_next_one_is_the_base() -> None:
     req = small_request()
     steps, found = search(req, Fails(req, {candidate(1): Outcome.OUT_OF_MEMORY}))
@@ -136,33 +124,12 @@ def test_whole_models_that_refute_the_answer_change_it_and_say_so() -> None:
     assert changed.endswith(found.candidate.describe())
 
 
-def test_the_budget_ends_the_search() -> None:
-    few = small_request(budget={"max_trials": 2, "confidence_target": 99}, verify=False)
-    many = small_request(budget={"max_trials": 200, "confidence_target": 99}, verify=False)
-    numbers = [len(trials_of(search(req)[0])) for req in (few, many)]
-    assert 2 <= numbers[0] <= 4, "comparisons may take twice the budget"
-    assert numbers[1] > numbers[0]
-
-
 def test_the_confidence_target_ends_the_search() -> None:
     easy, hard = (
         small_request(budget={"confidence_target": target}, verify=False, tolerance=0.2 if target == 1 else 0.001)
         for target in (1, 99)
     )
     assert len(trials_of(search(easy)[0])) < len(trials_of(search(hard)[0]))
-
-
-def test_what_is_stored_is_neither_measured_nor_told_again() -> None:
-    req = small_request()
-    steps, found = search(req)
-    trials = trials_of(steps)
-    device = SimulatedDevice(req, noise=0.0)
-    after, resumed = search(req, device, trials[:2])
-    assert [plan.number for plan in device.plans] == [t.number for t in trials[2:]]
-    assert [t.measurement for t in trials_of(after)] == [t.measurement for t in trials[2:]]
-    assert not {EventCode.SPACE, EventCode.BASE} & set(codes(after))
-    assert resumed == found
-    assert search(req, SimulatedDevice(req, noise=0.0), trials) == ([], found)
 
 
 def test_a_base_whose_whole_model_failed_is_the_base_after_a_resume() -> None:
@@ -178,16 +145,6 @@ def test_a_base_whose_whole_model_failed_is_the_base_after_a_resume() -> None:
         after, resumed = search(req, SimulatedDevice(req, noise=0.0), trials[:stored])
         assert [t.measurement for t in trials_of(after)] == [t.measurement for t in trials[stored:]]
         assert resumed == found
-
-
-def test_a_device_on_which_everything_fails_alike_is_given_up_without_an_answer() -> None:
-    req = small_request()
-    space = small_space(req)
-    assert space.table is not None
-    steps, found = search(req, Fails(req, dict.fromkeys(space.table.candidates, Outcome.CRASHED)))
-    assert found is None
-    assert {t.measurement.outcome for t in trials_of(steps)} == {Outcome.CRASHED}
-    assert all(step.recommendation is None for step in steps)
 
 
 def test_components_of_another_variant_that_are_the_same_are_not_measured_again() -> None:

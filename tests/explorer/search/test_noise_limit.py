@@ -11,21 +11,13 @@ import pytest
 
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.noise_limit import (
-    LIMITED_SHARE,
-    NoiseLimit,
-    noise_figures,
-    reachable_confidence,
-    shown_noise,
-)
+from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit, noise_figures, reachable_confidence, shown_noise
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.suggestion import whole_model_seconds
-from tests.explorer.explorations import answer_of, lines, trials_of
+from tests.explorer.explorations import answer_of, best_of, lines, trials_of
 from tests.explorer.notes import notes_of
 from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_space, small_state, trial
 from tests.explorer.simulator import SimulatedDevice
@@ -76,12 +68,6 @@ def noisy() -> tuple[Progress, ...]:
     return tuple(run(NoisyDevice(0.3)))
 
 
-def found_by(steps: tuple[Progress, ...]) -> Recommendation:
-    found = answer_of(list(steps)).recommendation
-    assert found is not None
-    return found
-
-
 def noise_events(steps: tuple[Progress, ...]) -> list[EventDraft]:
     return [e for s in steps for e in s.events if "because of noise" in e.message]
 
@@ -95,7 +81,7 @@ def test_the_same_is_said_without_whole_models() -> None:
 def test_a_quiet_search_goes_on_to_its_target() -> None:
     steps = tuple(run(NoisyDevice(0.002)))
     assert not noise_events(steps)
-    found = found_by(steps)
+    found = best_of(steps)
     assert found.confidence >= 95
     assert found.run_noise is not None and found.run_noise < 0.02
     assert not any("differ by" in note for note in notes_of(found))
@@ -190,9 +176,3 @@ def test_the_base_is_measured_again_where_its_runs_differ() -> None:
     assert again.again(base, LAST_RUNS) is None, "it is in flight"
     quiet = BaseCandidate(scattered(0.001, runs=2), [base])
     assert quiet.again(base, LAST_RUNS) is None
-
-
-def test_a_long_step_of_a_whole_model_is_timed_once() -> None:
-    assert whole_model_seconds(0.1, "cpu") == pytest.approx(2.0 + 1.3)
-    assert whole_model_seconds(2.0, "cpu") == pytest.approx(2.0 + 10.0)
-    assert whole_model_seconds(2.0, "cuda") == pytest.approx(2.0 + 26.0)

@@ -82,10 +82,6 @@ def test_a_policy_that_the_code_cannot_run_is_refused_with_the_reason() -> None:
         enumerate_candidates(request(recompute=["full"]), bare, explored_models(request(), bare)[0])
 
 
-def test_without_parts_the_variants_of_the_request_are_explored() -> None:
-    assert explored_models(request(), report()) == request().space.variants()
-
-
 def whole(**changes: Any) -> dict[str, Any]:
     """What describes a model that is measured whole."""
     return {"layers": (), "kinds": (), "policies": ("none",), "tiles": False, **changes}
@@ -112,19 +108,6 @@ def test_a_model_that_is_measured_whole_is_its_shell_in_each_of_its_settings() -
     optimizer = peak_K[table.column[Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)]]
     expected = [max(peak_K[table.column[d.head]], optimizer) for d in table.decompositions]
     assert np.allclose(saved_C + transient_C, expected)
-
-
-def test_an_unknown_name_is_refused_with_the_version_of_the_library() -> None:
-    found = device()
-    (model,) = explored_models(request(), found)
-    nothing = found.model_copy(update={"attention_backends": ()})
-    with pytest.raises(EmptySpaceError, match=r"back end 'flash'; with transformers 5\.17\.0 there is none"):
-        enumerate_candidates(request(attention_backends=["flash"]), nothing, model)
-    with pytest.raises(EmptySpaceError, match=r"no experts with transformers 5\.17\.0"):
-        dense = parts(layers=("dense",))
-        enumerate_candidates(
-            request(expert_backends=["loop"]), found, dense.model_copy(update={"kinds": dense.kinds[:1]})
-        )
 
 
 def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() -> None:

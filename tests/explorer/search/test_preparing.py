@@ -7,8 +7,14 @@ import pytest
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.search.preparing import PreparingSeconds
+from tests.explorer.measurements import measured
+
+
+def component(kind: str, size: int, backend: str | None) -> Component:
+    part = "L" if kind == "layer" else None
+    return Component.model_validate({"kind": kind, "micro_batch_size": size, "backend": backend, "part": part})
 
 
 def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, build: float = 0.0) -> Measurement:
@@ -16,27 +22,7 @@ def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, build
     return Measurement(
         candidate=Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1),
         outcome=Outcome.OK,
-        components=tuple(
-            ComponentMeasurement(
-                component=Component.model_validate(
-                    {
-                        "kind": kind,
-                        "micro_batch_size": size,
-                        "backend": backend,
-                        "part": "L" if kind == "layer" else None,
-                    }
-                ),
-                device_seconds=0.1,
-                host_seconds=0.0,
-                forward_device_seconds=0.05,
-                standard_error_seconds=0.001,
-                repeats=10,
-                saved_bytes=0,
-                forward_peak_bytes=0,
-                backward_peak_bytes=0,
-            )
-            for kind, size, backend in kinds
-        ),
+        components=tuple(measured(component(*of)) for of in kinds),
         phases=PhaseSeconds(build=build, warm_up=warm_up, timed=1.0),
     )
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.cost.required_memory import predict_memory
 from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
-from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from tests.explorer.search.small import REPORT, candidate, small_request
-from tests.explorer.simulator import report
 
 
 def prune(req: ExplorationRequest, limit: int | None = None) -> PrunedSpace:
@@ -27,14 +23,6 @@ def need(req: ExplorationRequest, size: int, share: float = 0.7, **changes: str)
     assert req.model is not None
     table = Composition([candidate(size, **changes)], req.model, req)
     return float(predict_memory(table, REPORT.hardware, activation_share=share)[0])
-
-
-def test_with_room_for_all_nothing_is_left_out() -> None:
-    found = prune(small_request())
-    assert (len(found.legal.candidates), found.num_predicted_out) == (12, 0)
-    assert found.table is not None
-    assert set(found.table.candidates) >= set(found.legal.candidates)
-    assert [c.recompute.value for c in found.bases] == ["none", "selective", "full"]
 
 
 def test_a_base_outside_the_space_has_a_row_but_may_not_be_recommended() -> None:
@@ -73,22 +61,6 @@ def test_the_table_is_null_if_nothing_that_may_be_recommended_fits() -> None:
     between = round(need(only_base, 1)) + 2
     assert between < need(only_base, 4)
     assert prune(only_base, between).table is None
-
-
-def test_the_exchange_is_in_the_steps_where_the_worker_has_all_devices() -> None:
-    req = small_request(num_devices=2)
-    for number, expected in ((1, 0), (2, 1)):
-        assert req.model is not None
-        table = prune_space(req.model, req, report(memory_gib=40, experts=False, num_devices=number)).table
-        assert table is not None
-        assert len(table.communications) == expected
-
-
-def test_a_request_that_admits_no_candidate_says_so() -> None:
-    req = small_request()
-    assert req.model is not None
-    with pytest.raises(EmptySpaceError, match="unknown attention back end"):
-        prune_space(req.model, req, REPORT.model_copy(update={"attention_backends": ()}))
 
 
 def dominating(limit_gib: float | None = None, **fields: object) -> PrunedSpace:

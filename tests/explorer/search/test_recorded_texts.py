@@ -22,6 +22,7 @@ from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.step_exploration import StepDescription, _report, _request, search_step
 from tests.explorer.cost import described
 from tests.explorer.explorations import MODEL as EXPERTS
+from tests.explorer.explorations import answer_of
 from tests.explorer.search.small import MODEL, small_state
 from tests.explorer.search.test_component_subjects import CONFIG
 from tests.explorer.search.test_component_subjects import MODEL as PLACED
@@ -231,7 +232,6 @@ def test_a_step_is_explored_like_any_target_and_defaults_count_nothing() -> None
 def test_the_answer_says_what_it_is_compared_with() -> None:
     req = asked(micro_batch_size=[1, 2, 4], attention_backends=["cudnn", "flash"], batch_size=10)
     steps = list(explore(req, report(memory_gib=40), SimulatedDevice(req, noise=0.01), clock=lambda: 0.0))
-    answer = steps[-1].answer
-    assert answer is not None
+    answer = answer_of(steps)
     check_recorded(TEXTS / "uneven-batch.json", [answer.model_dump(mode="json")])
     assert largest_untiled(small_state(), among=[]) is None

@@ -38,12 +38,6 @@ def test_reached_figures_are_compared_with_the_composed_ones() -> None:
     assert found.speed_ratio == pytest.approx(1100 / 1250)
 
 
-def test_what_real_runs_have_corrected_is_not_taken_for_composed() -> None:
-    best = recommendation(tokens_per_second=1000.0, composed_tokens_per_second=1250.0)
-    (found,) = summarize_reports("e1", best, HARDWARE, [run(tokens_per_second=1000.0)])
-    assert found.speed_ratio == pytest.approx(0.8)
-
-
 def dividing(**changes: Any) -> Alternative:
     made = {"tokens_per_second": 900.0, "composed_tokens_per_second": 1000.0, "measured_peak_bytes": 1 << 29}
     return alternative(Role.DIVIDING, candidate(2), **(made | changes))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.runner_up import MATTERS, MOST_WHOLE_RUNS, find_above_limit, find_runner_up
-from tests.explorer.search.small import candidate, know, small_state
+from bexp.explorer.search.runner_up import MOST_WHOLE_RUNS, find_above_limit, find_runner_up
+from tests.explorer.search.small import candidate, contend, know, small_state
 
 
 def found_by(state: Posterior) -> tuple[Any, ...] | None:
@@ -19,23 +19,12 @@ def found_by(state: Posterior) -> tuple[Any, ...] | None:
 
 
 def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
-    assert MATTERS == 0.25
     state = small_state()
     know(state, candidate(1), candidate(2), candidate(4))
-    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)])
     tokens = np.tile([100.0, 100.2, 99.0], (10, 1))
     tokens[:3, 2] = 100.3
-    state._contenders = replace(
-        state.contenders,
-        rows=rows,
-        mean_A=np.array([101.0, 100.2, 99.4]),
-        tokens_NA=tokens,
-        composed_NA=tokens,
-        wanted_AP=np.zeros((3, state.table.used_CP.shape[1]), dtype=np.bool_),
-        clear_A=np.array([True, True, True]),
-        undecided_A=np.array([False, False, False]),
-        runs_A=np.ones(3),
-    )
+    contend(state, tokens, mean_A=np.array([101.0, 100.2, 99.4]))
+    rows = state.contenders.rows
     assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002))
     state.knowledge.whole_models._by_trial = {int(rows[1]): {1: (1.0, 0.0)}}
     assert found_by(state) == (rows[0], 0.0, pytest.approx(0.002)), "of two, what ran less often is run next"
@@ -55,16 +44,10 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
 def test_above_the_limit_the_chance_to_fit_and_the_gain_if_it_does_decide() -> None:
     state = small_state()
     know(state, candidate(1), candidate(2), candidate(4))
-    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)])
-    state._contenders = replace(
-        state.contenders,
-        rows=rows,
-        mean_A=np.array([100.0, 150.0, 110.0]),
-        tokens_NA=np.tile([100.0, 0.0, 0.0], (10, 1)),
-        clear_A=np.array([True, False, False]),
-        undecided_A=np.array([False, True, True]),
-        runs_A=np.array([1.0, 0.0, 0.0]),
-    )
+    clear, mean = np.array([True, False, False]), np.array([100.0, 150.0, 110.0])
+    samples = np.tile([100.0, 0.0, 0.0], (10, 1))
+    contend(state, samples, mean_A=mean, clear_A=clear, undecided_A=~clear, runs_A=clear.astype(float))
+    rows = state.contenders.rows
     state.memory.chance_C[rows] = [1.0, 0.001, 0.02]
     found = find_above_limit(state)
     assert found is not None

@@ -7,20 +7,11 @@ from typing import Any
 import optuna
 import pytest
 
-from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.samplers import (
-    STOCK_SAMPLERS,
-    BexpSampler,
-    StockCandidateSampler,
-    StockSampler,
-    make_sampler,
-    suggest_measurement,
-)
-from bexp.explorer.search.stages import SearchStages
+from bexp.explorer.search.samplers import StockCandidateSampler, StockSampler
 from bexp.explorer.search.study import Params, Points, TrialStudy, params_of
-from tests.explorer.explorations import answer_of, run, trials_of
-from tests.explorer.search.small import REPORT, candidate, know, small_request, small_state
+from tests.explorer.explorations import answer_of, best_of, run, trials_of
+from tests.explorer.search.small import REPORT, candidate, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice
 
 
@@ -55,15 +46,6 @@ def point(size: int, recompute: str = "none", attention: str = "cudnn") -> Param
     return {"micro_batch_size": size, "recompute": recompute, "attention": attention}
 
 
-def test_the_default_sampler_takes_the_measurement_with_the_highest_gain() -> None:
-    state = small_state()
-    know(state, candidate(1))
-    asked = TrialStudy(BexpSampler(SearchStages(state, candidate(), ()), points_of(state)), ()).ask()
-    expected = suggest_measurement(state)
-    assert asked is not None
-    assert asked.suggestion == expected
-
-
 def test_a_legal_proposal_is_taken_with_all_that_is_missing_of_it() -> None:
     state, study, _ = proposing([point(4)])
     asked = study.ask()
@@ -96,26 +78,16 @@ def test_a_rejected_candidate_is_never_suggested() -> None:
     assert state.table.candidates[asked.suggestion.row] == candidate(2)
 
 
-def test_distances_count_octaves_of_sizes_and_changes_elsewhere() -> None:
-    state, _, _ = proposing([])
-    sampler = StockCandidateSampler(state, points_of(state), STOCK_SAMPLERS["random"])
-    one, full = candidate(1), candidate(1, recompute=Recompute.FULL)
-    others = [one, candidate(2), candidate(4), full, candidate(2, attention_backend="flash")]
-    found = [sampler._distance(params_of(one), params_of(each)) for each in others]
-    assert found == [0.0, 0.5, 1.0, 1.0, 1.5]
-
-
 @pytest.mark.parametrize("name", ["tpe", "gp"])
 def test_a_resumed_search_goes_the_way_it_would_have_gone(name: str) -> None:
-    req = small_request(sampler=name, verify=False, budget={"max_trials": 13, "confidence_target": 99}, seed=3)
+    req = small_request(sampler=name, verify=False, budget={"max_trials": 9, "confidence_target": 99}, seed=3)
     whole = run(req, SimulatedDevice(req, noise=0.0), rep=REPORT)
     trials = trials_of(whole)
     assert len(trials) > 4
-    for kept in (1, 3, len(trials) - 2):
+    for kept in (1, len(trials) - 2):
         after = run(req, SimulatedDevice(req, noise=0.0), rep=REPORT, history=trials[:kept])
         assert [t.measurement for t in trials[:kept] + trials_of(after)] == [t.measurement for t in trials]
-        best = answer_of(whole).recommendation
-        assert best is not None
+        best = best_of(whole)
         assert best.confidence == answer_of(after).recommendation.confidence  # type: ignore[union-attr]  # not None
 
 
@@ -125,12 +97,3 @@ def test_seeds_lead_to_different_searches() -> None:
         req = small_request(sampler="random", verify=False, budget={"confidence_target": 99}, seed=seed)
         orders.add(tuple(t.candidate for t in trials_of(run(req, SimulatedDevice(req, noise=0.0), rep=REPORT))))
     assert len(orders) > 1
-
-
-def test_each_name_makes_its_sampler() -> None:
-    state = small_state()
-    stages = SearchStages(state, candidate(), ())
-    assert isinstance(make_sampler("bexp", stages, points_of(state)), BexpSampler)
-    made = {name: type(STOCK_SAMPLERS[name].make(1)).__name__ for name in STOCK_SAMPLERS}
-    assert made == {"tpe": "TPESampler", "gp": "GPSampler", "random": "RandomSampler"}
-    assert isinstance(make_sampler("tpe", stages, points_of(state)), StockCandidateSampler)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.preparing import ASSUMED_SECONDS
 from tests.explorer.explorations import lines, run, trials_of
 from tests.explorer.search.small import REPORT, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice
@@ -65,18 +62,3 @@ def test_a_resumed_search_goes_on_where_it_was() -> None:
         resumed = run(request(), Compiles(request()), rep=REPORT, history=whole[:number])
         assert [t.candidate for t in trials_of(resumed)][:1] == [whole[number].candidate]
         assert len(lines(resumed, EventCode.EAGER)) == (1 if all(map(is_eager, whole[:number])) else 0)
-
-
-def test_without_a_choice_there_is_one_stage() -> None:
-    steps = run(small_request(), SimulatedDevice(small_request()), rep=REPORT)
-    assert lines(steps, EventCode.EAGER) == []
-
-
-def test_what_compiling_takes_is_learnt_from_trials() -> None:
-    state = small_state(execution=["eager", "compile"])
-    compiled = state.surrogate.compiled_K
-    assert compiled.any()
-    assert not compiled.all()
-    (assumed,) = set(state.measuring_seconds_K[compiled].round(0))
-    assert assumed == pytest.approx(ASSUMED_SECONDS["cuda"], abs=1.0)
-    assert state.measuring_seconds_K[~compiled].max() < 1.0

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import cycle
 from statistics import mean
-from typing import Any
 
 import pytest
 
@@ -59,19 +58,6 @@ def test_sizes_that_cannot_fit_are_not_tried_and_the_best_of_the_others_is_recom
     assert 64 not in device.asked
     assert found.confidence is not None and found.confidence >= 90
     assert found.sequences_per_second == pytest.approx(32 / flat(32), rel=0.01)
-
-
-def test_where_nobody_counts_memory_it_is_found_out_by_trying() -> None:
-    device = Device(flat, fails={16: "out_of_memory", 32: "out_of_memory", 64: "out_of_memory"})
-    found = search_step(device.describe(counts_memory=False), device.measure)
-    assert found.micro_batch_size == 8
-    assert found.predicted_out == ()
-
-
-def test_a_size_that_crashes_rules_no_larger_one_out() -> None:
-    device = Device(flat, fails={8: "crashed"})
-    found = search_step(device.describe(), device.measure)
-    assert found.micro_batch_size == 32
 
 
 def test_of_sizes_that_are_as_good_as_each_other_any_is_right() -> None:
@@ -138,68 +124,6 @@ def test_where_timings_scatter_the_answer_is_what_was_measured_and_not_sure(seed
     assert found.confidence <= 90
     if most > 5:
         assert found.scatter > 0.15
-
-
-class Tight(Device):
-    """Needs a third more from 16 sequences on than smaller sizes let expect."""
-
-    def measure(self, size: int) -> SizeResult:
-        found = super().measure(size)
-        assert found.peak_bytes is not None
-        return replace(found, peak_bytes=round(found.peak_bytes * (1.35 if size >= 16 else 1.0)))
-
-
-@pytest.mark.parametrize(
-    ("device", "changes", "asked", "answer"),
-    [
-        (Device(flat), {}, [1, 4, 16, 32], StepAnswer(32, 442.979914, 99, 0.0102508555, (64,))),
-        (
-            Device(flat),
-            {"sequences": 64, "optimizer_seconds": 1.5},
-            [1, 4, 8, 16, 32],
-            StepAnswer(32, 38.9219633, 91, 0.0100385905, (64,)),
-        ),
-        (
-            Device(flat),
-            {"device_kind": "cpu", "memory_bytes": 0, "sequences": 64, "optimizer_seconds": 0.05},
-            [1, 1, 4, 8, 16, 32, 64],
-            StepAnswer(64, 343.570987, 89, 0.0314623785),
-        ),
-        (
-            Device(flat),
-            {"context_bytes": 6 * GIB, "memory_bytes": 40 * GIB},
-            [1, 4, 8],
-            StepAnswer(8, 333.978937, 99, 0.0102430812, (32, 64)),
-        ),
-        (Device(flat), {"max_seconds": 1e-9}, [1], StepAnswer(1, 99.9053647, 16, 0.0103591031, (64,))),
-        (
-            Device(flat, fails={16: "timed_out"}),
-            {},
-            [1, 4, 16, 8],
-            StepAnswer(8, 333.978937, 99, 0.0102430812, (64,)),
-        ),
-        (
-            Device(flat, fails={4: "crashed"}),
-            {},
-            [1, 4, 2, 8, 16, 32],
-            StepAnswer(32, 443.471819, 99, 0.0102268052, (64,)),
-        ),
-        (
-            Device(flat, fails={2: "unsupported", 4: "crashed", 8: "crashed"}),
-            {},
-            [1, 4, 2],
-            StepAnswer(1, 99.9053647, 99, 0.0103591031, (64,)),
-        ),
-        (Tight(flat), {}, [1, 4, 16], StepAnswer(16, 400.774725, 99, 0.0102430812, (64,))),
-    ],
-)
-def test_the_same_timings_lead_the_same_way_to_the_same_answer(
-    device: Device, changes: dict[str, Any], asked: list[int], answer: StepAnswer
-) -> None:
-    found = search_step(replace(device.describe(), **changes), device.measure)
-    assert device.asked == asked
-    close = {name: pytest.approx(getattr(answer, name), rel=1e-6) for name in ("sequences_per_second", "scatter")}
-    assert asdict(found) == {**asdict(answer), **close}
 
 
 def test_one_repeat_alone_and_no_peak_are_enough_for_a_first_answer() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import optuna
-import pytest
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
@@ -12,7 +11,6 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.study import (
     FEASIBLE,
     OUTCOME,
-    REASON,
     TRIAL_NUMBER,
     AskedTrial,
     Points,
@@ -26,7 +24,6 @@ from tests.explorer.search.small import REPORT, candidate, small_request, small_
 from tests.explorer.simulator import SimulatedDevice
 
 CANDIDATES = small_state().table.candidates
-ROW = small_state().table.row
 
 
 class Scripted(PointSampler):
@@ -71,11 +68,6 @@ def test_plain_optuna_shows_what_was_tried_what_it_reached_and_what_did_not_fit(
     assert [t.number for t in found.trials if t.constraints[FEASIBLE] > 0] == [len(trials) - 1]
 
 
-def test_an_infeasible_trial_is_never_the_best() -> None:
-    past = (trial(0, candidate(1), tokens=0.5), trial(1, candidate(2), Outcome.CRASHED))
-    assert study_of(past=past).study.best_trial.user_attrs[TRIAL_NUMBER] == 0
-
-
 def test_every_candidate_survives_the_way_through_parameters() -> None:
     points = Points([params_of(each) for each in CANDIDATES])
     for row in range(len(CANDIDATES)):
@@ -84,41 +76,6 @@ def test_every_candidate_survives_the_way_through_parameters() -> None:
         for name, value in params.items():
             assert points.distributions[name]._contains(points.distributions[name].to_internal_repr(value))
     assert points.row({**points.params(0), "micro_batch_size": 3}) is None
-
-
-def test_a_suggestion_keeps_its_components_and_its_reason() -> None:
-    wanted = Suggestion(ROW[candidate(4)], small_state().missing(ROW[candidate(4)]), reason="a choice")
-    study = study_of(wanted)
-    assert ask(study).suggestion == wanted
-    (running,) = study.study.trials
-    assert (running.state, running.user_attrs) == (TrialState.RUNNING, {REASON: "a choice"})
-    assert running.params == Points([params_of(each) for each in CANDIDATES]).params(wanted.row)
-
-
-def test_suggestions_belong_to_their_trials() -> None:
-    study = study_of(Suggestion(5, ()), Suggestion(7, ()))
-    assert [ask(study).suggestion.row, ask(study).suggestion.row] == [5, 7]
-    assert [t.state for t in study.study.trials] == [TrialState.RUNNING] * 2
-
-
-def test_without_a_suggestion_a_failed_trial_is_left_behind() -> None:
-    study = study_of(None)
-    assert study.ask() is None
-    assert [t.state for t in study.study.trials] == [TrialState.FAIL]
-
-
-def test_what_the_search_itself_needs_is_a_trial_that_no_sampler_chooses() -> None:
-    study = study_of()
-    wanted = Suggestion(ROW[candidate(2)], (), reason="a base")
-    assert study.ask_for(wanted).suggestion is wanted
-    (running,) = study.study.trials
-    assert running.params["micro_batch_size"] == 2
-    assert running.user_attrs == {REASON: "a base"}
-
-
-def test_other_parameters_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="'temperature' is not a parameter of the space"):
-        study_of(Suggestion(0, ())).study.ask().suggest_float("temperature", 0.0, 1.0)
 
 
 def test_a_trial_is_told_as_it_was_stored() -> None:

@@ -13,12 +13,6 @@ def test_a_measurement_costs_its_set_up_and_eight_passes() -> None:
     assert measuring_seconds(np.array([0.0, 0.1, 1.0])) == pytest.approx([0.15, 0.95, 8.15])
 
 
-def test_one_component_is_never_split() -> None:
-    state = small_state()
-    suggestion = Suggestion(0, state.missing(0)[:1])
-    assert split_suggestion(suggestion, 4, state.table, state.surrogate) == (suggestion,)
-
-
 def test_the_longest_component_goes_to_the_shortest_part() -> None:
     state = small_state()
     components = state.missing(0)[:4]

@@ -26,18 +26,19 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.workers.profiler.trials.component import compose_batches
+from tests.explorer.cost import described
+from tests.explorer.explorations import best_of
+from tests.explorer.measurements import measured
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import report
 
 SEQ_LENGTH, LAYER_PARAMETERS, SHELL_PARAMETERS = 4096, 60_000_000, 260_000_000
-GIB = 2**30
 EPOCHS = 40
 Texts = NDArray[Any]
 
@@ -61,28 +62,21 @@ def drawn(name: str) -> Texts:
 
 
 def parts() -> ModelParts:
-    def part(number: int, **figures: float) -> dict[str, Any]:
-        return {"num_parameters": number, "parameter_bytes": 2 * number, "trainable_bytes": 2 * number, **figures}
-
-    layer = LayerPart(
-        name="layer",
-        **part(LAYER_PARAMETERS, flops_per_token=1.2e8, flops_per_sequence=6.9e10, saved_bytes_per_token=90e3),
-    )
+    figures = {"flops_per_token": 1.2e8, "flops_per_sequence": 6.9e10, "saved_bytes_per_token": 90e3}
+    layer = LayerPart(name="layer", **described.part(LAYER_PARAMETERS, **figures))
+    shell = Part(**described.part(SHELL_PARAMETERS, flops_per_token=5.2e8, saved_bytes_per_token=600e3))
     total = 16 * LAYER_PARAMETERS + SHELL_PARAMETERS
-    return ModelParts(
-        target="transformers",
-        target_version="5",
-        name="a_model",
-        dtype="bfloat16",
+    return described.parts(
         seq_length=SEQ_LENGTH,
         layers=("layer",) * 16,
-        kinds=(layer,),
-        shell=Part(**part(SHELL_PARAMETERS, flops_per_token=5.2e8, saved_bytes_per_token=600e3)),
+        kinds=[layer],
+        shell=shell,
         output_bytes_per_token=4096,
         num_parameters=total,
         parameter_bytes=2 * total,
         trainable_bytes=2 * total,
         policies=("none", "partial_50", "full"),
+        tiles=False,
     )
 
 
@@ -148,18 +142,10 @@ class TextDevice:
         at = (0, 0) if batch is None else (batch.positions, batch.pairs)
         device = float(self.seconds(component, *at)) * (1 + self.noise * float(self.rng.standard_normal()))
         saved, forward, backward = (round(float(size)) for size in self.weigh(component, at[0]))
-        return ComponentMeasurement(
-            component=component,
-            device_seconds=device,
-            host_seconds=self.host,
-            forward_device_seconds=device / 3,
-            standard_error_seconds=self.noise * device,
-            repeats=10,
-            saved_bytes=saved,
-            forward_peak_bytes=forward,
-            backward_peak_bytes=backward,
-            new_width_seconds=self.new_width * self.plans(component) if component.kind is ComponentKind.LAYER else None,
-        )
+        new_width = self.new_width * self.plans(component) if component.kind is ComponentKind.LAYER else None
+        sizes = {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
+        seconds = {"host_seconds": self.host, "standard_error_seconds": self.noise * device}
+        return measured(component, device, new_width_seconds=new_width, **seconds, **sizes)
 
     def __call__(self, task: TrialTask) -> Measurement:
         batches = text_batches(self.request, task.candidate.micro_batch_size)
@@ -265,10 +251,7 @@ def truth(found: TextDevice, name: str, batching: str, memory: DeviceReport) -> 
 def test_the_choice_is_near_the_best_of_all_and_no_epoch_needs_more_memory(name: str, batching: str) -> None:
     memory, asked = device(64), request(name, batching)
     found = TextDevice(asked)
-    best: Recommendation | None = None
-    for step in explore(asked, memory, found):
-        best = step.recommendation or best
-    assert best is not None
+    best = best_of(list(explore(asked, memory, found)))
     rates, peaks = truth(found, name, batching, memory)
     assert len(rates) > 3
     assert best.candidate in rates, "no micro-batch of any epoch is too large"
@@ -291,10 +274,7 @@ def test_the_choice_is_near_the_best_of_all_and_no_epoch_needs_more_memory(name:
 def test_the_host_decides_for_each_micro_batch_and_not_for_their_mean(size: int) -> None:
     asked = request("chat", "padded", micro_batch_size=[size], recompute=["none"], verify=False)
     memory, found = device(64), TextDevice(asked, host=3e-3)
-    best = None
-    for step in explore(asked, memory, found):
-        best = step.recommendation or best
-    assert best is not None
+    best = best_of(list(explore(asked, memory, found)))
     rates, _ = truth(found, "chat", "padded", memory)
     assert best.tokens_per_second == pytest.approx(rates[best.candidate], rel=0.02)
 
@@ -326,10 +306,7 @@ def test_what_the_first_micro_batch_of_a_width_takes_counts_for_the_whole_epoch(
 ) -> None:
     asked = request("chat", "padded", micro_batch_size=[4], recompute=["none"], budget={"confidence_target": 90})
     memory, found = device(64, ("sdpa", "sdpa:efficient")), TextDevice(asked, new_width=new_width)
-    best = None
-    for step in explore(asked, memory, found):
-        best = step.recommendation or best
-    assert best is not None
+    best = best_of(list(explore(asked, memory, found)))
     assert best.candidate.attention_backend == attention
     assert not any("pad_to_multiple_of" in note for note in notes_of(best))
     rates, _ = truth(found, "chat", "padded", memory)
@@ -339,10 +316,7 @@ def test_what_the_first_micro_batch_of_a_width_takes_counts_for_the_whole_epoch(
 def test_an_attention_that_plans_for_each_width_and_has_no_rival_is_as_slow_as_an_epoch_is() -> None:
     asked = request("chat", "padded", micro_batch_size=[4], recompute=["none"], budget={"confidence_target": 90})
     memory, found = device(64), TextDevice(asked, new_width=0.3)
-    best = None
-    for step in explore(asked, memory, found):
-        best = step.recommendation or best
-    assert best is not None
+    best = best_of(list(explore(asked, memory, found)))
     rates, _ = truth(found, "chat", "padded", memory)
     cut, order = np.minimum(drawn("chat"), SEQ_LENGTH), np.random.default_rng(5).permutation(10_000)
     widths = cut[order].reshape(-1, 4).max(axis=1)

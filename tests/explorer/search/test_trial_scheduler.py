@@ -10,13 +10,10 @@ import pytest
 
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.samplers import suggest_measurement
-from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.trial_executor import TrialExecutor
-from tests.explorer.explorations import answer_of, explored, request, run, trials_of
+from tests.explorer.explorations import answer_of, best_of, explored, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 NEEDS = r"a step needs \d+\.\d\d GiB, \d+\.\d\d of it allocated; the limit is 10\.00 GiB"
@@ -56,8 +53,7 @@ def test_nothing_is_ordered_twice_and_the_answer_is_within_tolerance(order: int 
     req = request()
     device = SimulatedDevice(req)
     several = Several(device, 4, order)
-    found = answer_of(run(req, several)).recommendation
-    assert found is not None
+    found = best_of(run(req, several))
     assert found.confidence >= req.budget.confidence_target
     for together in several.together:
         keys = [c.key for plan in together for c in plan.components]
@@ -67,8 +63,7 @@ def test_nothing_is_ordered_twice_and_the_answer_is_within_tolerance(order: int 
     assert max(map(len, several.together)) == 4
     table = Composition(enumerate_candidates(req, report(memory_gib=40), req.shapes).candidates, req.shapes, req)
     truth = device.true_tokens_per_second(table)
-    alone = answer_of(explored()[1]).recommendation
-    assert alone is not None
+    alone = best_of(explored()[1])
     assert truth[table.row[found.candidate]] >= 0.99 * truth[table.row[alone.candidate]]
 
 
@@ -99,8 +94,7 @@ def test_a_resume_measures_what_was_in_flight_and_nothing_that_is_stored(stop_af
     assert min(t.number for t in after) == max(t.number for t in before) + 1
     stored = {c.component.key for t in before for c in t.measurement.components}
     assert not stored & {c.key for plan in device.plans for c in plan.components}
-    found = answer_of(steps).recommendation
-    assert found is not None
+    found = best_of(steps)
     assert found.confidence >= req.budget.confidence_target
 
 
@@ -133,42 +127,16 @@ def test_what_was_contaminated_is_measured_again() -> None:
 def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     req = request(memory_limit_gib=10)
     steps = run(req, Several(SimulatedDevice(req, activations=1.5), 4))
-    found = answer_of(steps).recommendation
-    assert found is not None
+    found = best_of(steps)
     assert found.measured_peak_bytes is not None
     assert found.memory.total <= found.memory_limit_bytes
     reasons = [t.measurement.reason for t in trials_of(steps) if t.measurement.outcome is Outcome.OUT_OF_MEMORY]
     assert any(re.fullmatch(NEEDS, reason or "") for reason in reasons)
 
 
-def state_after_base() -> tuple[Posterior, SimulatedDevice]:
-    req = request()
-    rep = report(memory_gib=40)
-    candidates = enumerate_candidates(req, rep, req.shapes).candidates
-    state = Posterior.of(Composition(candidates, req.shapes, req), candidates, req, rep.hardware)
-    device = SimulatedDevice(req)
-    plan = plan_of(state, 0, Suggestion(0, state.table.missing(0, state.surrogate.known_K)))
-    state.knowledge.learn(0, device(plan))
-    return state, device
-
-
-def plan_of(state: Posterior, number: int, suggestion: Suggestion) -> TrialTask:
-    return TrialTask(
-        number=number,
-        kind=TrialKind.COMPONENTS,
-        model=state.table.model,
-        candidate=state.table.candidates[suggestion.row],
-        components=suggestion.components,
-        timeout_seconds=1.0,
-    )
-
-
-def test_the_believed_surrogate_is_surer_of_what_is_in_flight_and_expects_the_same() -> None:
-    state, _ = state_after_base()
-    suggestion = suggest_measurement(state)
-    assert suggestion is not None
-    columns = [state.table.column[c] for c in suggestion.components]
-    believed = state.surrogate.expecting(suggestion.components)
-    assert believed.log_std_K[columns].sum() < 0.5 * state.surrogate.log_std_K[columns].sum()
-    assert believed.device_mean_K[columns] == pytest.approx(state.surrogate.device_mean_K[columns], rel=0.05)
-    assert not state.surrogate.known_K[columns].any()
+def test_an_executor_that_returns_another_trial_is_a_mistake() -> None:
+    executor = Several(SimulatedDevice(request(), noise=0.0), 2, None)
+    first, second = explored()[0].plans[:2]
+    executor.submit(first)
+    with pytest.raises(AssertionError, match="another trial was in flight"):
+        executor(second)

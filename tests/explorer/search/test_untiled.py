@@ -16,8 +16,9 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.loop import MOST_COMPARISONS
 from bexp.explorer.search.whole_models import next_comparison
 from tests.explorer.alternatives import other_of
+from tests.explorer.explorations import answer_of
 from tests.explorer.notes import notes_of
-from tests.explorer.search.small import REPORT, candidate, know, small_request, small_space, small_state
+from tests.explorer.search.small import REPORT, candidate, know, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice, report
 
 TILES: dict[str, Any] = {"bta": {"enable": True}}
@@ -35,8 +36,7 @@ class WithoutUntiled(SimulatedDevice):
 
 def search(request: ExplorationRequest, device: SimulatedDevice | None = None) -> tuple[Recommendation, list[Trial]]:
     steps = list(explore(request, report(memory_gib=40), device or SimulatedDevice(request, noise=0.0)))
-    answer = steps[-1].answer
-    assert answer is not None
+    answer = answer_of(steps)
     assert answer.recommendation is not None
     return answer.recommendation, [step.trial for step in steps if step.trial is not None]
 
@@ -86,19 +86,6 @@ def test_if_nothing_untiled_fits_the_answer_says_so() -> None:
     found, _ = search(request, WithoutUntiled(request, noise=0.0))
     assert found.alternative(Role.UNTILED) is None
     assert NOTE in notes_of(found)
-
-
-def test_what_the_budget_does_not_measure_is_marked() -> None:
-    found, _ = search(small_request(**TILES, budget={"max_trials": 1, "confidence_target": 99}, verify=False))
-    assert other_of(found, Role.UNTILED).predicted
-
-
-def test_untiled_candidates_have_rows_and_are_no_part_of_the_space() -> None:
-    request = small_request(**TILES)
-    space = small_space(request)
-    assert space.table is not None
-    assert all(c.bta_tile is not None for c in space.legal.candidates)
-    assert set(small_space(small_request()).legal.candidates) < set(space.table.candidates)
 
 
 def test_the_comparison_comes_before_whole_models_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Recommendation, Role
+from bexp.explorer.records.recommendation import Role
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.alternatives import compare
 from bexp.explorer.search.explore import explore
@@ -23,8 +24,7 @@ from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, WholeModels
 from tests.explorer.alternatives import other_of
-from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
-from tests.explorer.notes import notes_of
+from tests.explorer.explorations import answer_of, best_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, candidate, know, small_state, trial
 from tests.explorer.search.small import whole as measured_whole
 from tests.explorer.simulator import SimulatedDevice, report
@@ -43,12 +43,6 @@ def device_with(
     device.whole_model_factor = common
     device.whole_model_outcomes = list(outcomes)
     return device
-
-
-def found_by(steps: list[Progress]) -> Recommendation:
-    found = answer_of(steps).recommendation
-    assert found is not None
-    return found
 
 
 def whole(steps: list[Progress]) -> list[Trial]:
@@ -70,7 +64,7 @@ def pair() -> tuple[Candidate, Candidate]:
 def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> None:
     winner, rival = pair()
     steps = run(device_with({rival: 0.93}))
-    found = found_by(steps)
+    found = best_of(steps)
     assert [t.candidate for t in whole(steps)][:2] == [winner, rival]
     assert found.candidate == rival
     assert other_of(found, Role.RUNNER_UP).candidate == winner
@@ -83,22 +77,11 @@ def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> Non
     assert last.data["recommendation"]["candidate"] == rival.model_dump(mode="json")
 
 
-def test_a_faster_runner_up_within_the_tolerance_changes_nothing_and_is_noted() -> None:
-    winner, rival = pair()
-    device = device_with({rival: 0.96})
-    device.whole_model_error = 0.2
-    found = found_by(run(device))
-    assert found.candidate == winner
-    assert 0.99 <= other_of(found, Role.RUNNER_UP).ratio < 1
-    assert any("the runner-up was the faster one" in note for note in notes_of(found))
-    assert not any("runner-up" in note for note in notes_of(found_by(list(plain()))))
-
-
 def test_an_answer_is_never_slower_than_its_runner_up_beyond_the_tolerance_whatever_the_noise() -> None:
     winner, rival = pair()
     device = device_with({rival: 0.95})
     device.whole_model_error = 0.2
-    found = found_by(run(device))
+    found = best_of(run(device))
     assert found.candidate == rival != winner
     assert other_of(found, Role.RUNNER_UP).candidate == winner
     assert other_of(found, Role.RUNNER_UP).ratio > 1
@@ -107,7 +90,7 @@ def test_an_answer_is_never_slower_than_its_runner_up_beyond_the_tolerance_whate
 def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
     winner, rival = pair()
     steps = run(device_with(outcomes=(Outcome.OK, Outcome.OUT_OF_MEMORY)))
-    found = found_by(steps)
+    found = best_of(steps)
     assert [t.candidate for t in whole(steps)[:2]] == [winner, rival]
     assert found.candidate != rival
     assert rival not in [t.candidate for t in whole(steps)[2:]]
@@ -120,14 +103,14 @@ def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
 def test_where_whole_models_do_not_run_the_runner_up_is_not_tried(outcome: Outcome) -> None:
     steps = run(device_with(outcomes=(outcome,)))
     assert len(whole(steps)) == 1
-    assert found_by(steps).alternative(Role.RUNNER_UP) is None
+    assert best_of(steps).alternative(Role.RUNNER_UP) is None
 
 
 def test_a_whole_model_that_is_unsupported_rules_out_those_that_share_its_execution() -> None:
     executions = (Execution.EAGER, Execution.COMPILE, Execution.GRAPH)
     steps = run(device_with(executions=executions, outcomes=(Outcome.UNSUPPORTED,)))
     first, second, *_ = whole(steps)
-    found = found_by(steps)
+    found = best_of(steps)
     assert {second.candidate.execution, found.candidate.execution} < set(executions) - {first.candidate.execution}
     assert found.whole_model is not None
     assert found.confidence >= 95
@@ -137,15 +120,16 @@ def test_where_none_is_supported_the_components_decide() -> None:
     """Two unlike candidates are tried; their figures stand as far as components show them."""
     steps = run(device_with(executions=(Execution.EAGER, Execution.COMPILE), outcomes=(Outcome.UNSUPPORTED,) * 9))
     assert len({t.candidate.execution for t in whole(steps)}) == len(whole(steps)) == 2
-    assert found_by(steps).candidate == whole(steps)[0].candidate
+    assert best_of(steps).candidate == whole(steps)[0].candidate
+    assert best_of(steps).whole_model is None
 
 
 def test_a_spent_budget_leaves_the_runner_up_out() -> None:
     searched = sum(t.kind is TrialKind.COMPONENTS for t in trials_of(list(plain())))
     steps = run(device_with(budget={"max_trials": searched + 1}))
     assert [t.candidate for t in whole(steps)] == [pair()[0]]
-    assert found_by(steps).alternative(Role.RUNNER_UP) is None
-    assert found_by(steps).whole_model is not None
+    assert best_of(steps).alternative(Role.RUNNER_UP) is None
+    assert best_of(steps).whole_model is not None
 
 
 def test_nothing_is_run_whole_unless_asked_for() -> None:
@@ -201,12 +185,14 @@ def small_whole_models(*trials: Trial, **changes: Any) -> tuple[Posterior, Whole
     return state, WholeModels(state, history, 0, NoiseLimit(state, history, 0))
 
 
-def whole_trial(number: int, size: int, outcome: Outcome = Outcome.OK, tokens: float | None = None) -> Trial:
+def whole_trial(
+    number: int, size: int, outcome: Outcome = Outcome.OK, tokens: float | None = None, seconds: float = 1.0
+) -> Trial:
     """A whole model; one that ran has the micro-steps of so many tokens/s, and its optimizer takes no time."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"reason": "why", "seconds": seconds}
     if tokens is not None:
         found["whole_model"] = measured_whole(size * MODEL["seq_length"] / tokens, optimizer_seconds=0.0)
-    return trial(number, candidate(size), outcome, kind=TrialKind.WHOLE_MODEL, tokens=tokens, reason="why", **found)
+    return trial(number, candidate(size), outcome, kind=TrialKind.WHOLE_MODEL, tokens=tokens, **found)
 
 
 def test_the_fastest_other_whole_model_is_the_runner_up_with_the_gain_over_it() -> None:
@@ -234,16 +220,6 @@ def test_a_whole_model_that_failed_before_the_recommended_one_ran_is_no_runner_u
     assert models.runner_up_of(candidate(4)) is None
     _, alone = small_whole_models(whole_trial(7, 1, Outcome.OUT_OF_MEMORY))
     assert alone.runner_up_of(candidate(2)) is None, "the recommended candidate has not run"
-
-
-def test_two_runs_of_one_whole_model_count_together() -> None:
-    state, _ = small_whole_models()
-    row, composed = state.table.row[candidate(4)], state.mean_tokens_per_second().copy()
-    for number, tokens in ((7, 110.0), (8, 100.0), (8, 100.0)):
-        state.knowledge.learn_whole_model(candidate(4), tokens, 0.001, number=number)
-    assert state.knowledge.whole_models.count(row) == 2
-    assert state.knowledge.whole_models.tokens_per_second(row) == pytest.approx(11000**0.5)
-    assert state.mean_tokens_per_second()[row] != composed[row]
 
 
 def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> None:
@@ -286,26 +262,33 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
     assert WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next() == (check if is_run else None)
 
 
+def next_row(
+    monkeypatch: pytest.MonkeyPatch, ran: Callable[[int], list[Trial]], confidence: float | None = None
+) -> tuple[int | None, int]:
+    """Return the row that is run whole after what ran, given the best's size, and that of a likely rival."""
+    state, _ = small_whole_models()
+    best = state.recommend()
+    assert best is not None
+    size = state.table.candidates[best.row].micro_batch_size
+    rival = state.table.row[candidate(next(other for other in (1, 2, 4) if other != size))]
+    monkeypatch.setattr("bexp.explorer.search.whole_models.find_runner_up", lambda _: RunnerUp(rival, 0.5, 0.1, 1.0))
+    sure = best if confidence is None else replace(best, confidence=confidence)
+    monkeypatch.setattr(state, "recommend", lambda: sure)
+    history = TrialHistory(ran(size), state.request.budget, 1)
+    is_known = any(each.kind is TrialKind.WHOLE_MODEL for each in history.trials)
+    monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: is_known)
+    check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
+    return (None if check is None else check.row), rival
+
+
 @pytest.mark.parametrize(("spent", "is_run"), [(150.0, True), (198.5, False)])
 def test_after_the_first_a_whole_model_begins_only_if_it_ends_within_a_third_of_the_seconds(
     monkeypatch: pytest.MonkeyPatch, spent: float, is_run: bool
 ) -> None:
-    state = small_state()
-    know(state, candidate(1), candidate(2), candidate(4))
-    best = state.recommend()
-    assert best is not None
-    size = state.table.candidates[best.row].micro_batch_size
-    rival = next(s for s in (1, 2, 4) if s != size)
-    row = state.table.row[candidate(rival)]
-    first = whole_trial(7, size, tokens=100.0).model_copy(update={"seconds": spent})
-    monkeypatch.setattr(
-        "bexp.explorer.search.whole_models.find_runner_up", lambda posterior: RunnerUp(row, 0.5, 0.1, 1.0)
-    )
-    for trials, expected in (([], best.row), ([first], row if is_run else None)):
-        history = TrialHistory(trials, state.request.budget, 1)
-        monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row, ran=bool(trials): ran)
-        check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
-        assert (None if check is None else check.row) == expected
+    first, rival = next_row(monkeypatch, lambda size: [])
+    assert first not in (None, rival)
+    found, rival = next_row(monkeypatch, lambda size: [whole_trial(7, size, tokens=100.0, seconds=spent)])
+    assert found == (rival if is_run else None)
 
 
 @pytest.mark.parametrize(
@@ -316,17 +299,10 @@ def test_after_a_few_whole_models_those_of_a_sure_answer_take_hardly_longer_than
     monkeypatch: pytest.MonkeyPatch, number: int, searched: float, confidence: float, is_run: bool
 ) -> None:
     """Each of them has taken 7 s, and the next one is expected to take 36 s."""
-    state = small_state()
-    know(state, candidate(1), candidate(2), candidate(4))
-    best = state.recommend()
-    assert best is not None
-    size = state.table.candidates[best.row].micro_batch_size
-    row = state.table.row[candidate(next(s for s in (1, 2, 4) if s != size))]
-    wholes = [whole_trial(7 + i, size, tokens=100.0).model_copy(update={"seconds": 7.0}) for i in range(number)]
-    parts = trial(0, candidate(size), Outcome.OK).model_copy(update={"seconds": searched})
-    monkeypatch.setattr("bexp.explorer.search.whole_models.find_runner_up", lambda _: RunnerUp(row, 0.5, 0.1, 1.0))
-    monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: True)
-    monkeypatch.setattr(state, "recommend", lambda: replace(best, confidence=confidence))
-    history = TrialHistory([parts, *wholes], state.request.budget, 1)
-    check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
-    assert (check is not None) == is_run
+
+    def ran(size: int) -> list[Trial]:
+        wholes = [whole_trial(7 + i, size, tokens=100.0, seconds=7.0) for i in range(number)]
+        return [trial(0, candidate(size), seconds=searched), *wholes]
+
+    found, rival = next_row(monkeypatch, ran, confidence)
+    assert found == (rival if is_run else None)

@@ -14,13 +14,14 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.parts import GradientComparison, ModelParts, Part
 from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from tests.explorer.alternatives import other_of
 from tests.explorer.cost.tiny import hardware
+from tests.explorer.measurements import measured
 
 RISING = {1: 9.6, 2: 17.3, 4: 35.0, 8: 50.9, 16: 55.3}
 """Samples a second of each micro-batch size; those of GPT-2 on an H100, in a plain loop."""
@@ -63,28 +64,17 @@ class Command:
         if size >= self.full_from:
             full, failed = Outcome.OUT_OF_MEMORY, task.components[0]
             return Measurement(candidate=task.candidate, outcome=full, reason="full", failed_component=failed)
-        measured = []
+        found = []
         for component in task.components:
             is_optimizer = component.kind is ComponentKind.OPTIMIZER
             true, needed = (1e-3, 0) if is_optimizer else (size / self.speeds[size], BYTES + size * 1000)
             seconds = true * float(np.exp(self.noise * self._rng.standard_normal()))
-            measured.append(
-                ComponentMeasurement(
-                    component=component,
-                    device_seconds=seconds,
-                    host_seconds=0.0,
-                    forward_device_seconds=seconds / 3,
-                    standard_error_seconds=2e-3 * seconds,
-                    repeats=12,
-                    saved_bytes=0,
-                    forward_peak_bytes=needed,
-                    backward_peak_bytes=needed,
-                )
-            )
+            peaks = {"forward_peak_bytes": needed, "backward_peak_bytes": needed}
+            found.append(measured(component, seconds, standard_error_seconds=2e-3 * seconds, **peaks))
         return Measurement(
             candidate=task.candidate,
             outcome=Outcome.OK,
-            components=tuple(measured),
+            components=tuple(found),
             phases=PhaseSeconds(build=10.0, warm_up=0.0, timed=3.0),
         )
 

@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.surrogate.covariance import Covariance
-
-
-def attention(size: int = 4, **changes: Any) -> Component:
-    made = {"kind": ComponentKind.ATTENTION, "micro_batch_size": size, "backend": "flash", "num_query_groups": 4}
-    return Component.model_validate({**made, **changes})
 
 
 def level(*components: Component) -> np.ndarray[Any, Any]:
@@ -26,45 +21,6 @@ def fixed(first: float, second: float | None = None) -> float:
     return float(
         sum(std**2 * np.log1p(r / first) * np.log1p(r / second) for r, std in ((0.1, 0.3), (0.5, 0.3), (3.0, 0.1)))
     )
-
-
-def test_a_component_varies_by_kind_back_end_mode_and_fixed_costs() -> None:
-    assert level(attention())[0, 0] == pytest.approx(0.7**2 + 0.35**2 + 0.04**2 + 1.25 * fixed(4))
-
-
-def test_back_ends_have_the_kind_and_most_of_their_fixed_costs_in_common() -> None:
-    found = Covariance.of([attention(), attention(backend="cudnn")])
-    assert found.level[0, 1] == pytest.approx(0.7**2 + fixed(4))
-    assert found.curve[0, 1] == 0
-
-
-def test_modes_of_one_back_end_differ_by_their_own_part() -> None:
-    found = level(attention(), attention(recompute=BlockRecompute.FULL))
-    assert found[0, 1] == pytest.approx(0.7**2 + 0.35**2 + 1.25 * fixed(4))
-
-
-def test_half_of_a_modes_part_fades_over_four_octaves() -> None:
-    found = level(attention(1), attention(16))
-    similar = np.exp(-0.5) ** 2  # of what a kernel sees at once, and of the batch
-    assert found[0, 1] == pytest.approx(0.7**2 + 0.35**2 + 0.04**2 * 0.5 * (1 + similar) + 1.25 * fixed(1, 16))
-
-
-def test_a_tile_is_what_a_kernel_sees_at_once() -> None:
-    found = Covariance.of([attention(16, bta_tile=4), attention(4)])
-    assert found.curve[0, 1] == 1.0
-    assert found.level[0, 1] == pytest.approx(0.7**2 + 0.35**2 + 1.25 * fixed(4)), "tiling is a mode of its own"
-
-
-@pytest.mark.parametrize(("size", "expected"), [(4, 1.0), (8, np.exp(-0.125)), (16, np.exp(-0.5)), (1, np.exp(-0.5))])
-def test_curves_are_smooth_over_two_octaves(size: int, expected: float) -> None:
-    assert Covariance.of([attention(4), attention(size)]).curve[0, 1] == pytest.approx(expected)
-
-
-def test_some_rows_keep_their_covariances() -> None:
-    found = Covariance.of([attention(1), attention(2), attention(8)])
-    part = found.restrict([2, 0])
-    assert part.level == pytest.approx(found.level[[2, 0]][:, [2, 0]])
-    assert part.curve == pytest.approx(found.curve[[2, 0]][:, [2, 0]])
 
 
 def test_a_block_without_kernels_of_a_choice_is_the_same_back_end_compiled_or_not() -> None:

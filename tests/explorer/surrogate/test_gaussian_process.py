@@ -20,6 +20,7 @@ from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.hyperparameters import Hyperparameters
 from bexp.explorer.surrogate.observations import ComponentObservations
 from tests.explorer.cost.tiny import hardware, model_of, request
+from tests.explorer.measurements import measured
 
 NUM_SAMPLES = 20_000
 RUN, OWN, AMPLITUDE = 0.03, 0.02, 0.1
@@ -58,18 +59,9 @@ def roofline(table: Composition, component: Component) -> float:
 
 
 def run(component: Component, seconds: float, error: float = 0.0, **changes: Any) -> ComponentMeasurement:
-    made = {
-        "component": component,
-        "device_seconds": seconds,
-        "host_seconds": 1e-9,
-        "forward_device_seconds": seconds / 4,
-        "standard_error_seconds": error * seconds,
-        "repeats": 8,
-        "saved_bytes": 100,
-        "forward_peak_bytes": 200,
-        "backward_peak_bytes": 300,
-    }
-    return ComponentMeasurement.model_validate({**made, **changes})
+    made = {"host_seconds": 1e-9, "forward_device_seconds": seconds / 4, "standard_error_seconds": error * seconds}
+    sizes = {"saved_bytes": 100, "forward_peak_bytes": 200, "backward_peak_bytes": 300}
+    return measured(component, seconds, **(made | sizes | changes))
 
 
 def observed(*runs: ComponentMeasurement) -> dict[Component, ComponentObservations]:
@@ -91,17 +83,6 @@ def test_before_anything_is_measured_the_mean_is_the_roofline() -> None:
     assert np.array_equal(made.predicted_bytes_3K, made.bytes_3K)
     assert not made.known_K.any()
     assert made.overlap is None
-
-
-def test_samples_before_a_measurement_scatter_as_the_prior_does() -> None:
-    table = make_table()
-    made = make_surrogate(table, fixed=True)
-    attention = of_kind(table, ComponentKind.ATTENTION)
-    prior = Covariance.of(attention)
-    expected = np.sqrt(np.diag(prior.level) + AMPLITUDE**2 * np.diag(prior.curve) + OWN**2)
-    columns = [table.column[c] for c in attention]
-    assert made.log_std_K[columns] == pytest.approx(expected, rel=0.03)
-    assert made.log_center_K[columns] == pytest.approx(np.log(made.device_mean_K[columns]), abs=0.03)
 
 
 def test_the_posterior_is_that_of_the_closed_form() -> None:
@@ -137,31 +118,11 @@ def test_the_posterior_is_that_of_the_closed_form() -> None:
     assert made.device_mean_K[others] == pytest.approx([roofline(table, table.components[k]) for k in others])
 
 
-def test_measured_components_are_known_and_components_of_other_variants_are_ignored() -> None:
-    table = make_table()
-    made = make_surrogate(table)
-    head = of_kind(table, ComponentKind.HEAD)[0]
-    stranger = Component(kind=ComponentKind.HEAD, micro_batch_size=77)
-    seconds = 2 * roofline(table, head)
-    made.fit(observed(run(head, seconds), run(stranger, 1.0)))
-    assert [table.components[k] for k in np.flatnonzero(made.known_K)] == [head]
-    assert made.device_mean_K[table.column[head]] == pytest.approx(seconds, rel=0.1)
-    assert made.bytes_3K[:, table.column[head]].tolist() == [100, 200, 300]
-    assert made.bytes_std_K[table.column[head]] == 0.0
-    assert made.bytes_std_K.max() > 0.0
-
-
 def test_what_no_other_component_predicts_must_be_measured() -> None:
     table = make_table(communicates=True, num_devices=2)
     essential = make_surrogate(table).essential_K
     kinds = {c.kind for c, is_essential in zip(table.components, essential, strict=True) if is_essential}
     assert kinds == {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}
-
-
-def test_a_cpu_has_no_host_beside_the_device() -> None:
-    table = make_table()
-    assert make_surrogate(table, "cpu").host_K.tolist() == [0.0] * len(table.components)
-    assert (make_surrogate(table).host_K > 0).all()
 
 
 def test_a_trial_in_flight_makes_its_component_surer_and_moves_no_mean() -> None:
@@ -182,14 +143,6 @@ def test_a_trial_in_flight_makes_its_component_surer_and_moves_no_mean() -> None
     assert expecting.host_K[column] == pytest.approx(made.host_K[column])
 
 
-def test_a_trial_in_flight_of_a_block_that_waits_is_expected_to_wait() -> None:
-    table = make_table()
-    made = make_surrogate(table)
-    waiting = of_kind(table, ComponentKind.HEAD)[0]
-    made.fit(observed(run(waiting, 1e-3, host_seconds=1e-3)))
-    assert made.expecting([waiting]).host_K == pytest.approx(made.host_K)
-
-
 def test_a_component_that_is_run_again_keeps_its_earlier_runs() -> None:
     table = make_table()
     made = make_surrogate(table, fixed=True)
@@ -201,20 +154,11 @@ def test_a_component_that_is_run_again_keeps_its_earlier_runs() -> None:
     assert twice == pytest.approx(RUN / np.sqrt(2), rel=0.05)
 
 
-def test_two_runs_of_a_step_differ_as_runs_of_its_blocks_do() -> None:
-    table = make_table()
-    made = make_surrogate(table, fixed=True)
-    rows = np.array([0, 3])
-    shares = table.step_shares(made.device_mean_K, rows)
-    assert made.step_run_std(table, rows) == pytest.approx(RUN * np.sqrt((shares**2).sum(axis=1)))
-
-
 def test_the_noise_of_a_step_takes_the_median_of_each_kind() -> None:
     table = make_table()
     made = make_surrogate(table)
-    values = np.full(64, 0.001)
-    values[:3] = 1000.0
-    blank = np.zeros(64)
+    values, blank = np.full(64, 0.001), np.zeros(64)
+    values[:7] = 1000.0
     made.hyperparameters = {kind.value: Hyperparameters(values, blank, blank) for kind in ComponentKind}
     assert made.step_run_std(table, np.array([0]))[0] <= 0.001
 
@@ -235,17 +179,3 @@ def test_overlap_is_assumed_until_the_exchange_is_measured() -> None:
     assert made.overlap.forward_share_K[column] == 0.25
     others = [k for k in range(len(table.components)) if k != column]
     assert not made.overlap.slowdown_K[others].any()
-
-
-def test_an_exchange_in_flight_is_expected_to_be_as_it_was_assumed() -> None:
-    table = make_table(communicates=True, num_devices=2)
-    made = make_surrogate(table)
-    (communication,) = table.communications
-    column = table.column[communication]
-    made.fit(observed(run(communication, 0.01, slowdown=0.7, host_seconds=0.002, host_once_seconds=0.003)))
-    again = made.expecting([communication]).overlap
-    assert again is not None
-    assert again.slowdown_K[column] == pytest.approx(0.7)
-    assert again.host_overhead_2K[:, column] == pytest.approx([0.002, 0.003])
-    assert again.forward_share_K[column] == pytest.approx(0.25)
-    assert make_surrogate(table, "cpu").overlap.computes  # type: ignore[union-attr]  # not null here

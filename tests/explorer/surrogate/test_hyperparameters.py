@@ -10,15 +10,14 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.hyperparameters import (
     AMPLITUDE_GRID,
-    KIND_SHIFTS,
     OWN_GRID,
     RUN_GRID,
     Evidence,
     HyperparameterPosterior,
     Hyperparameters,
-    _invert,
 )
 from bexp.explorer.surrogate.observations import ComponentObservations
+from tests.explorer.measurements import measured
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 KIND = ComponentKind.DENSE_FFN
@@ -29,32 +28,22 @@ def component(size: int) -> Component:
 
 
 def measurement(size: int, seconds: float, error: float = 0.0005) -> ComponentMeasurement:
-    return ComponentMeasurement(
-        component=component(size),
-        device_seconds=seconds,
-        host_seconds=1e-3,
-        forward_device_seconds=seconds / 3,
-        standard_error_seconds=error * seconds,
-        repeats=8,
-        saved_bytes=10 * size,
-        forward_peak_bytes=20 * size,
-        backward_peak_bytes=30 * size,
-    )
+    return measured(component(size), seconds, host_seconds=1e-3, standard_error_seconds=error * seconds)
 
 
 def evidence(*, own: float, run: float, runs: int, seed: int) -> Evidence:
     """Components whose real distance from the roofline is a line with a deviation, each measured a few times."""
     rng = np.random.default_rng(seed)
-    measured = []
+    seen = []
     for size in SIZES:
         true = 1e-3 * size * 1.5 * np.exp(own * rng.standard_normal())
-        measured.append(
+        seen.append(
             ComponentObservations(
                 tuple(measurement(size, true * np.exp(run * rng.standard_normal())) for _ in range(runs))
             )
         )
     kernel = Covariance.of([component(size) for size in SIZES])
-    return Evidence.of(kernel, measured, np.log([1e-3 * size for size in SIZES]))
+    return Evidence.of(kernel, seen, np.log([1e-3 * size for size in SIZES]))
 
 
 def learn(found: Evidence | None, device_kind: str = "cuda") -> Hyperparameters:
@@ -115,32 +104,3 @@ def test_likelihood_is_that_of_the_runs_as_one_gaussian() -> None:
         direct.append(-0.5 * (determinant + values @ np.linalg.solve(covariance, values)))
     differences = [runs[cell] - value for cell, value in zip(cells, direct, strict=True)]
     assert np.ptp(differences) < 1e-4
-
-
-def test_a_point_beyond_the_last_outcome_is_the_last_outcome() -> None:
-    found = _invert(np.array([0.25, 0.5, 0.25]), np.array([0.0, 0.24, 0.26, 0.74, 0.76, 1.0, 1.5]))
-    assert found.tolist() == [0, 0, 1, 1, 2, 2, 2]
-
-
-def test_the_prior_is_a_distribution_over_shifts_deviations_and_amplitudes() -> None:
-    posterior = HyperparameterPosterior("cuda", [KIND.value], 4, np.random.default_rng(0))
-    prior = np.exp(posterior._prior)
-    assert prior.shape == (KIND_SHIFTS.size, OWN_GRID.size, AMPLITUDE_GRID.size)
-    assert prior.sum() == pytest.approx(1.0)
-    shifts = prior.sum(axis=(1, 2))
-    assert shifts / shifts[2] == pytest.approx(np.exp([-2.0, -0.5, 0.0, -0.5, -2.0])), "a normal of one step"
-    assert prior.sum(axis=(0, 1)) == pytest.approx(0.25), "amplitudes are as likely as one another"
-    own = prior.sum(axis=(0, 2))
-    assert own / own[0] == pytest.approx(np.exp(-0.5 * (np.log(OWN_GRID / 0.01) ** 2 - np.log(0.2) ** 2)))
-
-
-def test_a_kind_that_differs_from_its_device_stays_on_the_grid() -> None:
-    index = HyperparameterPosterior("cuda", [KIND.value], 4, np.random.default_rng(0))._run_index
-    assert index[5].tolist() == [3, 4, 5, 6, 7]
-    assert index[0].tolist() == [0, 0, 0, 1, 2]
-    assert index[-1].tolist() == [7, 8, 9, 9, 9]
-
-
-def test_the_grids_are_octaves() -> None:
-    assert RUN_GRID.tolist() == pytest.approx([0.001 * 2**i for i in range(10)])
-    assert OWN_GRID.tolist() == pytest.approx([0.002 * 2**i for i in range(7)])

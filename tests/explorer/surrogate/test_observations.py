@@ -12,23 +12,15 @@ from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.earlier_runs import EarlierRun
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.observations import ComponentObservations, age_run
+from tests.explorer.measurements import measured
 
 HEAD = Component(kind=ComponentKind.HEAD, micro_batch_size=2)
 
 
 def run(device: float = 2.0, **changes: Any) -> ComponentMeasurement:
-    made = {
-        "component": HEAD,
-        "device_seconds": device,
-        "host_seconds": 0.5,
-        "forward_device_seconds": device / 4,
-        "standard_error_seconds": 0.1,
-        "repeats": 5,
-        "saved_bytes": 10,
-        "forward_peak_bytes": 20,
-        "backward_peak_bytes": 30,
-    }
-    return ComponentMeasurement.model_validate({**made, **changes})
+    made = {"host_seconds": 0.5, "forward_device_seconds": device / 4, "standard_error_seconds": 0.1}
+    sizes = {"saved_bytes": 10, "forward_peak_bytes": 20, "backward_peak_bytes": 30}
+    return measured(HEAD, device, **(made | sizes | changes))
 
 
 def observe(*runs: ComponentMeasurement) -> ComponentObservations:
@@ -70,14 +62,6 @@ def test_a_block_waits_if_every_run_has_one_time() -> None:
 def test_bytes_are_the_most_that_any_run_took() -> None:
     found = observe(run(saved_bytes=11, forward_peak_bytes=1), run(forward_peak_bytes=21, backward_peak_bytes=5))
     assert found.sizes == (11, 21, 30)
-
-
-def test_a_single_run_tells_its_component_and_its_times() -> None:
-    found = observe(run(3.0))
-    assert found.component == HEAD
-    assert found.first == run(3.0)
-    assert np.exp(found.log_seconds) == pytest.approx(3.0)
-    assert found.squared_deviations == 0.0
 
 
 @pytest.mark.parametrize(("kind", "day", "between"), [("cuda", 0.002, 0.004), ("cpu", 0.01, 0.03)])

@@ -47,12 +47,6 @@ def test_what_was_not_run_whole_has_heavy_tails() -> None:
     assert np.std(heavy - heavy[:, [3]], axis=0)[0] > 1.1 * np.std(light - light[:, [3]], axis=0)[0]
 
 
-def test_a_candidate_is_less_certain_the_further_its_size_is_from_one_that_was_run_whole() -> None:
-    candidates = [CANDIDATES[0].model_copy(update={"micro_batch_size": m}) for m in (1, 2, 8, 64)]
-    found = CompositionErrors(candidates, "cuda", 0, 10, np.random.default_rng(0)).covariance(ROWS, ROWS)
-    assert found[0, 1] > found[0, 2] > found[0, 3]
-
-
 @pytest.mark.parametrize("distances", [{0: 0.02}, {0: 0.02, 3: 0.015}])
 def test_the_posterior_is_that_of_the_exact_gaussian(distances: dict[int, float]) -> None:
     model = errors()
@@ -134,19 +128,9 @@ def test_nothing_depends_on_the_order_of_the_runs() -> None:
     assert second.weights_NJ == pytest.approx(first.weights_NJ)
 
 
-def test_the_covariance_is_the_sum_of_a_common_a_policys_a_sizes_and_an_own_part() -> None:
-    found = errors().covariance(ROWS, ROWS)
-    an_octave = SIZE_STD**2 * np.exp(-0.5 / SIZE_OCTAVES**2)
-    assert found[0, 0] == pytest.approx(0.03**2 + 0.005**2 + 0.004**2 + 0.0032**2)
-    assert found[0, 1] == pytest.approx(0.03**2 + 0.005**2 + an_octave)
-    assert found[0, 2] == pytest.approx(0.03**2 + 0.004**2)
-    assert errors().covariance(ROWS, ROWS, 2.0) == pytest.approx(4 * found)
-
-
 def test_a_cpu_is_expected_to_compose_worse() -> None:
     found = CompositionErrors(CANDIDATES, "cpu", 0, 10, np.random.default_rng(0)).covariance(ROWS, ROWS)
     assert found[0, 0] == pytest.approx(0.10**2 + 0.005**2 + SIZE_STD**2 + 0.008**2)
-    assert found[0, 2] == pytest.approx(0.10**2 + SIZE_STD**2)
 
 
 @pytest.mark.parametrize("execution", [Execution.EAGER, Execution.COMPILE])

@@ -12,8 +12,7 @@ from torch import nn
 
 from bexp.explorer.exports.export import export
 from bexp.explorer.records.recommendation import TextFigures
-from tests.explorer.exports.samples import candidate, exploration, own_exploration
-from tests.explorer.exports.test_texts import LENGTHS
+from tests.explorer.exports.samples import LENGTHS, candidate, exploration, own_exploration
 
 
 def test_the_python_module_leaves_the_loss_and_attention_of_a_targets_own_code() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,8 +17,7 @@ from bexp.explorer.exports.export import export
 from bexp.explorer.trainers.document import ExportError
 from bexp.transformers.recompute import chosen_layers
 from bexp.transformers.settings import Settings
-from tests.explorer.exports.samples import SHARDED, candidate, exploration
-from tests.explorer.exports.test_formats import SHAPES
+from tests.explorer.exports.samples import SHAPES, SHARDED, candidate, exploration, header_of
 
 
 def module_of(answer: ExportSource, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -78,20 +76,7 @@ def test_adapters_of_a_sharded_model_are_refused() -> None:
     answer = exploration(num_devices=8, training={"sharding": "zero3", **lora})
     with pytest.raises(ExportError, match="Lightning cannot express LoRA with the sharding level 'zero3'"):
         export("lightning", answer)
-    assert "peft.LoraConfig" in export("transformers", answer).text + "\n".join(export("transformers", answer).header)
+    assert "peft.LoraConfig" in export("transformers", answer).text + header_of("transformers", answer)
     assert "peft.LoraConfig" in export("lightning", exploration(num_devices=8, training=lora)).text
     with pytest.raises(ValidationError, match="Lightning cannot express LoRA with the sharding level 'zero3'; these"):
         exploration(num_devices=8, training={"sharding": "zero3", **lora}, trainer="lightning")
-
-
-def test_lightning_has_functions_for_what_was_chosen_only() -> None:
-    best = candidate(attention_backend="sdpa:cudnn", recompute=Recompute.PARTIAL_25, execution="compile")
-    answer = exploration(best, execution=["eager", "compile"], allocator="expandable_segments", **SHARDED)
-    code = export("lightning", answer).text
-    functions = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
-    assert functions == ["make_trainer", "recompute", "compile_layers", "attention"]
-    assert "accumulate_grad_batches=8," in code
-    assert "SDPBackend.CUDNN_ATTENTION" in code
-    assert code.index('PYTORCH_ALLOC_CONF"] =') < code.index("import lightning")
-    plain = ast.parse(export("lightning", exploration()).text)
-    assert [node.name for node in plain.body if isinstance(node, ast.FunctionDef)] == ["make_trainer"]

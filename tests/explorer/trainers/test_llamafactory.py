@@ -1,4 +1,4 @@
-"""LLaMA-Factory: what it packs, quantises and trains by itself."""
+"""LLaMA-Factory: what it packs and trains by itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.exports.export import export
 from bexp.explorer.search.legal_space import expressible
 from bexp.explorer.trainers.document import ExportError
-from tests.explorer.exports.samples import candidate, exploration
-from tests.explorer.exports.test_quantized_exports import quantized
-from tests.explorer.exports.test_texts import LENGTHS
+from tests.explorer.exports.samples import LENGTHS, candidate, exploration
 from tests.explorer.formats.test_trainer_files import read
 
 
@@ -38,11 +36,6 @@ def test_llamafactory_packs_for_flash_attention_in_single_rows_alone() -> None:
         assert tuple(one.micro_batch_size for one in kept) == packed
     padded = exploration(candidate(2, attention_backend="flash_attention_3"), lengths=LENGTHS)
     assert yaml.safe_load(export("llamafactory", padded).text)["flash_attn"] == "fa3"
-
-
-def test_it_says_that_it_keeps_the_other_weights_in_half_precision() -> None:
-    made = export("llamafactory", quantized())
-    assert any("LLaMA-Factory keeps the other weights in bfloat16" in line for line in made.header)
 
 
 def test_embeddings_that_llamafactory_trains_with_a_new_vocabulary() -> None:
