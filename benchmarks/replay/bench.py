@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import required_table
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome

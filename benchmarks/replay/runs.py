@@ -23,7 +23,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, TrialKind
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.legal_space import PrunedSpace
 from bexp.explorer.search.samplers import STOCK_SAMPLERS
 from bexp.workers.replay.profiler import VirtualClock
 

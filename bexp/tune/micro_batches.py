@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from bexp.explorer.cost.epochs import Epoch, Places, cut_epochs
-from bexp.explorer.cost.expectation import Figures, expect
+from bexp.explorer.cost.text_batches import Figures, expect
 from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentBytes, ComponentKind
 from bexp.explorer.cost.parameters import (
     count_attention,
     count_dense_ffn,
@@ -18,7 +18,6 @@ from bexp.explorer.cost.parameters import (
     count_moe_ffn,
 )
 from bexp.explorer.cost.part_costs import predict_part_bytes
-from bexp.explorer.cost.work import ComponentBytes
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.request.request import ExplorationRequest
@@ -249,7 +248,7 @@ def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationReq
         return fullest if factor is None else min(fullest, factor)
     if factor is None:
         return 1.0
-    from bexp.explorer.cost.token_dropping import dropped_share  # noqa: PLC0415 - NumPy takes long to import
+    from bexp.explorer.model.routes import dropped_share  # noqa: PLC0415 - NumPy takes long to import
 
     return 1.0 - dropped_share(model.moe, request.routing, local_tokens(component, model), request.seed)
 

@@ -5,19 +5,26 @@ The estimates follow from the target's counts. They only decide what is measured
 
 from __future__ import annotations
 
-from bexp.explorer.cost.back_end import BackEnd, marks_of
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, whole_recompute
+from bexp.explorer.cost.components import (
+    BackEnd,
+    BlockRecompute,
+    Component,
+    ComponentBytes,
+    ComponentKind,
+    Work,
+    marks_of,
+    whole_recompute,
+)
 from bexp.explorer.cost.decomposition import (
     Decomposition,
+    EqualLayers,
     LayerGroup,
     SharedComponents,
     equal_layers,
     stepped_level,
 )
-from bexp.explorer.cost.layer_groups import EqualLayers
 from bexp.explorer.cost.parameters import master_bytes
 from bexp.explorer.cost.request_texts import text_batches, widest
-from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.dimension import CodePart
 from bexp.explorer.dimensions.loss import function_of

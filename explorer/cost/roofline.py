@@ -17,7 +17,7 @@ from bexp.explorer.cost.activation_memory import (
     rows_of_pair,
 )
 from bexp.explorer.cost.collectives import CommunicationUnits, buffered_dtype
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, Work
 from bexp.explorer.cost.parameters import (
     count_attention,
     count_dense_ffn,
@@ -27,7 +27,6 @@ from bexp.explorer.cost.parameters import (
     master_bytes,
 )
 from bexp.explorer.cost.part_costs import again_work, part_work
-from bexp.explorer.cost.work import Work
 from bexp.explorer.dimensions.context_parallel import Sharing, busiest_pairs
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import ModelSpec

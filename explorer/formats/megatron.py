@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
-from bexp.explorer.formats.layers import find_layer_pattern
+from bexp.explorer.model.model import find_layer_pattern
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.translation import Location, Section, Translation
 

@@ -17,13 +17,12 @@ from bexp.explorer.formats.huggingface import (
     OWN_FIELDS,
     assume_seq_length,
     check_length,
+    keep_what_is_read,
     pass_config,
     translate_config,
 )
-from bexp.explorer.formats.stored_config import keep_what_is_read
 from bexp.explorer.formats.training_files import StatedTraining, translate_side_files
-from bexp.explorer.formats.unmeasured import refuse_other_model
-from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.formats.unmeasured import refuse_other_model, refuse_vision
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.model.training import Sharding

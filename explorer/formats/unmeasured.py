@@ -7,10 +7,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from bexp.explorer.formats.model_types import ModelKind, model_types
-from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import OWN_TARGET, TRANSFORMERS
 from bexp.explorer.model.translation import Section
+
+VISION_FIELDS = (
+    "vision_config",
+    "vision_model",
+    "image_size",
+    "patch_size",
+    "num_channels",
+    "image_token_id",
+    "image_token_index",
+)
+VISION_WORDS = frozenset(
+    {
+        *("vit", "deit", "beit", "dit", "swin", "swinv", "dinov", "dinov2", "hiera", "perceiver"),
+        *("clip", "siglip", "align", "blip", "flava", "llava", "paligemma", "pixtral", "mllama", "vl", "idefics"),
+        *("resnet", "convnext", "convnextv", "regnet", "efficientnet", "mobilenet", "detr", "segformer", "sam"),
+        *("vision", "image", "imagegpt", "unet", "diffusion", "multimodal"),
+    }
+)
+
+
+def refuse_vision(model: Section, name_key: str | None) -> bool:
+    """Refuse a network that takes images, at the field that shows this; return whether it was refused.
+
+    `name_key` is the field that names the kind of network; None if the format has none.
+    """
+    shown = next((key for key in VISION_FIELDS if model.values.get(key) is not None), None)
+    if shown is None and name_key is not None:
+        words = re.split(r"[^a-z]+", str(model.values.get(name_key) or "").lower())
+        shown = name_key if VISION_WORDS.intersection(words) else None
+    if shown is None:
+        return False
+    model.refuse(shown, f"this is a vision network; exploration is limited to language models: {OWN_TARGET}")
+    return True
+
 
 LIKE_A_TYPE = 0.8
 """The least likeness of an unknown model type to the known one that it misspells."""

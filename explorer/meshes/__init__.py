@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from bexp.explorer.model.parts import ExploredModel
     from bexp.explorer.request.request import ExplorationRequest
     from bexp.explorer.request.request_rules import Rule
-    from bexp.explorer.search.progress_log import ProgressLog
+    from bexp.explorer.search.loop import ProgressLog, VariantContext
     from bexp.explorer.search.search_space import SearchSpace
-    from bexp.explorer.search.variant_context import VariantContext
 
 
 def record_types() -> tuple[type[BaseModel], ...]:

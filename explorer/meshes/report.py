@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.meshes.check import MeshChecks
 from bexp.explorer.meshes.knowledge import MeshKnowledge, RankedCandidate
@@ -17,6 +16,7 @@ from bexp.explorer.meshes.pipeline import PipelineRun, TimedPass
 from bexp.explorer.meshes.pipeline_order import Pass
 from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.meshes.step import MeshStep, reduces_late
+from bexp.explorer.model.routes import dropped_share
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Alternative, Note, NoteCode, Recommendation, Role, WholeModelCheck

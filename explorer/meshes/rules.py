@@ -11,12 +11,12 @@ from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.meshes.legal import check_meshes, check_sizes
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.target import BEXP
-from bexp.explorer.request.device_rules import check_expert_modes
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.request.request_rules import (
     RULES,
     Rule,
     check_capacity,
+    check_expert_modes,
     check_lengths,
     check_model_of_target,
     check_quantization,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
-from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.components import Component, ComponentBytes
 from bexp.explorer.cost.roofline import PredictedSeconds, predict_component_seconds
-from bexp.explorer.cost.work import ComponentBytes
 from bexp.explorer.meshes.shards import SPREAD_EXPERTS, expert_chunk, expert_rows, shard_of
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import ModelSpec

@@ -28,10 +28,9 @@ from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, timeout_seconds
 from bexp.explorer.search.event_messages import whole_model_event
-from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.loop import ProgressLog, VariantContext
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.search.variant_context import VariantContext
 
 SCREENINGS = 3
 """How often the whole space is ranked anew, each time with what has been measured until then."""

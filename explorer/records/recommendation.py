@@ -17,7 +17,7 @@ from bexp.explorer.model.base import Frozen, is_null
 from bexp.explorer.model.extensions import Extended
 from bexp.explorer.model.lengths import Batching
 from bexp.explorer.model.quantization import WeightBytes
-from bexp.explorer.records.earlier_runs import ReusedComponents
+from bexp.explorer.records.device_report import ReusedComponents
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.plan import Plan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -12,7 +14,7 @@ from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE, MicroBatch, MicroBatchChoice
 from bexp.explorer.dimensions.parallelism import ParallelismSpec
-from bexp.explorer.model.base import is_false, is_null
+from bexp.explorer.model.base import Frozen, is_false, is_null
 from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
 from bexp.explorer.model.lengths import Batching, Lengths
 from bexp.explorer.model.model import ModelSpec
@@ -20,14 +22,38 @@ from bexp.explorer.model.quantization import Quantization, QuantizationName, qua
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
-from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
 from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
-from bexp.explorer.request.extensions import rules_of
 from bexp.explorer.request.labels import Labels
+from bexp.explorer.request.request_rules import rules_of
 from bexp.explorer.request.requested_space import RequestedSpace
 from bexp.explorer.request.shorthands import expand_shorthands
 from bexp.explorer.trainers.registry import DEFAULT_TRAINER, TRAINERS, TrainerName
 from bexp.explorer.trainers.trainer import Trainer
+
+WEIGHING_BATCH_SIZE = 512
+"""The effective batch that weighs the optimizer where nobody states one."""
+
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class Budget(Frozen):
+    """The end of a search: at the confidence target, or when a limit is reached.
+
+    The base is measured in any case. Twice the limits hold until there is a candidate to recommend, and for the
+    comparisons of the answer. Whole models of recommended candidates come on top, until one has run well.
+    """
+
+    confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
+    max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
+    """Each variant has an equal share of both limits, and what earlier variants left over."""
+    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """The time of all trials together, those of earlier leases included.
+
+    A trial counts from its choice until its result is learnt. Trials in flight at once each count in full. Starting a
+    job, enumerating the space and storing results come on top, and a running trial is not cut short. After a whole
+    model that ran well, whole models have a third of it. A search that noise keeps from its confidence has an eighth.
+    """
+    trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
 
 
 class ExplorationRequest(DimensionsAsked):
@@ -324,3 +350,20 @@ class RequestedDevices:
     def data_parallel_size(self, context_parallel_size: int) -> int:
         """Number of groups of devices that process sequences of their own."""
         return self.asked.num_devices // context_parallel_size
+
+
+NOT_ASKED = {"labels", "fresh", "notices", "kept", "budget", "target"}
+"""Fields that do not say what is asked. The budget says how well it must be known, which is judged by the answer."""
+
+
+def request_key(request: ExplorationRequest) -> str | None:
+    """Return a text that is equal for requests that ask the same, whatever their labels and budgets.
+
+    None for a target that somebody has written: its code can change while its version does not.
+    """
+    if request.is_own_code:
+        return None
+    document = request.model_dump(mode="json", exclude=NOT_ASKED)
+    document["target"] = request.target_name
+    document["trial_timeout_seconds"] = request.budget.trial_timeout_seconds
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from scipy.special import ndtri
 
-from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask, required_table
 from bexp.explorer.cost.step import FRAGMENTATION, GIB, MARGIN_BYTES, StepBytes, required_bytes
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.surrogate.gaussian_process import Surrogate

@@ -9,13 +9,13 @@ import numpy as np
 from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence
 from bexp.explorer.cost.step import GIB, StepSeconds
 from bexp.explorer.cost.text_batches import TextBatches
-from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.dimensions.candidate import CHOICES, Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.optimizers import ON_HOST_NOTE, PAGED_NOTE
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.model.quantization import describe_weights
+from bexp.explorer.model.routes import dropped_share
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
@@ -38,8 +38,8 @@ from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
-from bexp.explorer.search.runner_up import find_runner_up
 from bexp.explorer.search.whole_model_check import check_whole_model, performance
+from bexp.explorer.search.whole_models import find_runner_up
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 """A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""

@@ -14,7 +14,6 @@ from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, count_processes, timeout_seconds
 from bexp.explorer.search.alternatives import find_alternatives
-from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.candidate_report import build_recommendation
 from bexp.explorer.search.earlier_check import ignored_event
 from bexp.explorer.search.event_messages import (
@@ -26,19 +25,16 @@ from bexp.explorer.search.event_messages import (
     trial_event,
     whole_model_event,
 )
+from bexp.explorer.search.legal_space import PrunedSpace
+from bexp.explorer.search.loop import ProgressLog, VariantContext
 from bexp.explorer.search.noise_limit import noise_figures
-from bexp.explorer.search.progress_log import ProgressLog
-from bexp.explorer.search.pruned_space import PrunedSpace
-from bexp.explorer.search.relaxations import explain_without_fit
+from bexp.explorer.search.relaxations import explain_without_fit, find_smallest
 from bexp.explorer.search.reported_runs import reported_event
-from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.samplers import make_sampler
+from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate, restore_knowledge
+from bexp.explorer.search.samplers import SearchStages, make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
-from bexp.explorer.search.smallest_candidate import find_smallest
-from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
-from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
 

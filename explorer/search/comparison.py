@@ -20,8 +20,7 @@ from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import CandidateFigures
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import MOST_CONFIDENT
-from bexp.explorer.surrogate.whole_model_error import COMMON_STD
-from bexp.explorer.surrogate.whole_model_runs import NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
+from bexp.explorer.surrogate.whole_model_error import COMMON_STD, NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
 
 KNOWN = 0.95
 """With this probability of being the faster one, it is known which one is."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition, Ints
-from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
+from bexp.explorer.records.device_report import EarlierRuns, ReusedComponents
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS
 from bexp.explorer.surrogate.gaussian_process import Surrogate

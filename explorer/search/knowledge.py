@@ -11,14 +11,13 @@ import numpy as np
 from bexp.explorer.cost.components import BlockRecompute, Component
 from bexp.explorer.cost.composition import Composition, Floats, Mask
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
+from bexp.explorer.records.device_report import EarlierRuns, ReusedComponents
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.search.earlier_check import ComponentReuse, EarlierCheck
-from bexp.explorer.search.preparing import PreparingSeconds
-from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.search.suggestion import PreparingSeconds, Suggestion
 from bexp.explorer.surrogate.observations import ObservationLog, age_run
-from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
+from bexp.explorer.surrogate.whole_model_error import WholeModelRuns
 
 SOUND = frozenset({Outcome.OK, Outcome.CONTAMINATED})
 """Outcomes of a trial that ran to its end."""

@@ -16,7 +16,7 @@ from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
 from bexp.explorer.cost.step import StepBytes, StepSeconds, memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.hardware import HardwareSpec
-from bexp.explorer.records.earlier_runs import EarlierRuns
+from bexp.explorer.records.device_report import EarlierRuns
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
@@ -33,8 +33,7 @@ from bexp.explorer.search.knowledge import Knowledge
 from bexp.explorer.search.reported_runs import peak_factor
 from bexp.explorer.search.suggestion import measuring_seconds, whole_model_seconds
 from bexp.explorer.surrogate.gaussian_process import Surrogate
-from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
-from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
+from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError, WholeModelRuns
 
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.

@@ -1,18 +1,25 @@
-"""The interface of a space to the loop: the candidates of one device, or the space of an extension."""
+"""The interface of a space to the loop: the candidates of one device, or the space of an extension that serves it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.model.amounts import RateUnit
+from bexp.explorer.model.extensions import extensions
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.suggestion import Suggestion
+
+if TYPE_CHECKING:
+    from bexp.explorer.search.loop import ProgressLog, VariantContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +140,19 @@ class SearchSpace(ABC):
     @abstractmethod
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
         """Return why nothing can be recommended, and the changes that would mend it."""
+
+
+class SearchExtension(Protocol):
+    """The interface of an extension to the search."""
+
+    def models_of(self, request: ExplorationRequest) -> tuple[ExploredModel, ...] | None:
+        """Return the models to explore, one after the other; None if it does not serve the request."""
+
+    def open_space(self, context: VariantContext, log: ProgressLog) -> SearchSpace:
+        """Return the space of one of the models. Raises EmptySpaceError if it has no candidate."""
+
+
+def extension_for(request: ExplorationRequest) -> SearchExtension | None:
+    """Return the first extension that serves a request; None if the core does."""
+    known = (cast(SearchExtension, one) for one in extensions())
+    return next((one for one in known if one.models_of(request) is not None), None)

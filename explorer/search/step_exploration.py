@@ -23,11 +23,10 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, SizeResult
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.request.budget import Budget
-from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request import Budget, ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score, confidences
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
 from bexp.explorer.surrogate.hyperparameters import LOG_STD, RUN_GRID, RUN_MEDIAN
 
 MAX_SIZES = 64

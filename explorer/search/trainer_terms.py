@@ -21,8 +21,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.request.requested_space import place_of
 from bexp.explorer.trainers.registry import TRAINERS
-from bexp.explorer.trainers.terms import ShardedAdapters
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.trainer import ShardedAdapters, Trainer
 
 
 def needs_logits(trainer: Trainer, candidate: Candidate, request: ExplorationRequest) -> bool:

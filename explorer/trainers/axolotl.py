@@ -35,9 +35,8 @@ from bexp.explorer.trainers.keys import (
 )
 from bexp.explorer.trainers.script import gathering_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import LORA as ADAPTERS
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, SINGLE_PARAMETERS, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, SINGLE_PARAMETERS, Trainer, expresses
+from bexp.explorer.trainers.trainer import LORA as ADAPTERS
 from bexp.explorer.trainers.transformers import LORA, accelerator_config, optimizer_arguments
 
 

@@ -17,8 +17,7 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import ExportDocument, python_export
 from bexp.explorer.trainers.script import PREPARE, lora_config, quantization_config
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import ON_HOST, OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, ON_HOST, OTHER_LIBRARIES, Trainer, expresses
 
 _CODE = '''\
 import json

@@ -10,8 +10,7 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import ExportDocument, yaml_export
 from bexp.explorer.trainers.script import other_optimizer_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import expresses
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.trainer import Trainer, expresses
 
 BTA_FLAGS = {
     "csx.debug.ini.ws_opt_enable_bta": "enable",

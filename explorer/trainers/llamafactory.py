@@ -32,8 +32,7 @@ from bexp.explorer.trainers.keys import (
 )
 from bexp.explorer.trainers.script import expert_notes, gathering_notes, plain_expert_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import LORA, OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, LORA, OTHER_LIBRARIES, Trainer, expresses
 from bexp.explorer.trainers.transformers import (
     AUTOCAST,
     BATCH,

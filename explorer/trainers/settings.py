@@ -19,6 +19,9 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.quantization import Quantization
 from bexp.explorer.model.training import LoRASpec, Precision, Sharding, TrainingSpec
 
+HALF_NAMES: dict[str, str] = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
+"""Trainers' names of the formats of half precision, such as the fields that switch autocast on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:

@@ -14,8 +14,7 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import ExportDocument, ExportError, shell_export
 from bexp.explorer.trainers.script import gathering_notes, other_optimizer_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import MODEL_PARALLELISM, expresses
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.trainer import MODEL_PARALLELISM, Trainer, expresses
 
 VARIABLE = "TORCHTITAN_FLAGS"
 

@@ -38,8 +38,7 @@ from bexp.explorer.trainers.keys import (
 )
 from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
 """The policies that recompute one layer of every so many."""

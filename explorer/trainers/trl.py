@@ -28,8 +28,7 @@ from bexp.explorer.trainers.keys import (
 )
 from bexp.explorer.trainers.script import plain_expert_notes
 from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 from bexp.explorer.trainers.transformers import (
     ARGUMENTS,
     HARMLESS,

@@ -23,7 +23,7 @@ from bexp.explorer.records.measurement import Measurement, PhaseSeconds
 from bexp.explorer.records.trial import Measure, Trial, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.explorer.search.loop import TrialExecutor
 from bexp.storage.components import keep_components
 from bexp.storage.database import DATABASE_TROUBLE
 from bexp.storage.jobs import JobState

@@ -11,7 +11,7 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.explorer.search.loop import TrialExecutor
 
 
 class ProfilerError(Exception):

@@ -14,7 +14,7 @@ from bexp.explorer.model.base import rule_of
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
 from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow
 
 

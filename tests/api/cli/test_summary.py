@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.api.examples import RUN_REPORT
-from bexp.explorer.answers.runs import render_run_report
+from bexp.explorer.answers.lines import render_run_report
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.recommendation import (

@@ -15,9 +15,8 @@ from bexp.explorer.cost.activation_memory import (
     local_tokens,
     predict_component_bytes,
 )
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentBytes, ComponentKind
 from bexp.explorer.cost.part_costs import predict_part_bytes
-from bexp.explorer.cost.work import ComponentBytes
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.cost.tiny import MOE, model_of, parts, request
 

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost.back_end import BackEnd
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost.decomposition import Decomposer, Decomposition, LayerGroup
-from bexp.explorer.cost.layer_groups import group_layers
+from bexp.explorer.cost.components import BackEnd, BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.decomposition import Decomposer, Decomposition, LayerGroup, group_layers
 from bexp.explorer.dimensions.candidate import Candidate
 from tests.explorer.cost.tiny import MOE, model_of, request
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_component_table
+from bexp.explorer.cost.composition import Composition, predict_component_table
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.context_parallel import CONTEXT_PARALLEL, LAYOUTS, Sharing, busiest_pairs, refuse_layout
 from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from bexp.explorer.cost.layer_groups import EqualLayers, group_chunks, group_layers
+from bexp.explorer.cost.decomposition import EqualLayers, group_chunks, group_layers
 
 
 def test_layers_are_counted_by_sort_with_those_that_lie_below() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
-from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.components import Component, ComponentBytes, ComponentKind, Work
 from bexp.explorer.cost.part_costs import (
     COMPILED_SHARE,
     PartsDecomposer,
@@ -17,7 +17,6 @@ from bexp.explorer.cost.part_costs import (
 )
 from bexp.explorer.cost.roofline import roofline_seconds
 from bexp.explorer.cost.step import static_parts
-from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels

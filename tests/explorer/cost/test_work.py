@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from bexp.explorer.cost.composition import Composition
+from bexp.explorer.cost.components import ComponentBytes, Work
+from bexp.explorer.cost.composition import Composition, predict_component_table
 from bexp.explorer.cost.part_costs import part_work, predict_part_bytes
-from bexp.explorer.cost.required_memory import predict_component_table
-from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement
 from tests.explorer.cost.tiny import parts, request

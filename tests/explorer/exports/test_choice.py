@@ -18,8 +18,7 @@ from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Role
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import explored_models, expressible
-from bexp.explorer.search.pruned_space import prune_space
+from bexp.explorer.search.legal_space import explored_models, expressible, prune_space
 from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.trainer_terms import formats_for
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second

@@ -15,10 +15,9 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, Trial, TrialKind
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
+from bexp.explorer.search.loop import VariantContext, executor_of
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from bexp.explorer.search.trial_executor import executor_of
-from bexp.explorer.search.variant_context import VariantContext
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

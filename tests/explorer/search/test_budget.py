@@ -10,7 +10,7 @@ import pytest
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.explorer.search.loop import TrialExecutor
 from tests.explorer.explorations import pruned, request
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -9,8 +9,7 @@ import pytest
 
 from bexp.explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughput
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.surrogate.whole_model_error import CompositionErrors
-from bexp.explorer.surrogate.whole_model_runs import WholeModelRun
+from bexp.explorer.surrogate.whole_model_error import CompositionErrors, WholeModelRun
 from tests.explorer.search.small import candidate, know, small_state
 
 

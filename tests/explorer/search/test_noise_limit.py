@@ -13,7 +13,6 @@ from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import (
@@ -24,6 +23,7 @@ from bexp.explorer.search.noise_limit import (
     shown_noise,
 )
 from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.suggestion import whole_model_seconds
 from tests.explorer.explorations import answer_of, lines, trials_of
 from tests.explorer.notes import notes_of

@@ -8,7 +8,7 @@ import pytest
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
-from bexp.explorer.search.preparing import PreparingSeconds
+from bexp.explorer.search.suggestion import PreparingSeconds
 
 
 def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, build: float = 0.0) -> Measurement:

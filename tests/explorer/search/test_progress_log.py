@@ -7,7 +7,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import open_candidates
-from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.loop import ProgressLog
 from tests.explorer.search.small import context, recommendation, small_request, small_space, trial
 
 NOTE = EventDraft(code=EventCode.WARNING, message="something")

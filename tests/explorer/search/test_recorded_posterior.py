@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
+from bexp.explorer.records.device_report import DeviceReport, EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.alternatives import compare, dividing_batch_sizes, memory_rows, promising_row
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.samplers import suggest_measurement
+from bexp.explorer.search.whole_models import find_above_limit, find_runner_up
 from tests.explorer.explorations import pruned
 from tests.explorer.explorations import request as experts_request
 from tests.explorer.search.small import small_request

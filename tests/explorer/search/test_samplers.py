@@ -12,12 +12,12 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.samplers import (
     STOCK_SAMPLERS,
     BexpSampler,
+    SearchStages,
     StockCandidateSampler,
     StockSampler,
     make_sampler,
     suggest_measurement,
 )
-from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import Params, Points, TrialStudy, params_of
 from tests.explorer.explorations import answer_of, run, trials_of
 from tests.explorer.search.small import REPORT, candidate, know, small_request, small_state

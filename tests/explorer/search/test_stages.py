@@ -10,7 +10,7 @@ from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.preparing import ASSUMED_SECONDS
+from bexp.explorer.search.suggestion import ASSUMED_SECONDS
 from tests.explorer.explorations import lines, run, trials_of
 from tests.explorer.search.small import REPORT, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice

@@ -30,8 +30,8 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
+from bexp.explorer.search.legal_space import prune_space
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.pruned_space import prune_space
 from bexp.workers.profiler.trials.component import compose_batches
 from tests.explorer.notes import notes_of
 from tests.explorer.simulator import report

@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.search.trial_executor import OneAtATime, TrialExecutor, executor_of
+from bexp.explorer.search.loop import OneAtATime, TrialExecutor, executor_of
 from tests.explorer.search.small import candidate, small_request
 
 

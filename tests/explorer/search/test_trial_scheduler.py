@@ -12,10 +12,10 @@ from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
+from bexp.explorer.search.loop import TrialExecutor
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.samplers import suggest_measurement
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import answer_of, explored, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.surrogate.covariance import Covariance
+from bexp.explorer.surrogate.hyperparameters import Covariance
 
 
 def attention(size: int = 4, **changes: Any) -> Component:

@@ -9,7 +9,7 @@ import pytest
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
+from bexp.explorer.surrogate.gaussian_process import estimate_bytes, estimate_forward_shares, estimate_host_seconds
 from bexp.explorer.surrogate.observations import ComponentObservations
 from tests.explorer.search.small import candidate, small_state
 

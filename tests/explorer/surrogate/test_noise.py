@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Composition, required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialTask

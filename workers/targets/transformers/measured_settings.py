@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from bexp.explorer.cost.back_end import BackEnd, marked_values
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BackEnd, BlockRecompute, Component, ComponentKind, marked_values
 from bexp.explorer.dimensions.candidate import CHOICES, Candidate
 from bexp.explorer.dimensions.dimension import CodePart
 from bexp.explorer.dimensions.execution import EXECUTION
