@@ -8,14 +8,7 @@ from bexp.explorer.answers.rows import Row, detail, main, part
 from bexp.explorer.answers.text import joined, steps_text
 from bexp.explorer.dimensions.parallelism import expert_sharing
 from bexp.explorer.model.amounts import bytes_text, rate_text, slower_text
-from bexp.explorer.records.recommendation import (
-    WITHIN,
-    Alternative,
-    NoteCode,
-    Recommendation,
-    Role,
-    WholeModelCheck,
-)
+from bexp.explorer.records.recommendation import WITHIN, Alternative, NoteCode, Recommendation, Role, WholeModelCheck
 from bexp.explorer.request.request import ExplorationRequest
 
 

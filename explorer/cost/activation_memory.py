@@ -10,13 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentBytes, ComponentKind
-from bexp.explorer.cost.parameters import (
-    count_attention,
-    count_dense_ffn,
-    count_embedding,
-    count_head,
-    count_moe_ffn,
-)
+from bexp.explorer.cost.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
 from bexp.explorer.cost.part_costs import predict_part_bytes
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.parts import ExploredModel, ModelParts

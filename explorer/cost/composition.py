@@ -165,11 +165,7 @@ class Composition:
         return np.asarray(seconds / seconds.sum(axis=1, keepdims=True))
 
     def micro_step_seconds(
-        self,
-        device_NK: Floats,
-        host_K: Floats,
-        rows: Ints | slice = slice(None),
-        texts: VariedTexts | None = None,
+        self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None), texts: VariedTexts | None = None
     ) -> Floats:
         """Return the seconds of a forward and backward pass over the whole model, shape (N, C).
 

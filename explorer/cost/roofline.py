@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bexp.explorer.cost.activation_memory import (
-    FLOAT32_BYTES,
-    local_tokens,
-    predict_component_bytes,
-    rows_of_pair,
-)
+from bexp.explorer.cost.activation_memory import FLOAT32_BYTES, local_tokens, predict_component_bytes, rows_of_pair
 from bexp.explorer.cost.collectives import CommunicationUnits, buffered_dtype
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, Work
 from bexp.explorer.cost.parameters import (

@@ -116,11 +116,7 @@ def _accumulation(request: ExplorationRequest, candidate: Candidate) -> int | No
 
 
 def _choose_shared(
-    trainer: Trainer,
-    request: ExplorationRequest,
-    report: DeviceReport | None,
-    known: Recommendation,
-    plan: Plan,
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, known: Recommendation, plan: Plan
 ) -> Choice:
     """Return the recommended candidate of devices that share the model, or what stands for it."""
     other = plan.replacement()

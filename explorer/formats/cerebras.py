@@ -34,62 +34,32 @@ READ: Mapping[str, frozenset[str]] = {
 }
 """The fields of each section that are read."""
 
-IGNORED: Mapping[str, Mapping[str, str]] = {
-    "trainer": {"validate_all": "repeats the validation of other checkpoints"},
-    "trainer.init": {
-        "device": "the exploration runs on the devices of a worker",
-        "model_dir": "where files are written",
-        "schedulers": "values of the learning rate",
-        "loop": "the number of steps",
-        "checkpoint": "when files are written",
-        "logging": "what is printed",
-        "loggers": "what is printed",
-        "seed": "random values",
-        "autorestart": "what happens after a fault",
-    },
-    "trainer.init.backend": {
-        "backend_type": "the exploration runs on the devices of a worker",
-        "compile_dir": "where files are written",
-        "compile_only": "whether the run stops before its first step",
-        "validate_only": "whether the run stops before its first step",
-    },
-    "trainer.init.backend.cluster_config": dict.fromkeys(
-        (
-            *("mgmt_address", "mgmt_namespace", "credentials_path", "max_wgt_servers", "max_act_per_csx"),
-            *("num_workers_per_csx", "num_act_servers", "disable_version_check", "job_labels", "job_priority"),
-            *("mount_dirs", "python_paths", "transfer_processes", "workflow_id"),
-        ),
-        "the hosts of a Cerebras cluster",
+IGNORED: Mapping[str, frozenset[str]] = {
+    "trainer": words("validate_all"),
+    "trainer.init": words("device model_dir schedulers loop checkpoint logging loggers seed autorestart"),
+    "trainer.init.backend": words("backend_type compile_dir compile_only validate_only"),
+    "trainer.init.backend.cluster_config": words(
+        "mgmt_address mgmt_namespace credentials_path max_wgt_servers max_act_per_csx num_workers_per_csx "
+        "num_act_servers disable_version_check job_labels job_priority mount_dirs python_paths transfer_processes "
+        "workflow_id"
     ),
-    "trainer.fit": {"ckpt_path": "values of parameters"},
-    "trainer.validate": {"ckpt_path": "values of parameters", "loop": "the number of steps"},
+    "trainer.fit": words("ckpt_path"),
+    "trainer.validate": words("ckpt_path loop"),
 }
-"""The fields of each section that change neither time nor memory of a training step, with their meaning."""
+"""The fields of each section that change neither time nor memory of a training step."""
 
-CALLBACKS: Mapping[str, str] = {
-    **dict.fromkeys(("GlobalFlags", "ScopedTrainFlags", "ScopedValidateFlags"), "flags; those that matter are read"),
-    **dict.fromkeys(
-        ("ScopedEleutherEvalHarnessFlags", "ScopedBigCodeEvalHarnessFlags"), "flags of an evaluation during training"
-    ),
-    **dict.fromkeys(("EleutherEvalHarness", "BigCodeEvalHarness"), "an evaluation during training"),
-    **dict.fromkeys(
-        (
-            *("CheckLoss", "ComputeNorm", "ComputeNormGNS", "CountParams", "DumpAvailableTensorNames", "NaNChecker"),
-            *("DurationProfiler", "FlopUtilization", "RateProfiler", "SavePerformanceData", "SamplesStreamedInfo"),
-            *("LogInputSummaries", "LogOptimizerParamGroup", "LogSparsity", "ModelEvalMetrics", "DebugArgsPath"),
-            *("NormTensorListener", "SummaryTensorListener", "ModelZooParamsMetadata", "OpProfiler"),
-        ),
-        "what is recorded of a run",
-    ),
-    **dict.fromkeys(
-        (
-            *("KeepNCheckpoints", "LoadCheckpointStates", "SaveCheckpointState", "SkipSamples", "HFCacheDir"),
-            *("GlobalPerturbations", "Reproducibility", "WeightCompression"),
-        ),
-        "files, and where a run begins",
-    ),
-}
-"""The callbacks of Model Zoo that leave a training step as it is, with their meaning."""
+CALLBACKS = words(
+    """
+    GlobalFlags ScopedTrainFlags ScopedValidateFlags ScopedEleutherEvalHarnessFlags
+    ScopedBigCodeEvalHarnessFlags EleutherEvalHarness BigCodeEvalHarness CheckLoss ComputeNorm ComputeNormGNS
+    CountParams DumpAvailableTensorNames NaNChecker DurationProfiler FlopUtilization RateProfiler
+    SavePerformanceData SamplesStreamedInfo LogInputSummaries LogOptimizerParamGroup LogSparsity
+    ModelEvalMetrics DebugArgsPath NormTensorListener SummaryTensorListener ModelZooParamsMetadata OpProfiler
+    KeepNCheckpoints LoadCheckpointStates SaveCheckpointState SkipSamples HFCacheDir GlobalPerturbations
+    Reproducibility WeightCompression
+    """
+)
+"""The callbacks of Model Zoo that leave a training step as it is: flags, evaluations, records and files."""
 
 REFUSED_CALLBACKS: Mapping[str, str] = {
     "Lora": "low-rank adapters are read from training.lora only, for target transformers",

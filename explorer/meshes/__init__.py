@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def record_types() -> tuple[type[BaseModel], ...]:
     """Return what trials and recommendations have of a mesh."""
-    from bexp.explorer.meshes.mesh import Mesh, MeshRun  # noqa: PLC0415 - they import what asks for them
-    from bexp.explorer.meshes.plan import MeshPlan  # noqa: PLC0415 - likewise
+    from bexp.explorer.meshes.mesh import Mesh, MeshPlan, MeshRun  # noqa: PLC0415 - they import what asks for them
 
     return Mesh, MeshRun, MeshPlan
 
@@ -29,7 +28,7 @@ def rules_for(request: ExplorationRequest) -> tuple[Rule, ...] | None:
     """Return the rules of a request that names meshes; None if it names none."""
     if not request.parallelism.shares_model:
         return None
-    from bexp.explorer.meshes.rules import MESH_RULES, SINGLE_DEVICE_RULES  # noqa: PLC0415 - most requests name none
+    from bexp.explorer.meshes.legal import MESH_RULES, SINGLE_DEVICE_RULES  # noqa: PLC0415 - most requests name none
 
     return MESH_RULES if request.devices.share_model else SINGLE_DEVICE_RULES
 

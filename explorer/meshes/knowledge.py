@@ -23,7 +23,7 @@ from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer, optimizer
 from bexp.explorer.meshes.legal import legal_meshes
 from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.posterior import Expected
-from bexp.explorer.meshes.shard_costs import predict_shard_bytes, predict_shard_seconds
+from bexp.explorer.meshes.shards import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.meshes.step import MeshComposer, MeshStep
 from bexp.explorer.meshes.transfers import Transfers, transfer_components
 from bexp.explorer.model.model import LayerKind

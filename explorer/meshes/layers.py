@@ -21,13 +21,7 @@ from bexp.explorer.cost.parameters import (
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import recomputed_layers
 from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.shards import (
-    SHARED_EXPERTS,
-    SPREAD_EXPERTS,
-    expert_rows,
-    shared_expert_model,
-    tensor_shard,
-)
+from bexp.explorer.meshes.shards import SHARED_EXPERTS, SPREAD_EXPERTS, expert_rows, shared_expert_model, tensor_shard
 from bexp.explorer.meshes.transfers import Group, Transfer, Transfers
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.training import Sharding
@@ -388,8 +382,5 @@ class MeshDecomposer:
 def optimizer_component(tensor_sizes: tuple[int, ...]) -> Component:
     """Return the optimizer's component, which is timed on the smallest shard of the model and scaled to any other."""
     return Component(
-        kind=ComponentKind.OPTIMIZER,
-        micro_batch_size=0,
-        sharding=Sharding.NONE,
-        tensor_parallel_size=max(tensor_sizes),
+        kind=ComponentKind.OPTIMIZER, micro_batch_size=0, sharding=Sharding.NONE, tensor_parallel_size=max(tensor_sizes)
     )

@@ -11,10 +11,8 @@ from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.meshes.check import MeshChecks
 from bexp.explorer.meshes.knowledge import MeshKnowledge, RankedCandidate
 from bexp.explorer.meshes.layers import MeshCandidate
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.pipeline import PipelineRun, TimedPass
-from bexp.explorer.meshes.pipeline_order import Pass
-from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture, PlainMesh, PlanPart
+from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture, PlainMesh, PlanPart
+from bexp.explorer.meshes.pipeline import Pass, PipelineRun, TimedPass
 from bexp.explorer.meshes.step import MeshStep, reduces_late
 from bexp.explorer.model.routes import dropped_share
 from bexp.explorer.records.device_report import DeviceReport

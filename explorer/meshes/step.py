@@ -15,15 +15,7 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import GatheredBytes, MemoryParts, gathered_of_units
 from bexp.explorer.dimensions.parallelism import Schedule
-from bexp.explorer.meshes.costs import (
-    Costs,
-    DeviceShare,
-    LayerCost,
-    LayerCosts,
-    Makeup,
-    compose_layer,
-    stage_costs,
-)
+from bexp.explorer.meshes.costs import Costs, DeviceShare, LayerCost, LayerCosts, Makeup, compose_layer, stage_costs
 from bexp.explorer.meshes.layers import MeshBlocks, MeshCandidate, MeshDecomposer, Sort
 from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.pipeline import PipelineRun, StageCosts, pipeline_seconds

@@ -108,9 +108,7 @@ class LoRASpec(Frozen):
         None, description="The adapters' output is scaled by alpha / r; null: alpha = r."
     )
     use_rslora: bool = Field(
-        False,
-        description="Scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).",
-        exclude_if=is_false,
+        False, description="Scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).", exclude_if=is_false
     )
     use_dora: bool = Field(
         False, description="Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", exclude_if=is_false

@@ -303,8 +303,7 @@ class Recommendation(CandidateFigures):
     )
     notes: tuple[Note, ...] = ()
     dividing_batch_sizes: tuple[int, ...] = Field(
-        (),
-        description="If no candidate divides the stated batch: the nearest batch sizes that one which fits divides.",
+        (), description="If no candidate divides the stated batch: the nearest batch sizes that one which fits divides."
     )
     prefer: Literal["speed", "memory"] = Field("speed", description="The preference of the request.")
     headroom: float = Field(0.0, description="Share of the memory that the request leaves free.")

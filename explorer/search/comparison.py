@@ -113,10 +113,7 @@ def compare(a: ComparedSide, b: ComparedSide) -> Comparison:
         probability_b_faster=min(surest, max(1.0 - surest, _probability(a, b, 0, log_speedup))),
         speedup=math.exp(log_speedup),
         speedup_90_percent=(math.exp(log_speedup - reach), math.exp(log_speedup + reach)),
-        runs_needed=next(
-            (n for n in range(MOST_RUNS + 1) if _probability(a, b, n, abs(log_speedup)) >= KNOWN),
-            None,
-        ),
+        runs_needed=next((n for n in range(MOST_RUNS + 1) if _probability(a, b, n, abs(log_speedup)) >= KNOWN), None),
     )
 
 

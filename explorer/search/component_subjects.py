@@ -39,7 +39,7 @@ IRRELEVANT = frozenset(
 """Fields of a request that a component's time does not depend on, or that `component_subjects` treats by itself."""
 
 _ATTENTION_FIELDS = {
-    *("num_attention_heads", "head_dim", "rotary_fraction", "qkv_bias", "attention_output_bias", "qk_norm"),
+    *("num_attention_heads", "head_dim", "rotary_fraction", "qkv_bias", "attention_output_bias", "qk_norm")
 }
 _FFN_FIELDS = {"ffn_hidden_size", "gated_mlp", "activation", "mlp_bias"}
 _VOCABULARY_FIELDS = {"vocab_size", "tie_embeddings", "lm_head_bias"}

@@ -115,10 +115,7 @@ def _combine(
 
 
 def expressible(
-    points: Sequence[T],
-    candidate_of: Callable[[T], Candidate],
-    request: ExplorationRequest,
-    report: DeviceReport,
+    points: Sequence[T], candidate_of: Callable[[T], Candidate], request: ExplorationRequest, report: DeviceReport
 ) -> tuple[T, ...]:
     """Return the points whose candidates the request's trainer can express; all of them if it names none.
 

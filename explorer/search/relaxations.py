@@ -81,10 +81,7 @@ NEAREST = frozenset({RelaxationKind.MICRO_BATCH_SIZE, RelaxationKind.CONTEXT_PAR
 
 
 def find_relaxations(
-    request: ExplorationRequest,
-    report: DeviceReport,
-    model: ExploredModel,
-    smallest: SmallestCandidate | None = None,
+    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate | None = None
 ) -> tuple[Relaxation, ...]:
     """Return every single change after which something is predicted to fit, in order of preference.
 

@@ -236,12 +236,7 @@ class Surrogate:
     """
 
     def __init__(
-        self,
-        table: Composition,
-        hardware: HardwareSpec,
-        *,
-        num_samples: int,
-        rng: np.random.Generator,
+        self, table: Composition, hardware: HardwareSpec, *, num_samples: int, rng: np.random.Generator
     ) -> None:
         model, request = table.model, table.request
         self.components = table.components

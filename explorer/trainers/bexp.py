@@ -64,9 +64,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if known is not None and known.is_on_host:
         notes.append(ON_HOST_NOTE)
     return python_export(
-        settings,
-        _CODE.format(recommendation=text, seq_length=settings.seq_length, batch=batch),
-        notes,
+        settings, _CODE.format(recommendation=text, seq_length=settings.seq_length, batch=batch), notes
     )
 
 

@@ -12,10 +12,7 @@ from bexp.explorer.trainers.script import other_optimizer_notes
 from bexp.explorer.trainers.settings import TrainerSettings
 from bexp.explorer.trainers.trainer import Trainer, expresses
 
-BTA_FLAGS = {
-    "csx.debug.ini.ws_opt_enable_bta": "enable",
-    "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
-}
+BTA_FLAGS = {"csx.debug.ini.ws_opt_enable_bta": "enable", "csx.debug.ini.ws_opt_bta_max_tile": "max_tile"}
 """The fields of a request's `bta` that they set."""
 MICRO_BATCH_FLAG = "csx.performance.micro_batch_size"
 
@@ -31,7 +28,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
             "init": {
                 "backend": {"backend_type": "CSX", "cluster_config": {"num_csx": settings.num_devices}},
                 "callbacks": [{"ScopedTrainFlags": flags}],
-            },
+            }
         }
     }
     if settings.batch_size is not None:

@@ -12,12 +12,7 @@ from bexp.explorer.trainers.script import gathering_notes, length_notes, model_n
 from bexp.explorer.trainers.settings import HALF_NAMES, TrainerSettings
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
-KERNELS = {
-    "flash": "FLASH_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
-}
+KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 """torch's names of the kernels that can be pinned."""
 
 _TRAINER = """\

@@ -204,11 +204,7 @@ LLAMAFACTORY = Trainer(
     title="LLaMA-Factory",
     formats={"llamafactory": render},
     file=FILE,
-    expresses=expresses(
-        attention=_NAMES_OF_ATTENTION,
-        optimizer={OTHER_LIBRARIES},
-        adapters={LORA},
-    ),
+    expresses=expresses(attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES}, adapters={LORA}),
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
     lists_linear=True,
     targets=LIBRARY_RUNS_IT,

@@ -24,9 +24,7 @@ Flags = list[tuple[str, ...]]
 def render_release(settings: TrainerSettings) -> ExportDocument:
     """Return the flags of torchtitan 0.3."""
     local, piped = settings.micro_batch_size, settings.has_pipeline
-    batch: Flags = [
-        ("--training.local_batch_size", str(local * (settings.grad_accum_steps or 1) if piped else local)),
-    ]
+    batch: Flags = [("--training.local_batch_size", str(local * (settings.grad_accum_steps or 1) if piped else local))]
     if settings.batch_size is not None:
         batch.append(("--training.global_batch_size", str(settings.batch_size)))
     if settings.states_length:

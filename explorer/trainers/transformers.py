@@ -87,10 +87,7 @@ BATCH: Mapping[str, Key] = {
     "per_device_train_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
     "gradient_accumulation_steps": key(Setting.STEPS, number),
 }
-OPTIMIZER: Mapping[str, Key] = {
-    "optim": key(Setting.OPTIMIZER),
-    "optim_args": Key(write=optimizer_arguments),
-}
+OPTIMIZER: Mapping[str, Key] = {"optim": key(Setting.OPTIMIZER), "optim_args": Key(write=optimizer_arguments)}
 AUTOCAST: Mapping[str, Key] = {
     "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16)),
     "fp16": Key(write=autocast_in(DType.FLOAT16)),

@@ -150,10 +150,7 @@ TRL = Trainer(
     formats={"trl": arguments_export(KEYS, _precision_notes)},
     file=FILE,
     expresses=expresses(
-        recompute=LIBRARY_POLICIES,
-        attention=LIBRARY_ATTENTION,
-        experts=LIBRARY_EXPERTS,
-        optimizer={OTHER_LIBRARIES},
+        recompute=LIBRARY_POLICIES, attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, optimizer={OTHER_LIBRARIES}
     ),
     flattens=True,
     targets=LIBRARY_RUNS_IT,

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.meshes.plan import MeshPlan
+from bexp.explorer.meshes.mesh import MeshPlan
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import Budget, ExplorationRequest

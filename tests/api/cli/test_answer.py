@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.dimensions.parallelism import Schedule
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Outcome

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.dimensions.parallelism import Schedule
-from bexp.explorer.meshes.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
-from bexp.explorer.meshes.pipeline_order import Pass, rank_order
+from bexp.explorer.meshes.pipeline import Pass, StageCosts, pipeline_seconds, rank_order, simulate_pipeline
 from bexp.explorer.meshes.step import balance_layers
 
 SIZES = [(2, 2), (2, 6), (4, 4), (4, 12), (8, 16)]

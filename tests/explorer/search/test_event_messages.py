@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.plan import MeshPlan
+from bexp.explorer.meshes.mesh import Mesh, MeshPlan
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.event import EventCode
