@@ -14,7 +14,7 @@ from bexp.explorer.dimensions.candidate import CHOICES, Candidate
 from bexp.explorer.dimensions.dimension import Choice, CodePart
 from bexp.explorer.dimensions.execution import COMPILED
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.base import Frozen, is_null
+from bexp.explorer.model.base import Frozen, is_null, is_zero
 from bexp.explorer.model.training import Sharding
 
 
@@ -229,10 +229,6 @@ def _is_one(size: int) -> bool:
     return size == 1
 
 
-def _is_zero(number: int) -> bool:
-    return number == 0
-
-
 class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
@@ -263,7 +259,7 @@ class Component(Frozen):
     context_parallel_layout: str | None = None
     sharding: Sharding | None = None
     overlap_degree: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
-    shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=_is_zero)
+    shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=is_zero)
     tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     exchange: ExchangeSpec | None = Field(None, exclude_if=is_null)

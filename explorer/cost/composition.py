@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,28 +12,17 @@ from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.collectives import Overlap, ShardingCommunication
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.decomposition import Decomposer, Decomposition
-from bexp.explorer.cost.part_costs import PartsDecomposer
 from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence, widest
 from bexp.explorer.cost.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import HardwareSpec
-from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.request.request import ExplorationRequest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-
-
-def decomposer_of(
-    model: ExploredModel, *, training: bool, communicates: bool = False
-) -> Callable[[Candidate], Decomposition]:
-    """Return the function that splits the steps of the model's candidates into components."""
-    if isinstance(model, ModelParts):
-        # A model that is measured whole, on one device, has no layers that could be sharded.
-        return PartsDecomposer(model, training=training, communicates=communicates and bool(model.layers))
-    return Decomposer(model, training=training, communicates=communicates)
 
 
 class Composition:
@@ -64,9 +53,8 @@ class Composition:
         self.request = request
         self.training = request.mode == "train"
         if decompositions is None:
-            decompositions = map(
-                decomposer_of(model, training=self.training, communicates=communicates), self.candidates
-            )
+            decompose = Decomposer(model, training=self.training, communicates=communicates)
+            decompositions = map(decompose, self.candidates)
         self.decompositions: tuple[Decomposition, ...] = tuple(decompositions)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}

@@ -27,7 +27,6 @@ from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Section, Translation
-from bexp.explorer.request.explored import HuggingFaceConfig
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.cerebras import CEREBRAS
 from bexp.explorer.trainers.registry import FILES, SIDE_FILES
@@ -267,7 +266,7 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
     if not isinstance(model, Mapping):
         translation.refuse(location, "must be a mapping of the model's shapes; a name is not looked up anywhere")
     elif "model_type" in model:
-        target = _choose(changes, translation.document, "target") or HuggingFaceConfig.default_target
+        target = _choose(changes, translation.document, "target") or TRANSFORMERS
         if target == BEXP:
             translate_config(model, location, translation, seq_length)
         else:

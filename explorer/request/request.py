@@ -22,7 +22,7 @@ from bexp.explorer.model.quantization import Quantization, QuantizationName, qua
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
-from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
+from bexp.explorer.request.explored import Explored, name_of_config
 from bexp.explorer.request.labels import Labels
 from bexp.explorer.request.request_rules import rules_of
 from bexp.explorer.request.requested_space import RequestedSpace
@@ -197,10 +197,10 @@ class ExplorationRequest(DimensionsAsked):
     def explored(self) -> Explored:
         """The model that is explored. One that its target alone knows has the name of that target, or of its file."""
         if self.model is not None:
-            return Shapes(self.model)
+            return Explored(self.model.name, self.model.seq_length, shapes=self.model)
         if self.hf_config is not None:
-            return HuggingFaceConfig(self.hf_config, self.hf_seq_length)
-        return OwnModel((self.target or OwnModel.default_target).removeprefix(f"{LOCAL}."))
+            return Explored(name_of_config(self.hf_config), self.hf_seq_length, config=self.hf_config)
+        return Explored((self.target or BEXP).removeprefix(f"{LOCAL}."))
 
     @property
     def shapes(self) -> ModelSpec:

@@ -93,7 +93,7 @@ class CandidateSpace(SearchSpace):
     def _communication(self) -> Iterator[Suggestion]:
         """Communication on all devices, once for each sharding, because no other component predicts it."""
         for communication in self._table.communications:
-            if communication in self._posterior.knowledge.measured:
+            if communication in self._posterior.knowledge.log.runs:
                 continue
             candidates = (*self._bases, *self._table.candidates)
             candidate = next(c for c in candidates if c.sharding is communication.sharding)
@@ -158,7 +158,7 @@ class CandidateSpace(SearchSpace):
         self._running[number] = AskedTrial(suggestion, asked) if asked else self._study.ask_for(suggestion)
         task = self._task(number, suggestion.row, TrialKind.COMPONENTS, suggestion.components)
         expected = self._figures(suggestion.row)
-        self._posterior.knowledge.expect(number, suggestion)
+        self._posterior.knowledge.pending[number] = suggestion
         return task.model_copy(update={"again": suggestion.again}), expected
 
     def learn(

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -70,10 +69,16 @@ class Posterior:
     """
 
     def __init__(
-        self, knowledge: Knowledge, legal: Collection[Candidate], request: ExplorationRequest, hardware: HardwareSpec
+        self,
+        table: Composition,
+        legal: Collection[Candidate],
+        request: ExplorationRequest,
+        hardware: HardwareSpec,
+        reported: Sequence[ReportedRun] = (),
+        earlier: EarlierRuns | None = None,
     ) -> None:
-        table, legal_set, rng = knowledge.table, set(legal), np.random.default_rng(request.seed)
-        self.knowledge = knowledge
+        legal_set, rng = set(legal), np.random.default_rng(request.seed)
+        self.knowledge = knowledge = Knowledge(table, hardware.device_kind, reported, earlier)
         self.table = table
         self.is_whole = table.candidates[0].is_whole
         self.request = request
@@ -94,19 +99,6 @@ class Posterior:
             best = self.recommended_position
             preferred = None if best is None else int(self.contenders.rows[best])
             knowledge.begin_reuse(choose_check(table, self.surrogate, knowledge.log.earlier, rows, preferred))
-
-    @classmethod
-    def of(
-        cls,
-        table: Composition,
-        legal: Collection[Candidate],
-        request: ExplorationRequest,
-        hardware: HardwareSpec,
-        reported: Sequence[ReportedRun] = (),
-        earlier: EarlierRuns | None = None,
-    ) -> Self:
-        """Return the posterior of a table of which nothing was measured yet."""
-        return cls(Knowledge(table, hardware.device_kind, reported, earlier), legal, request, hardware)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ def restore_knowledge(
 ) -> RestoredKnowledge:
     """Return the knowledge about variant number `variant`, from the stored trials of a job."""
     assert space.table is not None, "at least one candidate may fit"
-    posterior = Posterior.of(
+    posterior = Posterior(
         space.table, space.legal.candidates, request, report.hardware, report.reported_runs, report.earlier
     )
     for trial in history.trials_of(space.legal.model.variant):

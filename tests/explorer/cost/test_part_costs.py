@@ -8,9 +8,9 @@ import pytest
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import Component, ComponentBytes, ComponentKind, Work
+from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.cost.part_costs import (
     COMPILED_SHARE,
-    PartsDecomposer,
     again_work,
     part_work,
     predict_part_bytes,
@@ -30,7 +30,7 @@ from tests.explorer.simulator import report
 
 
 def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
-    found = PartsDecomposer(parts(), training=True)(candidate())
+    found = Decomposer(parts(), training=True)(candidate())
     assert found.embedding is None
     assert (found.head.kind, found.head.setting) == (ComponentKind.SHELL, "library")
     counts = {group.blocks[0].part: group.layers.count for group in found.layers}
@@ -38,7 +38,7 @@ def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
     backends = {group.blocks[0].part: str(group.blocks[0].backend) for group in found.layers}
     assert backends == {"dense": "sdpa", "sliding": "sdpa", "experts": "sdpa+grouped_mm"}
     assert len(found.components) == 5
-    assert PartsDecomposer(parts(), training=False)(candidate()).optimizer is None
+    assert Decomposer(parts(), training=False)(candidate()).optimizer is None
 
 
 def test_training_state_is_what_the_parameters_take_as_they_are() -> None:
@@ -152,7 +152,7 @@ def test_kinds_are_named_once_and_layers_name_them() -> None:
 
 
 def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> None:
-    decompose = PartsDecomposer(parts(), training=True)
+    decompose = Decomposer(parts(), training=True)
     eager, compiled = (
         decompose(Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, execution=execution))
         for execution in (Execution.EAGER, Execution.COMPILE)
@@ -165,7 +165,7 @@ def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> Non
 
 
 def test_graphs_replay_the_components_that_they_were_captured_from() -> None:
-    decompose = PartsDecomposer(parts(), training=True)
+    decompose = Decomposer(parts(), training=True)
     eager, compiled, graph, both = (
         decompose(Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, execution=execution))
         for execution in Execution
@@ -178,7 +178,7 @@ def test_layers_with_other_kernels_are_components_of_their_own_and_are_not_compi
     asked = request(**own, micro_batch_size=2, recompute=["none"], execution="explore", kernels=["library", "liger"])
     both = tuple(BackendSupport(name=name, usable=True) for name in Kernels)
     found = enumerate_candidates(asked, report().model_copy(update={"choices": {"kernels": both}}), parts()).candidates
-    decompose = PartsDecomposer(parts(), training=True)
+    decompose = Decomposer(parts(), training=True)
     first = found[0].attention_backend
     backends = {str(decompose(each).layers[0].blocks[0].backend) for each in found if each.attention_backend == first}
     assert backends == {first, f"{first}+liger", f"{first}+compiled"}

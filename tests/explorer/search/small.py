@@ -60,7 +60,7 @@ def small_state(**changes: Any) -> Posterior:
     request = small_request(**changes)
     space = small_space(request)
     assert space.table is not None
-    return Posterior.of(space.table, space.legal.candidates, request, REPORT.hardware)
+    return Posterior(space.table, space.legal.candidates, request, REPORT.hardware)
 
 
 def candidate(size: int = 1, **changes: Any) -> Candidate:

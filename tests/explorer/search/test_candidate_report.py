@@ -193,7 +193,7 @@ def exchanging_state(sharding: str = "none") -> Posterior:
     candidates = small_state().table.candidates
     table = Composition(candidates, req.model, req, communicates=True)
     hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
-    return Posterior.of(table, candidates, req, hardware)
+    return Posterior(table, candidates, req, hardware)
 
 
 def test_the_exchange_of_a_whole_model_is_a_part_of_its_step() -> None:

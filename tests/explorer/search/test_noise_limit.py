@@ -186,7 +186,7 @@ def test_the_base_is_measured_again_where_its_runs_differ() -> None:
     suggestion = again.again(base, LAST_RUNS)
     assert suggestion is not None and suggestion.again
     assert set(suggestion.components) < set(loud.table.decompositions[loud.table.row[base]].components)
-    loud.knowledge.expect(900, suggestion)
+    loud.knowledge.pending[900] = suggestion
     assert again.again(base, LAST_RUNS) is None, "it is in flight"
     quiet = BaseCandidate(scattered(0.001, runs=2), [base])
     assert quiet.again(base, LAST_RUNS) is None

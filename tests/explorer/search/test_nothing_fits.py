@@ -44,7 +44,7 @@ def measured() -> tuple[Posterior, tuple[Candidate, ...]]:
     assert req.model is not None
     space = pruned(req.model, req, DEVICE)
     assert space.table is not None
-    state = Posterior.of(space.table, space.legal.candidates, req, DEVICE.hardware)
+    state = Posterior(space.table, space.legal.candidates, req, DEVICE.hardware)
     for number, each in enumerate(space.legal.candidates):
         missing = state.missing(state.table.row[each])
         state.knowledge.learn(number, measure(state, missing, each))

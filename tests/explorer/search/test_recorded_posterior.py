@@ -44,7 +44,7 @@ def asked(name: str) -> ExplorationRequest:
 def posterior_of(req: ExplorationRequest, rep: DeviceReport) -> Posterior:
     space = pruned(req.shapes, req, rep)
     assert space.table is not None
-    return Posterior.of(space.table, space.legal.candidates, req, rep.hardware, rep.reported_runs, rep.earlier)
+    return Posterior(space.table, space.legal.candidates, req, rep.hardware, rep.reported_runs, rep.earlier)
 
 
 def row_plan(posterior: Posterior, number: int, row: int) -> TrialTask:

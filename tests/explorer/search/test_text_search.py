@@ -303,7 +303,7 @@ def test_another_run_in_flight_does_not_hide_how_unequal_micro_batches_are() -> 
     asked = request("chat", "padded", micro_batch_size=[4], recompute=["none"])
     space = prune_space(parts(), asked, device(64))
     assert space.table is not None
-    state = Posterior.of(space.table, space.legal.candidates, asked, device(64).hardware)
+    state = Posterior(space.table, space.legal.candidates, asked, device(64).hardware)
     components = state.missing(0)
     task = TrialTask(
         number=0,

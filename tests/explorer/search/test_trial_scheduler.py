@@ -145,7 +145,7 @@ def state_after_base() -> tuple[Posterior, SimulatedDevice]:
     req = request()
     rep = report(memory_gib=40)
     candidates = enumerate_candidates(req, rep, req.shapes).candidates
-    state = Posterior.of(Composition(candidates, req.shapes, req), candidates, req, rep.hardware)
+    state = Posterior(Composition(candidates, req.shapes, req), candidates, req, rep.hardware)
     device = SimulatedDevice(req)
     plan = plan_of(state, 0, Suggestion(0, state.table.missing(0, state.surrogate.known_K)))
     state.knowledge.learn(0, device(plan))

@@ -13,7 +13,7 @@ import bexp
 from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.answers.lines import render
 from bexp.explorer.cost.components import ComponentKind
-from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import export
 from bexp.explorer.model.hardware import BackendSupport
@@ -107,7 +107,7 @@ def follow(source: ExportSource, parts: ModelParts) -> None:
     asked, best = source.request, source.recommendation
     assert asked is not None
     assert best is not None
-    decompose = PartsDecomposer(parts, training=True)
+    decompose = Decomposer(parts, training=True)
     other = best.candidate.model_copy(update={"toy": "off"})
     keys, plain = ([c.key for c in decompose(one).components] for one in (best.candidate, other))
     shared = set(keys) & set(plain)
