@@ -75,7 +75,7 @@ def _inference(component: Component, model: ModelSpec, request: ExplorationReque
             scores = 2 * batch * model.num_attention_heads * length**2 * FLOAT32_BYTES
         inside = rows * model.hidden_size * item + query + 2 * key + max(query + key, query + scores)
         if component.communicates:
-            inside += _ring_bytes(query, key, item, scores).forward
+            inside += _ring_bytes(query, key, item, scores)[0]
         return ComponentBytes(hidden, inside + (hidden if component.bta_tile else 0), 0)
     if component.kind is ComponentKind.DENSE_FFN:
         wide = tokens * model.ffn_hidden_size * item
@@ -152,31 +152,24 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
             between += 2 * query  # keys and values for every query head
     kept = _Kept(between, products, core + query + hidden)
     saved = kept.saved(component.recompute)
-    ring = _ring_bytes(query, key, item, scores) if component.communicates else _RingBytes(0, 0)
-    forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + ring.forward
+    around, back = _ring_bytes(query, key, item, scores) if component.communicates else (0, 0)
+    forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + around
     # The gradients of the projections, and the buffer in which a fused kernel accumulates those of the queries.
     gradients = projections + (scores + projections if scores else query)
-    return ComponentBytes(saved, forward, kept.live + again + gradients + ring.backward)
+    return ComponentBytes(saved, forward, kept.live + again + gradients + back)
 
 
-@dataclass(frozen=True, slots=True)
-class _RingBytes:
-    """Bytes of the keys and values that pass around a ring, and of the sums of its blocks' results."""
+def _ring_bytes(query: int, key: int, item: int, scores: int) -> tuple[int, int]:
+    """Return the bytes of a ring in forward and in backward.
 
-    forward: int
-    backward: int
-
-
-def _ring_bytes(query: int, key: int, item: int, scores: int) -> _RingBytes:
-    """Return the bytes of a ring: keys and values twice, because one pair is in transfer, and sums in float32.
-
+    They are keys and values twice, because one pair is in transfer, and the sums of its blocks' results in float32.
     Forward sums outputs. Backward sums the gradients of queries, keys and values; those of keys and values are also in
     transfer. `query` and `key` are the bytes of a device's queries and keys, and `item` those of one number in them.
     `scores` are the bytes of a block's scores, which plain attention also holds as probabilities.
     """
     wide = FLOAT32_BYTES / item
-    passing = 4 * key
-    return _RingBytes(passing + scores + round(wide * query), passing + scores + round(wide * (query + 4 * key)))
+    passing = 4 * key + scores
+    return passing + round(wide * query), passing + round(wide * (query + 4 * key))
 
 
 def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:

@@ -54,8 +54,7 @@ def parse_request(
     `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`. A model of shapes without a name gets `name`, or a name
     from its kind and shapes.
 
-    Raises:
-        FormatError: the document cannot be read. The error has the location of every field at fault.
+    Raises FormatError if the document cannot be read. The error has the location of every field at fault.
     """
     if not isinstance(document, Mapping):
         raise FormatError([((), "must be a mapping of field names to values")])

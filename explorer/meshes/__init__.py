@@ -39,11 +39,7 @@ def models_of(request: ExplorationRequest) -> tuple[ExploredModel, ...] | None:
 
 
 def open_space(context: VariantContext, log: ProgressLog) -> SearchSpace:
-    """Return the meshes of a variant.
-
-    Raises:
-        EmptySpaceError: there is none.
-    """
+    """Return the meshes of a variant. Raises EmptySpaceError if there is none."""
     from bexp.explorer.meshes.space import MeshSpace  # noqa: PLC0415 - most explorations need none of it
 
     return MeshSpace(context, log)

@@ -57,8 +57,8 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     Meshes take the device's default kernels unless the request names others, and micro-batches that divide the batch.
     If the request names a trainer, that trainer can express all of them.
 
-    Raises:
-        EmptySpaceError: no back end that the request names can be used here, or the trainer can express no candidate.
+    Raises EmptySpaceError if no back end that the request names can be used here, or the trainer can express no
+    candidate.
     """
     where = "on this device"
     attention = [report.default_attention]

@@ -43,8 +43,7 @@ MOST_VIRTUAL_STAGES = 8
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
     """Return the meshes that a request admits, without regard to memory, those of fewer devices a replica first.
 
-    Raises:
-        RuleError: as of `check_meshes`.
+    Raises RuleError as `check_meshes` does.
     """
     meshes = dict.fromkeys(_meshes(request))
     return tuple(sorted(meshes, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
@@ -53,8 +52,7 @@ def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
 def check_sizes(request: ExplorationRequest) -> None:
     """Check each named size by itself.
 
-    Raises:
-        RuleError: the model or the devices do not admit one; it names the nearest sizes that they do.
+    Raises RuleError if the model or the devices do not admit one; it names the nearest sizes that they do.
     """
     for name in MODEL_PARALLEL_SIZES:
         _candidates(name, getattr(request.parallelism, name), request)
@@ -63,8 +61,8 @@ def check_sizes(request: ExplorationRequest) -> None:
 def check_meshes(request: ExplorationRequest) -> None:
     """Check that a request admits a mesh; the time does not grow with the number of meshes.
 
-    Raises:
-        RuleError: a named size can be part of no mesh, or nothing is left; it names the nearest sizes that can.
+    Raises RuleError if a named size can be part of no mesh, or nothing is left; it names the nearest sizes that
+    can.
     """
     next(_meshes(request))
 
@@ -150,8 +148,7 @@ def _schedules(
 def _candidates(name: str, asked: Sizes, request: ExplorationRequest) -> tuple[int, ...]:
     """Return the sizes of one dimension that the model and the devices admit by themselves.
 
-    Raises:
-        RuleError: the request names one that they do not admit.
+    Raises RuleError if the request names one that they do not admit.
     """
     most = min(_largest(name, request.shapes), MOST_VIRTUAL_STAGES if name == "virtual_stages" else 4096)
     whole = range(1, most + 1) if name == "virtual_stages" else divisors(request.num_devices)

@@ -32,9 +32,8 @@ def rank_order(
 
     Interleaved 1F1B takes micro-batches in rounds of one size, which is num_ranks if that divides them.
 
-    Raises:
-        ValueError: there are fewer micro-batches than ranks, they cannot be divided into rounds, or the schedule has no
-            virtual stages.
+    Raises ValueError if there are fewer micro-batches than ranks, they cannot be divided into rounds, or the
+    schedule has no virtual stages.
     """
     if num_micro_batches < num_ranks:
         raise ValueError(f"{num_micro_batches} micro-batches are fewer than the {num_ranks} ranks of a pipeline")
@@ -131,8 +130,7 @@ def simulate_pipeline(
     Each rank runs its passes in the order of the schedule, and each as soon as its input is there. Sending occupies no
     rank.
 
-    Raises:
-        ValueError: the stages are no multiple of the ranks, or the schedule cannot run so many micro-batches.
+    Raises ValueError if the stages are no multiple of the ranks, or the schedule cannot run so many micro-batches.
     """
     virtual_stages, rest = divmod(len(stages), num_ranks)
     if rest or not virtual_stages:

@@ -155,8 +155,9 @@ SCREENINGS = 3
 class MeshSpace(SearchSpace):
     """The meshes of the requested devices. A row is that of `MeshKnowledge.candidates`.
 
-    Raises:
-        EmptySpaceError: no back end that the request names can be used here.
+    A suggestion is not split, because the next one follows from all of it. Answers need no comparisons of their own.
+
+    Raises EmptySpaceError if no back end that the request names can be used here.
     """
 
     def __init__(self, context: VariantContext, log: ProgressLog) -> None:
@@ -179,8 +180,6 @@ class MeshSpace(SearchSpace):
         self._num_screened = -1
         """How many components were measured when the space was last ranked; -1 before the first suggestion."""
         self._in_flight: set[int] = set()
-
-    # -- what to measure -----------------------------------------------------------------------------------------
 
     def prepare(self) -> Iterator[Suggestion]:
         """Yield the exchanges of the devices, then the base: the plainest candidate."""
@@ -235,14 +234,6 @@ class MeshSpace(SearchSpace):
     def _complete(self, point: MeshCandidate, reason: str) -> Suggestion:
         return Suggestion(self._rows[point], self._space.missing(point), reason=reason)
 
-    def compare(self) -> Suggestion | None:
-        """Return None: an answer is compared with the measurements of the search."""
-        return None
-
-    def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
-        """Return the suggestion as one part, because the next suggestion follows from all of it."""
-        return (suggestion,)
-
     @property
     def is_answered(self) -> bool:
         """Whether all blocks of a candidate are measured."""
@@ -252,8 +243,6 @@ class MeshSpace(SearchSpace):
     def ends_search(self) -> bool:
         """Whether a whole model was run."""
         return bool(self._history.whole_models(self._context.variant))
-
-    # -- trials of blocks and transfers --------------------------------------------------------------------------
 
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
         """Begin a trial of the blocks of a candidate, or of transfers, which belong to no candidate."""
@@ -312,8 +301,6 @@ class MeshSpace(SearchSpace):
         step = self._space.step(self._space.candidates[suggestion.row])
         return StepFigures(step.memory.total, step.tokens_per_second)
 
-    # -- whole models --------------------------------------------------------------------------------------------
-
     def next_whole_model(self) -> NextCheck | None:
         """Return the recommended candidate, then others that may be better."""
         ranking = self._ranking
@@ -345,8 +332,6 @@ class MeshSpace(SearchSpace):
             trial = trial.model_copy(update=figures)
         self._ranking = self._ranker.rank(self._pool)
         return trial, [whole_model_event(trial, ran, check.probability_better, devices=point.mesh.describe())]
-
-    # -- the answer ----------------------------------------------------------------------------------------------
 
     def recommend(self, *, final: bool = False) -> Recommendation | None:
         """Return the best of the candidates whose blocks are all measured; None if there is none."""

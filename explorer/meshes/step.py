@@ -439,8 +439,7 @@ def balance_layers(
     `seconds` are those of the layers in order; `first` and `last` are those of embedding and head. Each stage has at
     least one layer. Of several ways to be as short, the one with most layers in the first stages is returned.
 
-    Raises:
-        ValueError: there are fewer layers than stages.
+    Raises ValueError if there are fewer layers than stages.
     """
     if num_stages > len(seconds):
         raise ValueError(f"{len(seconds)} layers are fewer than {num_stages} stages")

@@ -99,8 +99,7 @@ class Lengths(Frozen):
 def expand_lengths(data: dict[str, Any]) -> dict[str, Any]:
     """Write `lognormal(mean, sigma)`, or a histogram by itself, as the mapping that it stands for.
 
-    Raises:
-        RuleError: the text is no distribution, or the value has neither or both of the fields.
+    Raises RuleError if the text is no distribution, or the value has neither or both of the fields.
     """
     given = data.get("lengths")
     if given is None or isinstance(given, Lengths):
@@ -130,8 +129,7 @@ def read_histogram(given: Any) -> tuple[tuple[int, int], ...]:
 
     `given` is such pairs, or a mapping of lengths to numbers.
 
-    Raises:
-        ValueError: there are no pairs, or one of the numbers is no whole number that is at least 1.
+    Raises ValueError if there are no pairs, or one of the numbers is no whole number that is at least 1.
     """
     pairs = list(given.items()) if isinstance(given, Mapping) else list(given) if isinstance(given, Iterable) else []
     if not pairs or isinstance(given, str):
@@ -151,8 +149,8 @@ _PAIR = ("the length in tokens", "the number of texts")
 def read_count(value: Any, what: str) -> int:
     """Return a whole number that is at least 1.
 
-    Raises:
-        ValueError: the value is no such number. The message names `what` it stands for, and not the value itself.
+    Raises ValueError if the value is no such number. The message names `what` it stands for, and not the value
+    itself.
     """
     text = str(value).strip()
     if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or len(text) > 15 or int(text) < 1:
@@ -212,8 +210,7 @@ def parse_lengths(text: str) -> dict[str, Any]:
     The text has one length in tokens a line, or is JSON: a list of lengths, or a mapping of lengths to numbers of
     texts.
 
-    Raises:
-        ValueError: the text has no length, or something else than lengths that are whole numbers from 1 on.
+    Raises ValueError if the text has no length, or something else than lengths that are whole numbers from 1 on.
     """
     if text.lstrip()[:1] in {"{", "["}:
         counts = _parse_json(text)

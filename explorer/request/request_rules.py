@@ -35,9 +35,8 @@ PLAIN_WEIGHTS = f"quantization: {PLAIN} measures plain weights"
 def check_expert_modes(request: ExplorationRequest) -> None:
     """Check the modes that a request names, and their numbers.
 
-    Raises:
-        RuleError: experts are on one device alone, more of them are shadowed than there are, or a number is given for
-            another mode.
+    Raises RuleError if experts are on one device alone, more of them are shadowed than there are, or a number is
+    given for another mode.
     """
     asked = request.parallelism
     moe = None if request.model is None else request.model.moe

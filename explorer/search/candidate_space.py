@@ -71,8 +71,6 @@ class CandidateSpace(SearchSpace):
         self._is_reuse_reported = self._reuse is None or self._reuse.is_decided
         self._base_runs = BaseCandidate(self._posterior, self._bases)
 
-    # -- what to measure -----------------------------------------------------------------------------------------
-
     def prepare(self) -> Iterator[Suggestion]:
         """Yield a check of earlier measurements, communication, then bases in order of preference until one fits."""
         if self._reuse is not None and not self._reuse.is_decided:
@@ -149,8 +147,6 @@ class CandidateSpace(SearchSpace):
     def ends_search(self) -> bool:
         """Whether a whole model ran well, and the answer is sure or another whole model makes it surer."""
         return self._request.verify and self._whole_models.ends_search
-
-    # -- trials of components ------------------------------------------------------------------------------------
 
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
         """Begin the trial of a suggestion, which belongs to a trial of the study."""
@@ -237,8 +233,6 @@ class CandidateSpace(SearchSpace):
     def _figures(self, row: int) -> StepFigures:
         return StepFigures(self._posterior.bytes(row).peak, self._posterior.seconds(row).tokens_per_second)
 
-    # -- whole models --------------------------------------------------------------------------------------------
-
     def next_whole_model(self) -> NextCheck | None:
         """Return the recommended candidate, then runners-up, unless the request wants no whole models."""
         check = self._whole_models.next() if self._request.verify else None
@@ -277,15 +271,14 @@ class CandidateSpace(SearchSpace):
             events.append(answer_changed_event(recommended, answer))
         return trial, events
 
-    # -- the answer ----------------------------------------------------------------------------------------------
-
     def recommend(self, *, final: bool = False) -> Recommendation | None:
         """Return the present recommendation with its comparisons; None while no candidate is known well enough."""
         best = self._posterior.recommend()
         if best is None:
             return None
-        base = self._base or self._first_feasible() or self._table.candidates[best.row]
         recommended = self._table.candidates[best.row]
+        ran = (t.candidate for t in self._context.trials if t.measurement.outcome is Outcome.OK)
+        base = self._base or next(ran, recommended)
         of = self._whole_models.of
         alternatives = find_alternatives(
             self._posterior,
@@ -311,23 +304,17 @@ class CandidateSpace(SearchSpace):
         best = self._posterior.recommend()
         return None if best is None else self._table.candidates[best.row]
 
-    def _first_feasible(self) -> Candidate | None:
-        return next((t.candidate for t in self._context.trials if t.measurement.outcome is Outcome.OK), None)
-
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
         """Return the reason: memory is short, every trial failed, or the budget was too small."""
         context = self._context
         memory_failed = self._history.failed_for_memory(context.variant)
         smallest = find_smallest(self._posterior, self._whole_models.trials, memory_failed=memory_failed)
         limit = memory_limit(self._request, context.report.hardware)
-        all_failed = memory_failed and not self._is_unfinished()
+        is_unfinished = any(self._posterior.fits(int(row)) for row in self._posterior.open_rows())
+        all_failed = memory_failed and not is_unfinished  # nothing that is expected to fit was left out
         if smallest.reported_factor * smallest.required_bytes > limit or all_failed:
             return explain_without_fit(self._request, context.report, context.model, smallest)
         failure = self._history.commonest_failure(context.variant)
         if failure is not None:
             return f"no candidate could be measured; most failed with {failure}", ()
         return "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials", ()
-
-    def _is_unfinished(self) -> bool:
-        """Return whether a candidate that is expected to fit was not tried."""
-        return any(self._posterior.fits(int(row)) for row in self._posterior.open_rows())

@@ -74,8 +74,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     Tiling excludes policies that keep a part of attention, as a tile recomputes it. Eval mode has no recomputation.
     Sequences are shared by no more devices than the profiler has, and only with attention back ends that serve it.
 
-    Raises:
-        EmptySpaceError: a restriction leaves a dimension empty on this device.
+    Raises EmptySpaceError if a restriction leaves a dimension empty on this device.
     """
     place, refused = reported_place(request, report, model), dict[str, int]()
     columns = [dimension.column(place) for dimension in NESTED]
@@ -119,8 +118,7 @@ def expressible(
 ) -> tuple[T, ...]:
     """Return the points whose candidates the request's trainer can express; all of them if it names none.
 
-    Raises:
-        EmptySpaceError: there is none.
+    Raises EmptySpaceError if there is none.
     """
     if request.trainer is None:
         return tuple(points)
@@ -202,8 +200,7 @@ PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedS
 def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
     """Enumerate the space of a variant and drop the candidates that are predicted not to fit, or to be dominated.
 
-    Raises:
-        EmptySpaceError: the request admits no candidate on this device.
+    Raises EmptySpaceError if the request admits no candidate on this device.
     """
     pruned = _prune(model, request, report)
     if pruned.legal.candidates or request.recompute is not None:

@@ -100,8 +100,6 @@ class Posterior:
             preferred = None if best is None else int(self.contenders.rows[best])
             knowledge.begin_reuse(choose_check(table, self.surrogate, knowledge.log.earlier, rows, preferred))
 
-    # -- parts ---------------------------------------------------------------------------------------------------
-
     @property
     def surrogate(self) -> Surrogate:
         """Seconds and bytes of the components."""
@@ -157,8 +155,6 @@ class Posterior:
         """Seconds of these that the compiler takes, or the start of a command."""
         columns = self.table.columns_CP[row][self.table.used_CP[row]]
         return float(self.preparing_seconds_K[columns].sum())
-
-    # -- candidates ----------------------------------------------------------------------------------------------
 
     def is_known(self, row: int) -> bool:
         """Whether every component of a candidate is measured."""
@@ -217,8 +213,6 @@ class Posterior:
         """The legal row that is expected to need least memory."""
         return int(np.argmin(np.where(self._legal_C, self.memory.required_C, np.inf)))
 
-    # -- decisions -----------------------------------------------------------------------------------------------
-
     def recommend(self) -> BestCandidate | None:
         """The candidate to recommend, among those known well enough; None if there is none."""
         best = self.recommended_position
@@ -269,8 +263,6 @@ class Posterior:
             self._memory_errors,
             np.flatnonzero(self._now.known_C).tolist() if self.is_whole else self.knowledge.whole_models.by_row.keys(),
         )
-
-    # -- computing -----------------------------------------------------------------------------------------------
 
     @property
     def _now(self) -> _Derived:

@@ -134,8 +134,7 @@ def explain_nothing_fits(
 def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
     """Return the bytes that the smallest candidate of a request is predicted to need, with context and margin.
 
-    Raises:
-        EmptySpaceError: the request admits no candidate on this device.
+    Raises EmptySpaceError if the request admits no candidate on this device.
     """
     return required_bytes(_smallest_peak(request, report, model), report.hardware, request.allocator)
 

@@ -50,8 +50,6 @@ class SearchSpace(ABC):
     it is made.
     """
 
-    # -- what to measure -----------------------------------------------------------------------------------------
-
     @abstractmethod
     def prepare(self) -> Iterator[Suggestion]:
         """Yield the measurements that come before any suggestion; each is learnt before the next is asked for."""
@@ -60,13 +58,13 @@ class SearchSpace(ABC):
     def suggest(self) -> Suggestion | None:
         """Return the next measurement; None if the confidence target is reached, or nothing would change the answer."""
 
-    @abstractmethod
     def compare(self) -> Suggestion | None:
         """Return a measurement that the answer needs and the search has not made; None if there is none."""
+        return None
 
-    @abstractmethod
     def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
         """Return at most so many parts of a suggestion, which can be in flight at once."""
+        return (suggestion,)
 
     @property
     @abstractmethod
@@ -82,8 +80,6 @@ class SearchSpace(ABC):
     def is_limited_by_noise(self) -> bool:
         """Whether noise keeps the confidence below its target, or whole models from raising it."""
         return False
-
-    # -- trials of components ------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
@@ -117,8 +113,6 @@ class SearchSpace(ABC):
     def tell(self, trial: Trial) -> None:  # noqa: B027 - a space may have nobody to tell
         """Take note that a trial of components is stored."""
 
-    # -- whole models --------------------------------------------------------------------------------------------
-
     @abstractmethod
     def next_whole_model(self) -> NextCheck | None:
         """Return the whole model to run next; None when the answer is settled."""
@@ -130,8 +124,6 @@ class SearchSpace(ABC):
     @abstractmethod
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
         """Learn from a whole model; return its trial with what was measured, and its events."""
-
-    # -- the answer ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def recommend(self, *, final: bool = False) -> Recommendation | None:
