@@ -38,7 +38,8 @@ def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], populat
     wanted = np.append(1.0, population.mean(axis=0) / scale)
     noise = columns[:, :2].sum(axis=1)  # a part of it is the same in each micro-step, and a part grows with the work
     best: tuple[float, NDArray[np.intp]] | None = None
-    for chosen in _subsets(columns.shape[1]):
+    every = range(columns.shape[1])
+    for chosen in (np.array(some) for count in every for some in combinations(every, count + 1)):
         design = columns[:, chosen] / noise[:, None]
         factors, _, rank, _ = np.linalg.lstsq(design, seconds / noise, rcond=None)
         freedom = len(seconds) - len(chosen)
@@ -55,10 +56,6 @@ def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], populat
     weights = drawn + slope  # the mean is linear in the seconds
     mean = max(0.0, float(weights @ seconds))
     return mean, max(float(np.sqrt(variance * np.square(weights * noise).sum())), LEAST_ERROR * mean)
-
-
-def _subsets(number: int) -> list[NDArray[np.intp]]:
-    return [np.array(chosen) for count in range(1, number + 1) for chosen in combinations(range(number), count)]
 
 
 NUM_DRAWN = 3

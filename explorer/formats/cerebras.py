@@ -121,12 +121,6 @@ def check_trainer(trainer: Section) -> None:
                 section.refuse(key, f"is not a known field; known: {', '.join(sorted({*read, *known}))}")
 
 
-def check_runconfig(run: Section) -> None:
-    """Refuse each field of `runconfig` that is not known to change nothing, and is not read."""
-    run.ignore(RUNCONFIG_READ | RUNCONFIG_IGNORED)
-    run.refuse_unread(UNKNOWN)
-
-
 def check_data(data: Section) -> None:
     """Refuse an unknown field of a section of data if its name is about sizes; note others."""
     unknown = [str(key) for key in data.values if key not in DATA_READ | DATA_IGNORED]
@@ -191,7 +185,8 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
     for name, key in (("train", "train_input"), ("eval", "eval_input")):
         _read_data(top, key, passes[name])
     devices: Found | None = (run.at("num_csx"), run.get("num_csx")) if "num_csx" in run else None
-    check_runconfig(run)
+    run.ignore(RUNCONFIG_READ | RUNCONFIG_IGNORED)
+    run.refuse_unread(UNKNOWN)
     trainer = top.section("trainer")
     check_trainer(trainer)
     init = trainer.section("init")
@@ -199,7 +194,9 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
     if "num_csx" in cluster:
         devices = (cluster.at("num_csx"), cluster.get("num_csx"))
     if "trainer" in top:
-        _read_trainer_data(trainer, passes)
+        _read_data(trainer.section("fit"), "train_dataloader", passes["train"])
+        _read_data(trainer.section("fit"), "val_dataloader", passes["eval"])
+        _read_data(trainer.section("validate"), "val_dataloader", passes["eval"])
     _read_flags(init, passes, translation)
     mode = mode or document.get("mode") or _choose_mode(passes)
     chosen = passes.get(str(mode), _Pass())
@@ -251,12 +248,6 @@ def _read_data(parent: Section, key: str, data: _Pass) -> None:
         data.micro_batch = (section.at("micro_batch_size"), section.get("micro_batch_size"))
     if section.get("max_sequence_length") is not None:
         data.seq_length = (section.at("max_sequence_length"), section.get("max_sequence_length"))
-
-
-def _read_trainer_data(trainer: Section, passes: Mapping[str, _Pass]) -> None:
-    _read_data(trainer.section("fit"), "train_dataloader", passes["train"])
-    _read_data(trainer.section("fit"), "val_dataloader", passes["eval"])
-    _read_data(trainer.section("validate"), "val_dataloader", passes["eval"])
 
 
 def _read_flags(init: Section, passes: Mapping[str, _Pass], translation: Translation) -> None:

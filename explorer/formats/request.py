@@ -107,7 +107,10 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
     rest = {key: value for key, value in document.items() if key not in files and key != own}
     _translate_request(rest, translation, changes)
     if stated is not None and own is not None:
-        _refuse_other_trainer(own, _choose(changes, translation.document, "trainer"), translation)
+        named = _choose(changes, translation.document, "trainer")
+        if named not in (None, own):  # it keeps other number formats
+            reason = f"is a file of {own}, and the trainer that is named is {shortened(named)}"
+            translation.refuse((own,), f"{reason}: keep one, or give its config.json")
         _refuse_second_training(own, translation, (*_BATCH, "batching"), {"precision", "optimizer", "lora"})
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         has_lengths = _choose(changes, translation.document, "lengths") is not None
@@ -145,13 +148,6 @@ def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -
     target = _choose(changes, translation.document, "target")
     if translation.get(*location) == "master" and (has_lora or target not in (None, TRANSFORMERS)):
         translation.put(location, "pure")
-
-
-def _refuse_other_trainer(own: str, named: Any, translation: Translation) -> None:
-    """Refuse a trainer that is named with the file of another one, which keeps other number formats."""
-    if named not in (None, own):
-        reason = f"is a file of {own}, and the trainer that is named is {shortened(named)}"
-        translation.refuse((own,), f"{reason}: keep one, or give its config.json")
 
 
 def _refuse_second_training(

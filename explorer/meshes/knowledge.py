@@ -126,7 +126,7 @@ class MeshKnowledge:
         self.transfers = transfer_components(request, self._meshes)
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
-        self.expected: Callable[[MeshCandidate], Expected] = _as_composed
+        self.expected: Callable[[MeshCandidate], Expected] = lambda point: Expected()
         """The ratio of a candidate's seconds by whole models to its composed ones."""
         self._costs = _CostTable(self)
         self.composer = self._compose()
@@ -237,10 +237,6 @@ class MeshKnowledge:
             **dimension_values([point.candidate for point in self.candidates], FIELDS),
             **dimension_values(meshes, [*Mesh.model_fields, "expert_mode"]),
         }
-
-
-def _as_composed(_point: MeshCandidate) -> Expected:
-    return Expected()
 
 
 class _CostTable(dict[Component, BlockCost]):

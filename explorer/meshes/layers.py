@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, block_recompute
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, Operation, block_recompute
 from bexp.explorer.cost.parameters import (
     count_attention,
     count_dense_ffn,
@@ -361,11 +361,12 @@ class MeshDecomposer:
         row_bytes = model.hidden_size * item
         copied = shadowed * expert * item
         num_copies = 2 * min(mesh.expert, shadowed)  # two matrices of each owner
+        moved_rows = max(rows.moved_in, rows.moved_out)
         overlap = ExpertOverlap(
             degree,
-            moved=self.transfers.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group),
-            paired=self.transfers.all_to_all(rows.received / degree * item, group),
-            copied=self.transfers.broadcast(copied / max(1, num_copies), group),
+            moved=self.transfers.take(Operation.ALL_TO_ALL, moved_rows / degree * row_bytes, group),
+            paired=self.transfers.take(Operation.ALL_TO_ALL, rows.received / degree * item, group),
+            copied=self.transfers.take(Operation.BROADCAST, copied / max(1, num_copies), group),
             home_share=rows.home / rows.computed,
             num_copies=num_copies,
             local_bytes=2 * (rows.moved_in + rows.moved_out) * row_bytes,

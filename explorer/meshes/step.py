@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN, ShardingCommunication, Unit
-from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.components import Component, Operation
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import GatheredBytes, MemoryParts, gathered_of_units
 from bexp.explorer.dimensions.parallelism import Schedule
@@ -100,7 +100,7 @@ class MeshComposer:
         layers = self._layers(point, costs)
         counts, stage_sorts = self._balance(mesh, layers, None if run is None else run.layers_per_stage)
         hidden = self._decompose.hidden_bytes(candidate)
-        sent = self.transfers.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        sent = self.transfers.take(Operation.SEND, hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
         shard = self._decompose.shard(mesh.tensor)
         each_stage = [
             HeldParameters.of_stage(sorts, layers.blocks, mesh, stage, shard) for stage, sorts in enumerate(stage_sorts)
@@ -233,7 +233,7 @@ class MeshComposer:
             return 0.0
         item = self._request.training.optimizer.gradient_dtype(shard.dtype).itemsize
         size = shard.vocab_size * shard.hidden_size * item
-        return self.transfers.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data)).seconds
+        return self.transfers.take(Operation.SEND, size, Group(mesh.pipeline, mesh.tensor * mesh.data)).seconds
 
     def _sum_of_repeated(self, mesh: Mesh, stages: Sequence[HeldParameters]) -> float:
         """Return the seconds of summing gradients that tensor-parallel devices have whole, of their heads or tokens.

@@ -86,7 +86,8 @@ def quantization_of(name: str | None, config: Mapping[str, Any] | None) -> Quant
     own = (config or {}).get("quantization_config")
     if name == PLAIN:
         return None
-    if own_method(config) == BITSANDBYTES and isinstance(own, Mapping) and _states_bits(own):
+    is_known = own_method(config) == BITSANDBYTES and isinstance(own, Mapping)
+    if is_known and bool(own.get("load_in_4bit")) is not bool(own.get("load_in_8bit")):
         return Quantization(json.dumps(dict(own), sort_keys=True), is_own=True)
     return None if name is None else Quantization(json.dumps(ARGUMENTS[name], sort_keys=True), is_own=False)
 
@@ -100,7 +101,3 @@ def describe_weights(weights: Iterable[WeightBytes]) -> str:
     if any(one.kind == "experts" and not one.quantized_bytes for one in kinds):
         line += "; transformers quantises linear layers alone, and these experts are none"
     return line
-
-
-def _states_bits(own: Mapping[str, Any]) -> bool:
-    return bool(own.get("load_in_4bit")) is not bool(own.get("load_in_8bit"))

@@ -8,7 +8,6 @@ from typing import Any
 
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.model import DType, ModelSpec
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +19,6 @@ class Explored:
     """Tokens a sequence in training; None for a model that may have no sequences: its rates are then in samples."""
     shapes: ModelSpec | None = None
     config: dict[str, Any] | None = None
-
-    @property
-    def default_target(self) -> str:
-        """The target of a request that names none."""
-        return BEXP if self.config is None else TRANSFORMERS
 
     @property
     def may_have_experts(self) -> bool:

@@ -8,7 +8,7 @@ import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
 from bexp.explorer.dimensions.execution import Execution
@@ -73,7 +73,7 @@ class ExplorationRequest(DimensionsAsked):
         "that a worker has registered. Null: `transformers` for `hf_config`, else `bexp`.",
     )
     model: ModelSpec | None = None
-    hf_config: dict[str, Any] | None = Field(
+    hf_config: Annotated[dict[str, Any], AfterValidator(check_hugging_face_config)] | None = Field(
         None, description="A Hugging Face config.json as it came, for target `transformers`; at most 256 KiB."
     )
     hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
@@ -170,11 +170,6 @@ class ExplorationRequest(DimensionsAsked):
         (), description="What was noted when the configuration was read, such as keys that were ignored."
     )
 
-    @field_validator("hf_config")
-    @classmethod
-    def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if config is None else check_hugging_face_config(config)
-
     @field_validator("target_config", "kept")
     @classmethod
     def _check_free_fields(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -211,7 +206,7 @@ class ExplorationRequest(DimensionsAsked):
     @property
     def target_name(self) -> str:
         """The target, with the default filled in."""
-        return self.target or self.explored.default_target
+        return self.target or (TRANSFORMERS if self.model is None and self.hf_config is not None else BEXP)
 
     @property
     def is_own_code(self) -> bool:

@@ -149,12 +149,8 @@ class Posterior:
     def whole_model_seconds(self, row: int) -> float:
         """Seconds that it takes to run the whole model of a candidate."""
         seconds = whole_model_seconds(self.corrected_seconds(row).micro_step, self.hardware.device_kind)
-        return seconds + self.whole_preparing_seconds(row)
-
-    def whole_preparing_seconds(self, row: int) -> float:
-        """Seconds of these that the compiler takes, or the start of a command."""
         columns = self.table.columns_CP[row][self.table.used_CP[row]]
-        return float(self.preparing_seconds_K[columns].sum())
+        return seconds + float(self.preparing_seconds_K[columns].sum())
 
     def is_known(self, row: int) -> bool:
         """Whether every component of a candidate is measured."""

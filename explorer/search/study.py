@@ -88,7 +88,8 @@ class PointSampler(BaseSampler):
 
     def __init__(self, points: Points) -> None:
         self.points = points
-        self._suggestions: dict[int, Suggestion] = {}
+        self.suggestions: dict[int, Suggestion] = {}
+        """What trials of the study were asked for with, by their numbers in it, until it is taken."""
 
     @abstractmethod
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
@@ -96,10 +97,6 @@ class PointSampler(BaseSampler):
 
         It depends on the seed and the finished trials alone.
         """
-
-    def take_suggestion(self, number: int) -> Suggestion | None:
-        """The suggestion that trial `number` of the study was asked for with; None if there was none."""
-        return self._suggestions.pop(number, None)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters: they are chosen together."""
@@ -113,7 +110,7 @@ class PointSampler(BaseSampler):
             return {}
         suggestion = self.suggest(study, trial)
         if suggestion is not None:
-            self._suggestions[trial.number] = suggestion
+            self.suggestions[trial.number] = suggestion
         return self.points.params(suggestion.row if suggestion is not None else 0)
 
     def sample_independent(
@@ -148,7 +145,7 @@ class TrialStudy:
     def ask(self) -> AskedTrial | None:
         """Ask for the next trial; None if the sampler has no suggestion, which leaves a failed trial behind."""
         asked = self.study.ask(self._points.distributions)
-        suggestion = self._sampler.take_suggestion(asked.number)
+        suggestion = self._sampler.suggestions.pop(asked.number, None)
         if suggestion is None:
             self.study.tell(asked, state=TrialState.FAIL)
             return None

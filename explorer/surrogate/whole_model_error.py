@@ -266,9 +266,10 @@ class CompositionErrors:
         self._size_NS = np.asfortranarray(rng.standard_normal((num_samples, len(sizes))) @ factor.T)
         squares_NC = rng.chisquare(OWN_DEGREES, (num_samples, len(candidates))) / OWN_DEGREES
         self._tail_NC = np.asfortranarray((1.0 / np.sqrt(squares_NC)).astype(np.float32))
-        self._replayed_C: Floats = np.array([float(_replays(c)) for c in candidates])
+        executions = [candidate.execution for candidate in candidates]
+        self._replayed_C: Floats = np.array([float(one is not None and one.replays) for one in executions])
         self._replay_N: Floats = rng.standard_normal(num_samples) if self._replayed_C.any() else np.zeros(num_samples)
-        compiled_C = np.array([float(_compiles(c)) for c in candidates])
+        compiled_C = np.array([float(one is not None and one.compiles) for one in executions])
         self._compiled_C: Floats = np.zeros_like(compiled_C) if compiled_C.all() else compiled_C
         self._compiled_N: Floats = rng.standard_normal(num_samples) if compiled_C.any() else np.zeros(num_samples)
 
@@ -344,14 +345,6 @@ class CompositionErrors:
         """Return standard normal draws, each column of which has a seed of its own, shape (N, J)."""
         draws = [np.random.default_rng(list(seed)).standard_normal(number) for seed in seeds_J]
         return np.stack(draws, axis=1) if draws else np.empty((number, 0))
-
-
-def _replays(candidate: Candidate) -> bool:
-    return candidate.execution is not None and candidate.execution.replays
-
-
-def _compiles(candidate: Candidate) -> bool:
-    return candidate.execution is not None and candidate.execution.compiles
 
 
 def _same_kernels(candidates: Sequence[Candidate]) -> Ints:

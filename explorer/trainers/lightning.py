@@ -66,7 +66,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     strategy, layer_class, wrapped = '"auto"' if settings.num_devices == 1 else '"ddp"', "", ""
     if settings.sharding is not Sharding.NONE:
         imports.append("from lightning.pytorch.strategies import FSDPStrategy")
-        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(settings.sharding)}", auto_wrap_policy={{layer_class}})'
+        shards = "FULL_SHARD" if settings.sharding is Sharding.ZERO3 else "SHARD_GRAD_OP"
+        strategy = f'FSDPStrategy(sharding_strategy="{shards}", auto_wrap_policy={{layer_class}})'
         layer_class, wrapped = "layer_class, ", _WRAPPED
     if settings.recompute is not Recompute.NONE:
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
@@ -99,10 +100,6 @@ def render(settings: TrainerSettings) -> ExportDocument:
     )
     notes = [*model_notes(settings), *optimizer_notes(settings), *length_notes(settings), *gathering_notes(settings)]
     return python_export(settings, code + "".join(functions), notes)
-
-
-def _strategy(sharding: Sharding) -> str:
-    return "FULL_SHARD" if sharding is Sharding.ZERO3 else "SHARD_GRAD_OP"
 
 
 LIGHTNING = Trainer(

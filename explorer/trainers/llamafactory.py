@@ -55,10 +55,6 @@ ATTENTION = {
 _NAMES_OF_ATTENTION = {library: name for name, library in ATTENTION.items() if library is not None}
 
 
-def _is_given(value: Any) -> bool | None:
-    return bool(value) or None
-
-
 def _formats(said: Formats) -> tuple[str, str | None]:
     """Return the formats: trained weights in float32 under autocast, unless `pure_bf16`; frozen ones in 16 bits."""
     if said.pure and said.has_adapters:
@@ -117,7 +113,10 @@ KEYS = {
     "lora_dropout": key(Setting.DROPOUT),
     "additional_target": key(Setting.SAVED, names, ",".join),
     "resize_vocab": Key(Setting.RESIZED, if_on(True)),
-    **dict.fromkeys(("add_tokens", "add_special_tokens", "new_special_tokens_config"), Key(Setting.RESIZED, _is_given)),
+    **dict.fromkeys(
+        ("add_tokens", "add_special_tokens", "new_special_tokens_config"),
+        Key(Setting.RESIZED, lambda value: bool(value) or None),
+    ),
     "use_dora": key(Setting.DORA, flag),
     "use_rslora": key(Setting.RSLORA, flag),
     "quantization_bit": Key(Setting.BITS, one_of({"4": 4, "8": 8}), _loaded_bits),

@@ -95,15 +95,15 @@ def test_no_whole_model_is_run_after_two_that_pass_the_deadline() -> None:
 def test_exchanges_are_interpolated_between_what_was_measured() -> None:
     device = SimulatedDevice(request(), noise=0.0)
     space = MeshKnowledge(device.request, report(num_devices=4))
-    assumed = space.composer.transfers.send(1e9, Group(2, 2)).seconds
+    assumed = space.composer.transfers.take(Operation.SEND, 1e9, Group(2, 2)).seconds
     first = next(step.trial for step in run(device) if step.trial is not None)
     space.learn(first.measurement.components)
     known = space.composer.transfers
     for size in (1e5, 1e6):
         expected = size / LINK_BYTES_PER_SECOND + LINK_SECONDS
         assert known.gather(size, Group(2, 1)).seconds == pytest.approx(expected, rel=1e-3)
-    assert known.send(1.0, Group(2, 2)).seconds > LINK_SECONDS
-    assert known.send(1e9, Group(2, 2)).seconds != assumed
+    assert known.take(Operation.SEND, 1.0, Group(2, 2)).seconds > LINK_SECONDS
+    assert known.take(Operation.SEND, 1e9, Group(2, 2)).seconds != assumed
     assert known.gather(1e6, Group(1, 1)).seconds == 0.0
 
 
