@@ -18,8 +18,7 @@ from bexp.explorer.model.training import Precision
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import Plan
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import place_of
+from bexp.explorer.request.request import ExplorationRequest, place_of
 from bexp.explorer.search.alternatives import best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory

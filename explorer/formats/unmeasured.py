@@ -12,12 +12,7 @@ from bexp.explorer.model.target import OWN_TARGET, TRANSFORMERS
 from bexp.explorer.model.translation import Section
 
 VISION_FIELDS = (
-    "vision_config",
-    "vision_model",
-    "image_size",
-    "patch_size",
-    "num_channels",
-    "image_token_id",
+    *("vision_config", "vision_model", "image_size", "patch_size", "num_channels", "image_token_id"),
     "image_token_index",
 )
 VISION_WORDS = frozenset(

@@ -68,45 +68,34 @@ class ExpertOverlap:
         """
         started = 3 * self.degree * self.moved.host_seconds + self.num_copies * self.copied.host_seconds
         hidden = max(0.0, started - self._moved)
-        return self.paired.seconds + hidden + self._forward_seconds(computation)
+        return self.paired.seconds + hidden + self._overlapped(computation)
 
-    @property
-    def _copied(self) -> float:
-        return self.num_copies * self.copied.seconds
+    def backward_seconds(self, computation: float) -> float:
+        """Return the seconds of backward, in which the host waits for nothing."""
+        return self._overlapped(computation, backward=True)
 
     @property
     def _moved(self) -> float:
         """Rows with their routing weights, or with their routes, which are as short."""
         return self.moved.seconds + self.paired.seconds
 
-    def _forward_seconds(self, computation: float) -> float:
-        chunks, home, moved = range(self.degree), self._home(computation), self._moved
-        computed: list[Task] = [(self._chunk(computation), chunk) for chunk in chunks]
-        moves: list[Task] = [(moved, None) for _ in chunks]
-        if home:
-            computed.append((home, self.degree))
-            moves.append((self._copied, None))
-        moves += [(moved, chunk) for chunk in chunks]
-        return run_overlapped(computed, moves)
+    def _overlapped(self, computation: float, *, backward: bool = False) -> float:
+        """Return the seconds of the chunks, each of which computes while others move.
 
-    def backward_seconds(self, computation: float) -> float:
-        """Return the seconds of backward, in which the host waits for nothing."""
-        chunks, home, moved = range(self.degree), self._home(computation), self._moved
-        computed: list[Task] = [(self._chunk(computation), chunk) for chunk in chunks]
-        moves: list[Task] = [(moved, None) for _ in chunks]
-        first = 0
-        if home:
+        Copies of weights arrive after the chunks of forward. Backward begins with their gradients, and sends them.
+        """
+        chunks, home, copied = range(self.degree), self.home_share * computation, self.num_copies * self.copied.seconds
+        computed: list[Task] = [((1.0 - self.home_share) * computation / self.degree, chunk) for chunk in chunks]
+        moves: list[Task] = [(self._moved, None) for _ in chunks]
+        first = int(backward and home > 0.0)
+        if first:
             computed.insert(0, (home, None))
-            moves.append((self._copied, 0))
-            first = 1
-        moves += [(moved, first + chunk) for chunk in chunks]
+            moves.append((copied, 0))
+        elif home:
+            computed.append((home, self.degree))
+            moves.append((copied, None))
+        moves += [(self._moved, first + chunk) for chunk in chunks]
         return run_overlapped(computed, moves)
-
-    def _home(self, computation: float) -> float:
-        return self.home_share * computation
-
-    def _chunk(self, computation: float) -> float:
-        return (1.0 - self.home_share) * computation / self.degree
 
 
 def run_overlapped(computed: Sequence[Task], moved: Sequence[Task], slowdown: float = ASSUMED_SLOWDOWN) -> float:

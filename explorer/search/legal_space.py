@@ -24,8 +24,7 @@ from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import place_of, reported_place
+from bexp.explorer.request.request import ExplorationRequest, place_of, reported_place
 from bexp.explorer.search.trainer_terms import find_missing
 
 T = TypeVar("T")

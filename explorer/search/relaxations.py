@@ -21,8 +21,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import reported_place
+from bexp.explorer.request.request import ExplorationRequest, reported_place
 from bexp.explorer.search.legal_space import LegalSpace, enumerate_candidates
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.reported_runs import peak_factor
@@ -106,17 +105,14 @@ def find_relaxations(
     return tuple(relaxations)
 
 
-def explain_nothing_fits(
-    request: ExplorationRequest,
-    report: DeviceReport,
-    model: ExploredModel,
-    remedies: tuple[Relaxation, ...],
-    smallest: SmallestCandidate | None = None,
-) -> str:
-    """Return why no candidate fits, and the first of `remedies` if there are any.
+def explain_without_fit(
+    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate | None = None
+) -> tuple[str, tuple[Relaxation, ...]]:
+    """Return why no candidate fits, with the preferred change that would make one fit, and all such changes.
 
     The peak is that of the `smallest` candidate of a search, else a predicted one.
     """
+    remedies = find_relaxations(request, report, model, smallest)
     limit = memory_limit(request, report.hardware)
     static = min(static_parts(model, request.sharded(level)).total for level in request.space.sharding_choices)
     if smallest is None:
@@ -125,10 +121,11 @@ def explain_nothing_fits(
     else:
         need = smallest.describe()
     why = f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, and {need}"
-    if not remedies:
-        return f"{why}. No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
-    first = remedies[0]
-    return f"{why}. It would fit with {first.change} (predicted to need {first.required_bytes / GIB:.2f} GiB)"
+    way = f"No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
+    if remedies:
+        first = remedies[0]
+        way = f"It would fit with {first.change} (predicted to need {first.required_bytes / GIB:.2f} GiB)"
+    return f"{why}. {way}", remedies
 
 
 def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
@@ -281,11 +278,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def explain_without_fit(
-    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate | None = None
-) -> tuple[str, tuple[Relaxation, ...]]:
-    """Return that no candidate fits, and the changes that would make one fit."""
-    relaxations = find_relaxations(request, report, model, smallest)
-    return explain_nothing_fits(request, report, model, relaxations, smallest), relaxations

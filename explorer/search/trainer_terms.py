@@ -18,8 +18,7 @@ from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import place_of
+from bexp.explorer.request.request import ExplorationRequest, place_of
 from bexp.explorer.trainers.registry import TRAINERS
 from bexp.explorer.trainers.trainer import ShardedAdapters, Trainer
 

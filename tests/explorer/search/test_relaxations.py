@@ -11,12 +11,11 @@ from bexp.explorer.dimensions.dimension import Change, Dimension
 from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
 from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import reported_place
+from bexp.explorer.request.request import ExplorationRequest, reported_place
 from bexp.explorer.search.relaxations import (
     _over,
     _together,
-    explain_nothing_fits,
+    explain_without_fit,
     find_relaxations,
     smallest_requirement,
 )
@@ -58,10 +57,8 @@ def test_every_kind_is_named_in_the_order_of_preference() -> None:
     assert [relaxation.kind for relaxation in remedies(req)] == [r.kind for r in found if r not in shared], (
         "with one device"
     )
-    assert (
-        explain_nothing_fits(req, DEVICE, req.shapes, remedies(req)).count("It would fit with micro_batch_size 8 (")
-        == 1
-    )
+    why, _ = explain_without_fit(req, DEVICE, req.shapes)
+    assert why.count("It would fit with micro_batch_size 8 (") == 1
 
 
 def test_the_nearest_micro_batch_that_fits_is_named() -> None:
@@ -123,7 +120,7 @@ def test_full_recomputation_leaves_no_policy_to_offer() -> None:
 def test_a_sequence_too_long_for_any_change_has_none() -> None:
     req = cramped(memory_limit_gib=0.6)
     assert remedies(req) == ()
-    assert "No micro-batch, recomputation or sharding" in explain_nothing_fits(req, DEVICE, req.shapes, ())
+    assert "No micro-batch, recomputation or sharding" in explain_without_fit(req, DEVICE, req.shapes)[0]
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, 16), (24, 48), (31, 48)])

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.epochs import cut_epochs, fill, grouped_epoch, pack
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.step import memory_limit, required_bytes
-from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch, cut_epochs, fill, grouped_epoch, pack
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.lengths import compact_histogram
 from bexp.explorer.model.parts import LayerPart, ModelParts, Part

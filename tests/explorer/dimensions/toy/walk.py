@@ -20,8 +20,7 @@ from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.recommendation import RelaxationKind
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import reported_place
+from bexp.explorer.request.request import ExplorationRequest, reported_place
 from bexp.explorer.search.component_subjects import IRRELEVANT
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.relaxations import single_changes
