@@ -19,7 +19,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import Plan
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest, place_of
-from bexp.explorer.search.alternatives import best_among, dividing_rows
+from bexp.explorer.search.alternatives import accumulate, best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import explored_models, prune_space
@@ -80,8 +80,8 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
     if known.plan is not None:
         return _choose_shared(trainer, request, exploration.report, known, known.plan)
     best, report = known.for_batch, exploration.report
-    steps = _accumulation(request, best.candidate)
-    if request.batch_size is not None and not steps:
+    steps, _ = accumulate(request, best.candidate)
+    if request.batch_size is not None and steps is None:
         nearest = " or ".join(map(str, known.dividing_batch_sizes))
         hint = f"; the nearest that can be is {nearest}" if nearest else ""
         raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
@@ -103,15 +103,6 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
         f"{trainer.title} {lost}, and no explored candidate that it can express fits. An exploration for this trainer "
         "finds one: see `--trainer`."
     )
-
-
-def _accumulation(request: ExplorationRequest, candidate: Candidate) -> int | None:
-    """Return the accumulation steps of the stated batch: 0 if the candidate does not divide it, None without one."""
-    if request.batch_size is None:
-        return None
-    groups = request.devices.data_parallel_size(candidate.context_parallel_size)
-    steps, rest = divmod(request.batch_size, candidate.micro_batch_size * groups)
-    return 0 if rest else steps
 
 
 def _choose_shared(
@@ -177,7 +168,7 @@ def _best_expressible(
     reached = expected_tokens_per_second(posterior, best.row, next(iter([*ran, *named]), best.row))
     return Choice(
         candidate=candidate,
-        grad_accum_steps=_accumulation(request, candidate),
+        grad_accum_steps=accumulate(request, candidate)[0],
         tokens_per_second=reached,
         missing=missing[best.row],
         is_own=False,

@@ -168,15 +168,9 @@ class Block:
     Sequence parallelism leaves a device a part of them.
     """
     repeated_outputs: float = 0.0
-    """Those of them that another block of the layer saves as well:
-
-    shared experts are measured with a norm, and have none.
-    """
+    """Those of them that another block saves as well: shared experts are measured with a norm, and have none."""
     overlap: ExpertOverlap | None = None
-    """The transfers of experts that devices share, which run while the component computes.
-
-    These experts have no `transfers`.
-    """
+    """The transfers of experts that devices share, while the component computes; these have no `transfers`."""
 
     def exposed_seconds(self, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds that transfers add to so many seconds of computation, in forward and in backward."""

@@ -218,10 +218,7 @@ class MeshSpace(SearchSpace):
         return None
 
     def _likeliest(self) -> MeshCandidate | None:
-        """Return the likeliest candidate to be the best of those not known;
-
-        None if one that is known is likely enough.
-        """
+        """Return the likeliest to be the best of those not known; None if one that is known is likely enough."""
         ranking, target = self._ranking, self._request.budget.confidence_target
         if ranking.best is not None and 100 * ranking.confidence >= target:
             return None

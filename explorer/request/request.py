@@ -281,10 +281,7 @@ class ExplorationRequest(DimensionsAsked):
         return candidate.execution or self.plain_execution
 
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
-        """Return this request with the level of sharding of a candidate or component;
-
-        None keeps the request's own level.
-        """
+        """Return this request with the sharding of a candidate or component; None keeps the request's own level."""
         if level is None:
             return self
         training = self.training.model_copy(update={"sharding": level})

@@ -168,10 +168,7 @@ def check_sequence_of_config(request: ExplorationRequest) -> None:
 
 
 def check_training_of_target(request: ExplorationRequest) -> None:
-    """Check that the target is transformers where lengths, precision or LoRA are given:
-
-    the reference layers have none of them.
-    """
+    """Check precision, LoRA and the optimizer: the reference layers have no LoRA, and precision `pure` alone."""
     if request.training.keeps_master_weights:
         _check_master_weights(request)
     if request.training.precision == "upcast":

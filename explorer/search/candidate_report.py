@@ -159,10 +159,7 @@ def _shared_cores(posterior: Posterior) -> Iterator[str]:
 def _shortfall(
     posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, out_of_budget: bool
 ) -> tuple[Note, ...]:
-    """Return a note that says why the confidence is below its target, if that is known.
-
-    `limit` has the noise if that is why.
-    """
+    """Return why the confidence is below its target, if that is known; `limit` has the noise if that is why."""
     request, target = posterior.request, posterior.request.budget.confidence_target
     if limit is not None:
         return (Note(code=NoteCode.NOISE, text=describe_noise(limit, target)),)

@@ -49,10 +49,7 @@ class NoiseFigures:
 
 
 class NoiseLimit:
-    """Says whether noise keeps the confidence in a variant's candidates below its target.
-
-    It depends on trials alone.
-    """
+    """Says whether noise keeps the confidence below its target. It depends on a variant's trials alone."""
 
     def __init__(self, posterior: Posterior, history: TrialHistory, variant: int) -> None:
         self._posterior = posterior

@@ -174,10 +174,7 @@ class Posterior:
         return self.table.missing(row, self.surrogate.known_K)
 
     def count_attempts(self, component: Component) -> int:
-        """Return how often a component was run;
-
-        one that is expected from a trial in flight counts as run often enough.
-        """
+        """Return how often a component was run; often enough if a trial in flight is to measure it."""
         return sys.maxsize if component in self._expected else self.knowledge.log.count_attempts(component)
 
     def seconds(self, row: int) -> StepSeconds:

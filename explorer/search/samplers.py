@@ -59,10 +59,7 @@ class SearchStages:
         return target if self.is_last else min(target, FIRST_CONFIDENCE)
 
     def is_spent(self, history: TrialHistory, *, noisy: bool) -> bool:
-        """Return whether the first stage has had its share of the seconds;
-
-        it is smaller if noise limits the confidence.
-        """
+        """Return whether the first stage has had its share of the seconds, which is smaller under noise."""
         spent = history.seconds_of(self._posterior.table.model.variant)
         share = LIMITED_SHARE if noisy else FIRST_SHARE
         return not self.is_last and spent >= share * history.seconds_each

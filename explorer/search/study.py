@@ -93,10 +93,7 @@ class PointSampler(BaseSampler):
 
     @abstractmethod
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
-        """Return the next measurement; None if nothing is worth it.
-
-        It depends on the seed and the finished trials alone.
-        """
+        """Return the next measurement by seed and finished trials alone; None if nothing is worth it."""
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters: they are chosen together."""
@@ -116,11 +113,7 @@ class PointSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Never called for a parameter of the space.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: it is never called for a parameter of the space."""
         raise ValueError(f"'{param_name}' is not a parameter of the space")
 
 
@@ -195,10 +188,7 @@ def _state(trial: Trial) -> TrialState:
 
 
 def _value(trial: Trial) -> float | None:
-    """Return the objective of a finished trial:
-
-    tokens/s, 0 for a candidate that cannot run, None if the trial says nothing.
-    """
+    """Return the objective: tokens/s, 0 for a candidate that cannot run, None if the trial says nothing."""
     return (trial.tokens_per_second or 0.0) if _state(trial) is TrialState.COMPLETE else None
 
 

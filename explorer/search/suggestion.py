@@ -114,10 +114,7 @@ class PreparingSeconds:
         return seconds / max(1, number)
 
     def of(self, prepared_K: Mask, known_K: Mask) -> Floats:
-        """The seconds that each component takes in addition to its own runs, shape (K,);
-
-        0 for those not in `prepared_K`.
-        """
+        """The seconds that each component takes before its own runs, shape (K,); 0 for those not in `prepared_K`."""
         again = 1.0 if self._is_whole else AGAIN_SHARE
         return np.where(prepared_K, self.each * np.where(known_K, again, 1.0), 0.0)
 

@@ -1,7 +1,4 @@
-"""A candidate in the terms of a trainer:
-
-the parts that the trainer cannot express, and the formats that can hold it.
-"""
+"""A candidate in the terms of a trainer: the parts that it cannot express, and the formats that can hold it."""
 
 from __future__ import annotations
 

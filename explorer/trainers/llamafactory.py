@@ -1,7 +1,4 @@
-"""LLaMA-Factory's YAML, in and out. Names and defaults as of LLaMA-Factory 0.9.5.
-
-By default it recomputes every layer.
-"""
+"""LLaMA-Factory's YAML, in and out. Names and defaults as of 0.9.5. By default it recomputes every layer."""
 
 from __future__ import annotations
 
