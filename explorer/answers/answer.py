@@ -194,17 +194,9 @@ def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:
 
 def _step(best: Recommendation) -> str:
     whole = best.whole_model
-    step, micro, optimizer, communication = (
-        (best.step_seconds, best.micro_step_seconds, best.optimizer_seconds, best.communication_seconds)
-        if whole is None
-        else (
-            whole.step_seconds,
-            whole.measurement.micro_step_seconds,
-            whole.measurement.optimizer_seconds,
-            whole.measurement.communication_seconds,
-        )
-    )
-    parts = f"{seconds_text(micro)} per micro-batch"
+    step, timed = (best.step_seconds, best) if whole is None else (whole.step_seconds, whole.measurement)
+    optimizer, communication = timed.optimizer_seconds, timed.communication_seconds
+    parts = f"{seconds_text(timed.micro_step_seconds)} per micro-batch"
     if best.optimizer_seconds == 0:  # there is no training
         return parts
     if optimizer > 0:  # some runs of whole models leave it out

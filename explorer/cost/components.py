@@ -331,33 +331,23 @@ class Component(Frozen):
     @property
     def key(self) -> str:
         """A text that names the component, unique within a job."""
-        parts = [] if self.part is None else [self.part]
-        if self.micro_batch_size:
-            parts.append(f"m={self.micro_batch_size}")
-        if self.bta_tile is not None:
-            parts.append(f"tile={self.bta_tile}")
-        if self.recompute is not BlockRecompute.NONE:
-            parts.append(f"recompute={self.recompute}")
-        if self.backend is not None:
-            parts.append(str(self.backend))
-        if self.num_query_groups is not None:
-            parts.append(f"groups={self.num_query_groups}")
-        if self.capacity_factor is not None:
-            parts.append(f"capacity={self.capacity_factor:.15g}")
-        if self.context_parallel_size > 1:
-            layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
-            parts.append(f"cp={self.context_parallel_size}{layout}")
-        if self.tensor_parallel_size > 1:
-            parts.append(f"tp={self.tensor_parallel_size}")
-        if self.expert_parallel_size > 1:
-            parts.append(f"ep={self.expert_parallel_size}")
-        if self.overlap_degree > 1:
-            parts.append(f"chunks={self.overlap_degree}")
-        if self.shadowed_experts:
-            parts.append(f"shadowed={self.shadowed_experts}")
-        if self.sharding is not None:
-            parts.append(str(self.sharding))
-        if self.exchange is not None:
-            asked = self.exchange
-            parts.append(f"{asked.operation},{asked.size}x{asked.stride},{asked.num_bytes}")
+        size, layout, asked = self.context_parallel_size, self.context_parallel_layout, self.exchange
+        named = {
+            "part": self.part,
+            "m": self.micro_batch_size or None,
+            "tile": self.bta_tile,
+            "recompute": None if self.recompute is BlockRecompute.NONE else self.recompute,
+            "backend": self.backend,
+            "groups": self.num_query_groups,
+            "capacity": None if self.capacity_factor is None else f"{self.capacity_factor:.15g}",
+            "cp": (f"{size}" if layout is None else f"{size}:{layout}") if size > 1 else None,
+            "tp": self.tensor_parallel_size if self.tensor_parallel_size > 1 else None,
+            "ep": self.expert_parallel_size if self.expert_parallel_size > 1 else None,
+            "chunks": self.overlap_degree if self.overlap_degree > 1 else None,
+            "shadowed": self.shadowed_experts or None,
+            "sharding": self.sharding,
+            "exchange": asked and f"{asked.operation},{asked.size}x{asked.stride},{asked.num_bytes}",
+        }
+        plain = {"part", "backend", "sharding", "exchange"}
+        parts = [f"{value}" if name in plain else f"{name}={value}" for name, value in named.items() if value]
         return f"{self.kind}({','.join(parts)})"

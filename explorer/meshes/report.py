@@ -248,7 +248,8 @@ def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], bes
         return None
     plain = next((one for one in ranked if one.point.mesh.expert_mode is ExpertMode.PLAIN), None)
     if plain is None:
-        plain = _step_of(space, MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate))
+        in_plain_mode = MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate)
+        plain = space.ranked(in_plain_mode, simulate=True)
     tokens_per_second = plain.compared_with(best)
     return PlainMesh(
         mesh=plain.point.mesh,
@@ -267,8 +268,4 @@ def _fastest(space: MeshKnowledge, candidates: Iterable[MeshCandidate]) -> Ranke
     fits = [(one, step) for one, step in steps if space.required_bytes(step) <= space.limit_bytes]
     if not fits:
         return None
-    return _step_of(space, max(fits, key=lambda pair: pair[1].tokens_per_second)[0])
-
-
-def _step_of(space: MeshKnowledge, point: MeshCandidate) -> RankedCandidate:
-    return space.ranked(point, simulate=True)
+    return space.ranked(max(fits, key=lambda pair: pair[1].tokens_per_second)[0], simulate=True)
