@@ -19,7 +19,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import Plan
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest, place_of
-from bexp.explorer.search.alternatives import accumulate, best_among, dividing_rows
+from bexp.explorer.search.alternatives import accumulate, best_among, dividing_rows, expected_tokens_per_second
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import explored_models, prune_space
@@ -34,7 +34,6 @@ from bexp.explorer.search.trainer_terms import (
     needs_logits,
     precision_of,
 )
-from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.registry import TRAINERS
 from bexp.explorer.trainers.trainer import Trainer

@@ -28,9 +28,8 @@ from bexp.explorer.search.trainer_terms import (
     needs_logits,
     precision_of,
 )
-from bexp.explorer.trainers.document import ALLOCATOR_VARIABLE, ExportDocument, ExportError
+from bexp.explorer.trainers.document import ALLOCATOR_VARIABLE, ExportDocument, ExportError, TrainerSettings
 from bexp.explorer.trainers.registry import find_format
-from bexp.explorer.trainers.settings import TrainerSettings
 from bexp.explorer.trainers.trainer import Trainer
 
 if TYPE_CHECKING:

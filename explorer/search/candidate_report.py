@@ -31,14 +31,13 @@ from bexp.explorer.records.recommendation import (
 )
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.alternatives import accumulate, dividing_batch_sizes
+from bexp.explorer.search.alternatives import accumulate, check_whole_model, dividing_batch_sizes, performance
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
 from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
-from bexp.explorer.search.whole_model_check import check_whole_model, performance
 from bexp.explorer.search.whole_models import find_runner_up
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64

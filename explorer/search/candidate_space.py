@@ -13,7 +13,7 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, count_processes, timeout_seconds
-from bexp.explorer.search.alternatives import find_alternatives
+from bexp.explorer.search.alternatives import compare_whole_run, find_alternatives, whole_model_tokens_per_second
 from bexp.explorer.search.candidate_report import build_recommendation
 from bexp.explorer.search.earlier_check import ignored_event
 from bexp.explorer.search.event_messages import (
@@ -35,7 +35,6 @@ from bexp.explorer.search.samplers import SearchStages, make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
-from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
 
 

@@ -11,13 +11,19 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.alternatives import best_stock, best_undivided, best_untiled, largest_untiled, promising_row
+from bexp.explorer.search.alternatives import (
+    best_stock,
+    best_undivided,
+    best_untiled,
+    compare_whole_run,
+    largest_untiled,
+    promising_row,
+)
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.suggestion import Suggestion, worth
-from bexp.explorer.search.whole_model_check import compare_whole_run
 
 MATTERS = 0.25
 """Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""

@@ -13,9 +13,14 @@ from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, yaml_export
-from bexp.explorer.trainers.script import gathering_notes, script_notes
-from bexp.explorer.trainers.settings import HALF_NAMES, TrainerSettings
+from bexp.explorer.trainers.document import (
+    HALF_NAMES,
+    ExportDocument,
+    TrainerSettings,
+    gathering_notes,
+    script_notes,
+    yaml_export,
+)
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
 

@@ -14,9 +14,14 @@ from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.optimizers import LIBRARY, ON_HOST_NOTE
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, python_export
-from bexp.explorer.trainers.script import PREPARE, lora_config, quantization_config
-from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.document import (
+    PREPARE,
+    ExportDocument,
+    TrainerSettings,
+    lora_config,
+    python_export,
+    quantization_config,
+)
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, ON_HOST, OTHER_LIBRARIES, Trainer, expresses
 
 _CODE = '''\

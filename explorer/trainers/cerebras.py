@@ -7,9 +7,7 @@ from typing import Any
 from bexp.explorer.dimensions.bta_tile import TILES
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, yaml_export
-from bexp.explorer.trainers.script import other_optimizer_notes
-from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.document import ExportDocument, TrainerSettings, other_optimizer_notes, yaml_export
 from bexp.explorer.trainers.trainer import Trainer, expresses
 
 BTA_FLAGS = {"csx.debug.ini.ws_opt_enable_bta": "enable", "csx.debug.ini.ws_opt_bta_max_tile": "max_tile"}

@@ -7,9 +7,16 @@ from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, SHARES, Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, python_export
-from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes, optimizer_notes
-from bexp.explorer.trainers.settings import HALF_NAMES, TrainerSettings
+from bexp.explorer.trainers.document import (
+    HALF_NAMES,
+    ExportDocument,
+    TrainerSettings,
+    gathering_notes,
+    length_notes,
+    model_notes,
+    optimizer_notes,
+    python_export,
+)
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}

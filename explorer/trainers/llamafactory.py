@@ -7,7 +7,15 @@ from typing import Any
 from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import LINEAR_MODULES
-from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
+from bexp.explorer.trainers.document import (
+    WHAT_ELSE,
+    ExportDocument,
+    TrainerSettings,
+    expert_notes,
+    gathering_notes,
+    plain_expert_notes,
+    yaml_export,
+)
 from bexp.explorer.trainers.keys import (
     Formats,
     Key,
@@ -27,8 +35,6 @@ from bexp.explorer.trainers.keys import (
     without_exports,
     words,
 )
-from bexp.explorer.trainers.script import expert_notes, gathering_notes, plain_expert_notes
-from bexp.explorer.trainers.settings import TrainerSettings
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, LORA, OTHER_LIBRARIES, Trainer, expresses
 from bexp.explorer.trainers.transformers import (
     AUTOCAST,

@@ -7,9 +7,13 @@ from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, LAYER_GROUPS, SHARES, Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, shell_export
-from bexp.explorer.trainers.script import other_optimizer_notes
-from bexp.explorer.trainers.settings import HALF_NAMES, TrainerSettings
+from bexp.explorer.trainers.document import (
+    HALF_NAMES,
+    ExportDocument,
+    TrainerSettings,
+    other_optimizer_notes,
+    shell_export,
+)
 from bexp.explorer.trainers.trainer import CAPACITY, MODEL_PARALLELISM, Trainer, expresses
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}

@@ -11,9 +11,14 @@ from bexp.explorer.dimensions.parallelism import Parallelism, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, ExportError, shell_export
-from bexp.explorer.trainers.script import gathering_notes, other_optimizer_notes
-from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.document import (
+    ExportDocument,
+    ExportError,
+    TrainerSettings,
+    gathering_notes,
+    other_optimizer_notes,
+    shell_export,
+)
 from bexp.explorer.trainers.trainer import MODEL_PARALLELISM, Trainer, expresses
 
 VARIABLE = "TORCHTITAN_FLAGS"

@@ -18,7 +18,15 @@ from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section
 from bexp.explorer.trainers.deepspeed import read_config
-from bexp.explorer.trainers.document import ExportDocument, Render, json_export
+from bexp.explorer.trainers.document import (
+    ExportDocument,
+    Render,
+    TrainerSettings,
+    gathering_notes,
+    json_export,
+    length_notes,
+    model_notes,
+)
 from bexp.explorer.trainers.keys import (
     UNKNOWN_FIELD,
     Batch,
@@ -36,8 +44,6 @@ from bexp.explorer.trainers.keys import (
     turns_on,
     words,
 )
-from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes
-from bexp.explorer.trainers.settings import TrainerSettings
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}

@@ -15,10 +15,16 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.recommendation import Alternative, Recommendation, Role, WholeModelCheck
 from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.search.alternatives import accumulate, best_stock, compare, largest_untiled
+from bexp.explorer.search.alternatives import (
+    accumulate,
+    best_stock,
+    check_whole_model,
+    compare,
+    largest_untiled,
+    whole_model_tokens_per_second,
+)
 from bexp.explorer.search.candidate_report import build_recommendation
 from bexp.explorer.search.posterior import BestCandidate, Posterior
-from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from tests.explorer.alternatives import alternative
 from tests.explorer.notes import notes_of
 from tests.explorer.search.small import (
