@@ -25,8 +25,7 @@ from bexp.explorer.formats.families import (
     UNSUPPORTED_TYPES,
     Family,
 )
-from bexp.explorer.formats.model_types import model_types, reserved_positions
-from bexp.explorer.formats.unmeasured import refuse_other_model
+from bexp.explorer.formats.model_types import model_types, refuse_other_model, reserved_positions
 from bexp.explorer.model.base import FieldPath
 from bexp.explorer.model.config_rules import LABELS, LONGEST_TEXT, TOO_LONG, cleaned
 from bexp.explorer.model.model import find_layer_pattern

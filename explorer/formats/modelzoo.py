@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.formats.unmeasured import refuse_vision
+from bexp.explorer.formats.model_types import refuse_vision
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.translation import Location, Section, Translation
 from bexp.explorer.trainers.keys import because

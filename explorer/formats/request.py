@@ -21,8 +21,8 @@ from bexp.explorer.formats.huggingface import (
     pass_config,
     translate_config,
 )
+from bexp.explorer.formats.model_types import refuse_other_model, refuse_vision
 from bexp.explorer.formats.training_files import StatedTraining, translate_side_files
-from bexp.explorer.formats.unmeasured import refuse_other_model, refuse_vision
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.model.training import Sharding
