@@ -15,16 +15,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.formats.families import (
-    ACTIVATIONS,
-    DTYPES,
-    FAMILIES,
-    IGNORED,
-    NEUTRAL,
-    REFUSED,
-    UNSUPPORTED_TYPES,
-    Family,
-)
+from bexp.explorer.formats import families
+from bexp.explorer.formats.families import FAMILIES, Family
 from bexp.explorer.formats.model_types import model_types, refuse_other_model, reserved_positions
 from bexp.explorer.model.base import FieldPath
 from bexp.explorer.model.config_rules import LABELS, LONGEST_TEXT, TOO_LONG, cleaned
@@ -138,7 +130,7 @@ def translate_config(
     model_type = model.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        why = UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
+        why = families.UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
         model.refuse(
             "model_type",
             f"{shortened(repr(model_type))} is not supported by target 'bexp'{f' (it has {why})' if why else ''}"
@@ -147,7 +139,7 @@ def translate_config(
         )
         return
     model.refuse_where_set(
-        {key: reason for key, reason in REFUSED.items() if model.values.get(key) != NEUTRAL.get(key)}
+        {key: reason for key, reason in families.REFUSED.items() if model.values.get(key) != families.NEUTRAL.get(key)}
     )
     model = _rename(model, family)
     defaults = family.defaults
@@ -160,7 +152,7 @@ def translate_config(
     )
     translation.put(
         ("model", "activation"),
-        model.choice(family.activation_key, ACTIVATIONS, defaults[family.activation_key]),
+        model.choice(family.activation_key, families.ACTIVATIONS, defaults[family.activation_key]),
         model.at(family.activation_key),
     )
     _take_name(model, str(model_type))
@@ -173,9 +165,9 @@ def translate_config(
         _take_experts(model, family)
     _take_seq_length(model, family, seq_length)
     _check_windows(model, family)
-    model.ignore(IGNORED)
+    model.ignore(families.IGNORED)
     reason = f"is not a known field of {model_type}; remove it if it changes no shape"
-    model.refuse_unread(reason, {**defaults, **NEUTRAL})
+    model.refuse_unread(reason, {**defaults, **families.NEUTRAL})
 
 
 def _rename(model: Section, family: Family) -> Section:
@@ -199,8 +191,8 @@ def _take_dtype(model: Section) -> None:
     if dtype in (None, "auto"):
         return
     key = "dtype" if "dtype" in model else "torch_dtype"
-    if isinstance(dtype, str) and dtype in DTYPES:
-        model.translation.put(("model", "dtype"), DTYPES[dtype], model.at(key))
+    if isinstance(dtype, str) and dtype in families.DTYPES:
+        model.translation.put(("model", "dtype"), families.DTYPES[dtype], model.at(key))
     else:
         model.refuse(key, f"{shortened(repr(dtype))} is not supported; supported: bfloat16, float16, float32")
 
