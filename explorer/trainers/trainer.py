@@ -135,12 +135,16 @@ class Trainer:
         missing = next((asked for asked in known.asks(value) if asked not in mine), None)
         return None if missing is None else known.words(value, missing)
 
+    def has_policy(self, policy: Recompute, *, layers_differ: bool = False) -> bool:
+        """Return whether it can express a recomputation policy of a model whose layers may be of several kinds."""
+        return self.lacks("recompute", AskedPolicy(policy, layers_differ)) is None
+
     def nearest_policy(self, policy: Recompute, num_layers: int, *, layers_differ: bool = False) -> Recompute:
         """Return the policy that recomputes the fewest layers but no fewer than `policy`, so that it still fits.
 
         A policy by operation or by groups becomes `full`. It is `none` for a trainer that recomputes nothing.
         """
-        able = (one for one in Recompute if self.lacks("recompute", AskedPolicy(one, layers_differ)) is None)
+        able = (one for one in Recompute if self.has_policy(one, layers_differ=layers_differ))
         by_share = sorted((one for one in able if one.layer_share > 0), key=lambda one: one.layer_share)
         if policy.first_layers is not None:
             by_share = [one for one in by_share if one.layer_share * num_layers >= policy.first_layers] or by_share[-1:]
