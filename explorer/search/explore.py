@@ -12,7 +12,7 @@ from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
-from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.records.trial import Measure, Trial, executor_of
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_space import CandidateSpace
 from bexp.explorer.search.event_messages import (
@@ -24,7 +24,7 @@ from bexp.explorer.search.event_messages import (
 )
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import PruneSpace, explored_models, prune_space
-from bexp.explorer.search.loop import ProgressLog, SearchLoop, VariantContext, executor_of
+from bexp.explorer.search.loop import ProgressLog, SearchLoop, VariantContext
 from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.search_space import SearchExtension, SearchSpace, extension_for
 

@@ -5,7 +5,6 @@ Its context has what runs the trials, and its log turns them into steps for whoe
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from bexp.explorer.model.model import Variant
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft, Progress, recommendation_event, render_message
-from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome, judge
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialTask
+from bexp.explorer.records.trial import Trial, TrialExecutor, TrialKind
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
@@ -70,62 +69,6 @@ class ProgressLog:
                 self._last_message = render_message(event)
                 drafts.append(event)
         return Progress(tuple(drafts), trial, recommendation, self._is_main, space)
-
-
-class TrialExecutor(ABC):
-    """Runs up to `capacity` trials at once, all on equal hardware. It is a `Measure`, too.
-
-    One caller submits and waits. A candidate that fails is an `Outcome`, as with every `Measure`, never an exception.
-    """
-
-    @property
-    @abstractmethod
-    def capacity(self) -> int:
-        """The number of trials that may be in flight, at least 1. It may change while a job runs."""
-
-    @abstractmethod
-    def submit(self, task: TrialTask) -> None:
-        """Begin a trial; no other trial in flight has its number."""
-
-    @abstractmethod
-    def wait(self) -> tuple[TrialTask, Measurement]:
-        """Wait for the next trial in flight to end; there is at least one."""
-
-    def __call__(self, task: TrialTask) -> Measurement:
-        """Run a trial while nothing else is in flight."""
-        self.submit(task)
-        done, measurement = self.wait()
-        assert done.number == task.number, "another trial was in flight"
-        return measurement
-
-
-class OneAtATime(TrialExecutor):
-    """Runs one trial at a time, when it is waited for."""
-
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
-        self._task: TrialTask | None = None
-
-    @property
-    def capacity(self) -> int:
-        """One trial."""
-        return 1
-
-    def submit(self, task: TrialTask) -> None:
-        """Keep the task until it is waited for."""
-        assert self._task is None, "a trial is in flight"
-        self._task = task
-
-    def wait(self) -> tuple[TrialTask, Measurement]:
-        """Run the task that was submitted."""
-        task, self._task = self._task, None
-        assert task is not None, "no trial is in flight"
-        return task, self._measure(task)
-
-
-def executor_of(measure: Measure) -> TrialExecutor:
-    """Return `measure` itself if it is an executor, else one that runs a trial at a time with it."""
-    return measure if isinstance(measure, TrialExecutor) else OneAtATime(measure)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from typing import Protocol, TypeVar
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement, PhaseSeconds
-from bexp.explorer.records.trial import Measure, Trial, TrialTask
+from bexp.explorer.records.trial import Measure, Trial, TrialExecutor, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.loop import TrialExecutor
 from bexp.storage.components import keep_components
 from bexp.storage.database import DATABASE_TROUBLE
 from bexp.storage.jobs import JobState

@@ -12,11 +12,11 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Measure, Trial, TrialKind
+from bexp.explorer.records.trial import Measure, Trial, TrialKind, executor_of
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import PrunedSpace, prune_space
-from bexp.explorer.search.loop import VariantContext, executor_of
+from bexp.explorer.search.loop import VariantContext
 from bexp.explorer.search.posterior import Posterior
 from tests.explorer.simulator import SimulatedDevice, report
 

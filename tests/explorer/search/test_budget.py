@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.records.trial import Trial, TrialExecutor, TrialTask
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.loop import TrialExecutor
 from tests.explorer.explorations import pruned, request
 from tests.explorer.simulator import SimulatedDevice, report
 

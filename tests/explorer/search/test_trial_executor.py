@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialTask
-from bexp.explorer.search.loop import OneAtATime, TrialExecutor, executor_of
+from bexp.explorer.records.trial import OneAtATime, TrialExecutor, TrialKind, TrialTask, executor_of
 from tests.explorer.search.small import candidate, small_request
 
 

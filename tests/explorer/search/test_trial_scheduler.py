@@ -10,9 +10,8 @@ import pytest
 
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.records.trial import Trial, TrialExecutor, TrialKind, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.search.loop import TrialExecutor
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.samplers import suggest_measurement
 from bexp.explorer.search.suggestion import Suggestion
