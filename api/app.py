@@ -1,7 +1,11 @@
-"""The application: routes, errors and middleware put together."""
+"""The application: routes, errors and middleware put together.
+
+Errors are problem details (RFC 9457): all have one shape, and none repeats the input.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -11,26 +15,40 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.dependencies.models import Dependant
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
+from sqlalchemy.exc import ProgrammingError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from bexp.api import examples
-from bexp.api.administration import QuotaLimits
 from bexp.api.auth import authorize
 from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.metrics import LatencyMiddleware, Metrics
-from bexp.api.problems import install_problem_handlers
-from bexp.api.refusals import Problem, invalid_parameter
+from bexp.api.problem_responses import problem_response, refused
+from bexp.api.refusals import (
+    MAX_ERRORS,
+    MAX_MESSAGE,
+    REFUSED,
+    FieldError,
+    Problem,
+    ProblemException,
+    database_unavailable,
+    invalid_parameter,
+    readable,
+    refusal_of,
+)
+from bexp.api.resources import QuotaLimits
 from bexp.api.routes import (
     administration,
-    comparisons,
     explorations,
     logs,
     monitoring,
     results,
-    resuming,
-    run_reports,
     schemas,
     web,
     workers,
@@ -38,8 +56,10 @@ from bexp.api.routes import (
 from bexp.api.service import refuse_changes_if_outdated, run_service
 from bexp.api.settings import ServiceSettings
 from bexp.api.turns import TurnMiddleware
+from bexp.explorer.model.base import rule_of
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.storage.database import DATABASE_TROUBLE
 
 DESCRIPTION = """\
 Submit the configuration of a language model. Workers measure what a trainer can choose (micro-batch size, batch \
@@ -86,7 +106,7 @@ def _include_all() -> APIRouter:
     # A route's name is what a generated client calls the function.
     routes = APIRouter(generate_unique_id_function=lambda route: route.name)
     v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
-    for module in (explorations, resuming, results, comparisons, run_reports, logs, workers, administration, schemas):
+    for module in (explorations, results, logs, workers, administration, schemas):
         routes.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
     routes.include_router(monitoring.router)
     routes.include_router(web.router)
@@ -151,3 +171,65 @@ def describe_api() -> dict[str, Any]:
 def _drop_default_error(responses: dict[str, Any]) -> None:
     if "application/json" in responses.get("422", {}).get("content", {}):
         del responses["422"]
+
+
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
+logger = logging.getLogger(__name__)
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem document."""
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        detail = error.detail if error.detail != HTTPStatus(error.status_code).phrase else None
+        headers = error.headers
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers = {**(headers or {}), "Allow": ", ".join(_methods_of(request))}
+        return problem_response(request, error.status_code, detail, headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
+        errors = [
+            FieldError(field=".".join(str(part) for part in e["loc"][1:]), message=readable(rule_of(e), MAX_MESSAGE))
+            for e in error.errors()[:MAX_ERRORS]
+        ]
+        return problem_response(
+            request,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+            "; ".join(f"{e.field}: {e.message}" for e in errors),
+            name="invalid-parameter",
+            errors=errors,
+        )
+
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        refusal = refusal_of(error)
+        assert refusal is not None, "only what refusal_of knows has this handler"
+        return refused(request, refusal)
+
+    for kind in (ProblemException, *REFUSED):
+        app.add_exception_handler(kind, refuse)
+
+    async def no_database(request: Request, error: Exception) -> JSONResponse:
+        logger.warning("the database failed: %s", getattr(error, "orig", error))
+        return refused(request, database_unavailable())
+
+    for trouble in (*DATABASE_TROUBLE, ProgrammingError):  # the last: PostgreSQL without our tables
+        app.add_exception_handler(trouble, no_database)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(request: Request, _error: ClientDisconnect) -> JSONResponse:
+        logger.warning("a client left before it had sent its request: %s", readable(request.url.path, 256))
+        return problem_response(request, HTTPStatus.BAD_REQUEST, "The request is incomplete.")
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, _error: Exception) -> JSONResponse:
+        return problem_response(request, HTTPStatus.INTERNAL_SERVER_ERROR, "The service failed; its log says why.")
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of all routes for the path of `request`: Starlette names those of the first route alone."""
+    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    routes = request.app.routes
+    return [method for method, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]

@@ -1,14 +1,21 @@
-"""Reads the body of a request up to a limit, and decodes it."""
+"""Reads the body of a request up to a limit, decodes it, and chooses the media type of the response."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from email.message import Message
 from http import HTTPStatus
+from typing import TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from bexp.api.refusals import ProblemException, invalid_body
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.model.base import rule_of
+
+Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
 YAML = "application/yaml"
@@ -28,6 +35,20 @@ async def read_text(request: Request, max_bytes: int, max_seconds: float) -> str
         return body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise invalid_body([((), f"is not UTF-8: invalid byte at offset {error.start}")]) from None
+
+
+def parse_body(kind: type[Model], text: str, refusal: str) -> Model:
+    """Return the document that a body of JSON or YAML states.
+
+    Raises:
+        ProblemException: 422 with the detail `refusal`, because the body breaks rules.
+        FormatError: the text is no document.
+    """
+    try:
+        return kind.model_validate(load_document(text))
+    except ValidationError as error:
+        problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
+        raise invalid_body(problems, refusal) from None
 
 
 async def read_body(request: Request, max_bytes: int, max_seconds: float) -> bytes:
@@ -76,3 +97,50 @@ async def _receive(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise too_large
     return bytes(body)
+
+
+EVENT_STREAM = "text/event-stream"
+PLAIN_TEXT = "text/plain"
+
+
+def choose_media_type(request: Request, offered: Sequence[str]) -> str:
+    """Return the media type in `offered` that the Accept header prefers, the first of equals.
+
+    Raises:
+        ProblemException: 406, none of them is acceptable.
+    """
+    accept = ",".join(request.headers.getlist("accept")).strip()
+    if not accept:
+        return offered[0]
+    ranges = [_parse_range(part) for part in accept.split(",") if part.strip()]
+    best = max(offered, key=lambda media_type: _quality(media_type, ranges))
+    if _quality(best, ranges):
+        return best
+    raise ProblemException(HTTPStatus.NOT_ACCEPTABLE, f"This is offered as {' or '.join(offered)}.")
+
+
+async def accepts_json(request: Request) -> None:
+    """Dependency of the routes that answer JSON only."""
+    choose_media_type(request, (JSON,))
+
+
+def _parse_range(part: str) -> tuple[str, float]:
+    media_range, *parameters = (piece.strip().lower() for piece in part.split(";"))
+    quality = 1.0
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "q":
+            try:
+                quality = min(1.0, max(0.0, float(value)))
+            except ValueError:
+                quality = 0.0
+    return media_range, quality
+
+
+def _quality(media_type: str, ranges: list[tuple[str, float]]) -> float:
+    """Return the quality of the most specific range that covers `media_type`."""
+    for covering in (media_type, f"{media_type.partition('/')[0]}/*", "*/*"):
+        for media_range, quality in ranges:
+            if media_range == covering:
+                return quality
+    return 0.0

@@ -117,17 +117,11 @@ EXPLORATION: dict[str, Any] = {
 }
 QUEUED: dict[str, Any] = {
     **EXPLORATION,
+    **dict.fromkeys(("device_name", "micro_batch_size", "performance", "tokens_per_second", "confidence")),
+    **dict.fromkeys(("started_at", "recommendation", "text")),
     "state": "queued",
-    "device_name": None,
-    "micro_batch_size": None,
-    "performance": None,
-    "tokens_per_second": None,
-    "confidence": None,
-    "started_at": None,
     "attempt": 0,
     "last_seq": 1,
-    "recommendation": None,
-    "text": None,
     "export_formats": [],
     "own_formats": [],
 }

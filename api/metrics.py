@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -65,10 +65,8 @@ class _StoredCounts(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         counts = self._statistics
-        jobs = GaugeMetricFamily("bexp_jobs", "Explorations by state.", labels=["state"])
-        for state, number in counts.jobs_by_state.items():
-            jobs.add_metric([state.value], number)
-        yield jobs
+        by_state = [([state.value], number) for state, number in counts.jobs_by_state.items()]
+        yield _labelled("bexp_jobs", "Explorations by state.", ["state"], by_state)
         yield GaugeMetricFamily(
             "bexp_jobs_without_worker", "Explorations that no live worker can run.", counts.num_without_worker
         )
@@ -78,42 +76,40 @@ class _StoredCounts(Collector):
         yield GaugeMetricFamily(
             "bexp_reused_jobs", "Explorations that were answered from what is stored.", counts.num_reused
         )
-        yield _quantiles(
+        seconds = counts.recent_answer_seconds
+        yield _labelled(
             "bexp_recent_answer_seconds",
             "Seconds from submission to the measured answer, of explorations that finished within the last hour.",
-            counts.recent_answer_seconds,
+            ["quantile"],
+            [([str(quantile)], seconds[int(quantile * len(seconds))]) for quantile in QUANTILES if seconds],
         )
         yield GaugeMetricFamily(
             "bexp_oldest_queued_seconds",
             "Seconds that the oldest of the queued explorations has waited that no quota holds back; 0 without one.",
             counts.oldest_queued_seconds,
         )
-        workers = GaugeMetricFamily("bexp_workers", "Live workers by kind of device.", labels=["device_kind"])
-        for kind in sorted({"cpu", "cuda", *counts.workers_by_device_kind}):
-            workers.add_metric([kind], counts.workers_by_device_kind.get(kind, 0))
-        yield workers
+        kinds = sorted({"cpu", "cuda", *counts.workers_by_device_kind})
+        by_kind = [([kind], counts.workers_by_device_kind.get(kind, 0)) for kind in kinds]
+        yield _labelled("bexp_workers", "Live workers by kind of device.", ["device_kind"], by_kind)
         yield GaugeMetricFamily(
             "bexp_lost_workers",
             "Workers that went silent within a day and did not shut down.",
             counts.num_lost_workers,
         )
-        targets = GaugeMetricFamily(
-            "bexp_worker_targets", "Live workers by target that they can measure.", labels=["target", "version"]
+        description = "Live workers by target that they can measure."
+        yield _labelled(
+            "bexp_worker_targets", description, ["target", "version"], sorted(counts.workers_by_target.items())
         )
-        for (target, version), number in sorted(counts.workers_by_target.items()):
-            targets.add_metric([target, version], number)
-        yield targets
-        trials = GaugeMetricFamily("bexp_trials", "Stored trials by outcome.", labels=["outcome"])
-        for outcome, number in counts.trials_by_outcome.items():
-            trials.add_metric([outcome.value], number)
-        yield trials
+        by_outcome = [([outcome.value], number) for outcome, number in counts.trials_by_outcome.items()]
+        yield _labelled("bexp_trials", "Stored trials by outcome.", ["outcome"], by_outcome)
 
 
-def _quantiles(name: str, description: str, ascending: Sequence[float]) -> GaugeMetricFamily:
-    """Return a gauge for each quantile; none without values."""
-    family = GaugeMetricFamily(name, description, labels=["quantile"])
-    for quantile in QUANTILES if ascending else ():
-        family.add_metric([str(quantile)], ascending[int(quantile * len(ascending))])
+def _labelled(
+    name: str, description: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, description, labels=labels)
+    for key, value in values:
+        family.add_metric(key, value)
     return family
 
 

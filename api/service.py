@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,13 +15,11 @@ from anyio.to_thread import run_sync
 from fastapi import Depends, Request
 from sqlalchemy.exc import SQLAlchemyError
 
-from bexp.api.background import Beat, Supervisor
-from bexp.api.housekeeping import Housekeeper
-from bexp.api.log_folder import WRITE_SECONDS, LogFolder
+from bexp.api.background import WRITE_SECONDS, Beat, Housekeeper, LogFolder, Supervisor
+from bexp.api.bodies import read_text
 from bexp.api.metrics import Metrics
-from bexp.api.rate_limits import RateLimiter
+from bexp.api.rate_limits import RateLimiter, StreamLimits
 from bexp.api.settings import ServiceSettings
-from bexp.api.stream_limits import StreamLimits
 from bexp.api.streams import LISTENING_POLL_SECONDS, EventFeed
 from bexp.api.tokens import Tokens
 from bexp.measure.heap import trim
@@ -128,6 +126,16 @@ async def service_of(request: Request) -> Service:
 
 
 ServiceDep = Annotated[Service, Depends(service_of)]
+
+
+def body_text(max_bytes: int | None = None) -> Callable[[Request, ServiceDep], Awaitable[str]]:
+    """Return a dependency that reads a request's body of at most `max_bytes`, by default those of the settings."""
+
+    async def read(request: Request, service: ServiceDep) -> str:
+        settings = service.settings
+        return await read_text(request, max_bytes or settings.max_body_bytes, settings.body_seconds)
+
+    return read
 
 
 async def refuse_changes_if_outdated(request: Request, service: ServiceDep) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,25 +10,98 @@ from contextlib import contextmanager
 from sqlalchemy.exc import SQLAlchemyError
 
 from bexp.api import resources
-from bexp.api.refusals import Problem, refusal_of
-from bexp.api.results import export_notes, export_of
-from bexp.api.submission import submit
+from bexp.api.refusals import Problem, invalid_parameter, refusal_of
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, ExplorationSummary, Export, State, Worker
+from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.export import export
+from bexp.explorer.formats.document import FormatError
+from bexp.explorer.model.target import is_local_target
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.labels import parse_label
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.document import ExportDocument
 from bexp.storage.database import Database, describe_trouble
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobFilter, JobState, JobSummary, get_job, get_summary, list_jobs
+from bexp.storage.jobs import Job, JobFilter, JobState, JobSummary, get_job, get_summary, list_jobs
 from bexp.storage.matching import share_job
+from bexp.storage.owners import LOCAL, Caller
 from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
 from bexp.storage.trials import read_all_trials
 from bexp.storage.workers import read_workers
+
+_NOTHING = {
+    JobState.QUEUED: "The exploration has not started yet.",
+    JobState.RUNNING: "The exploration has nothing to recommend yet.",
+    JobState.FAILED: "The exploration failed before it had anything to recommend.",
+    JobState.CANCELLED: "The exploration was cancelled before it had anything to recommend.",
+}
+
+
+def why_nothing(job: Job) -> str:
+    """Return why nothing is recommended, in a sentence."""
+    return _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
+
+
+def export_of(database: Database, job: Job, name: str) -> ExportDocument:
+    """Return the answer of a job in the format called `name`.
+
+    Raises:
+        UnknownFormatError: there is no such format.
+        ExportError: there is nothing that a trainer could run.
+    """
+    known = job.recommendation
+    reason = job.answer.variants[0].reason if job.answer is not None and known is None else None
+    trials = read_all_trials(database, job.reused_from or job.id) if known is not None else []
+    source = ExportSource(
+        id=job.id,
+        request=job.request,
+        report=job.report,
+        recommendation=known,
+        trials=trials,
+        final=job.state.is_final,
+        missing=f"Nothing fits: {reason}" if reason else why_nothing(job),
+    )
+    return export(name, source)
+
+
+def export_notes(made: ExportDocument) -> tuple[str, ...]:
+    """Return what belongs to an export whose format has no comments."""
+    return () if made.has_header else tuple(made.header)
+
+
+_KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
+
+
+def submit(
+    queue: Queue,
+    request: ExplorationRequest,
+    *,
+    idempotency_key: str | None = None,
+    priority: int,
+    by: Caller = LOCAL,
+    job_id: str | None = None,
+    own_worker: str = "",
+) -> tuple[Job, bool]:
+    """Queue an exploration; return its job, and whether it is new. `Queue.enqueue` explains the arguments.
+
+    A target that is a file needs `own_worker`, a worker that the submitter starts on the machine of the file.
+
+    Raises the errors that `bexp.api.refusals.refusal_of` knows.
+    """
+    if idempotency_key is not None and not _KEY.fullmatch(idempotency_key):
+        raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
+    if is_local_target(request.target_name) and not own_worker:
+        where = "is a file on somebody's machine; `bexp explore` measures it there"
+        raise FormatError([(("target",), f"'{request.target_name}' {where}")])
+    return queue.enqueue(
+        request, idempotency_key=idempotency_key, priority=priority, by=by, job_id=job_id, own_worker=own_worker
+    )
+
 
 POLL_SECONDS = 0.1
 

@@ -119,7 +119,6 @@ def compare(timed: dict[str, dict[str, Any]], flops: int, num_ranks: int) -> flo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Time, print and write one JSON file after each length (rank 0)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=SEQ_LENGTHS)

@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.environment import describe_environment, write_results
-from benchmarks.kernels_digest import kernels_digest
+from benchmarks.environment import describe_environment, kernels_digest, write_results
 from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routes import draw_routes
@@ -143,7 +142,6 @@ class Bench:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Time every mode of every shape, print them, and write one JSON file after each row (rank 0)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=tuple(SHAPES), default="cuda")

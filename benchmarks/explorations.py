@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment, write_results
-from benchmarks.kernels_digest import kernels_digest
+from benchmarks.environment import describe_environment, kernels_digest, write_results
 from bexp.api.cli.connection import open_current
 from bexp.api.local_worker import child_environment
 from bexp.api.stored import StoredExplorations
@@ -46,7 +45,6 @@ IDLE_SECONDS = 15.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the configurations and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--device", default=None, help="cpu, cuda:0, ...; default: what `bexp worker` takes")

@@ -28,7 +28,6 @@ NEAR = 0.01
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare on every table and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -89,7 +88,6 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _over(truth: GroundTruth, allowed: Callable[[Candidate], bool], *, largest: bool) -> dict[str, Any] | None:
-    """Return the gain over the fastest allowed feasible candidate, of the largest micro-batch or of any."""
     fits = [(c, float(t)) for c, t in zip(truth.table.candidates, truth.tokens_C, strict=True) if t > 0 and allowed(c)]
     if largest:
         size = max((c.micro_batch_size for c, _ in fits), default=0)

@@ -41,7 +41,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train every model three times and write one JSON file, after each model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--layers", type=int, default=8)
@@ -244,7 +243,6 @@ class _Blocks:
         return len(self._text) // self._seq_length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Token ids and labels of one text."""
         block = list(self._text[index * self._seq_length : (index + 1) * self._seq_length])
         return {"input_ids": block, "labels": block}
 

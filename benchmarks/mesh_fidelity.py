@@ -88,7 +88,6 @@ def meshes(number: int, *, with_experts: bool) -> dict[str, dict[str, Any]]:
 def rows(
     options: argparse.Namespace, number: int, profiler: DeviceProfiler, known: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows that are not known, in order."""
     done = {(row["model"], row["mesh"], row["micro_batch_size"]) for row in known}
     for path in options.configs:
         model = parse_request(load_document(path.read_text())).model
@@ -198,7 +197,6 @@ def compared(space: MeshKnowledge, mesh_candidate: MeshCandidate, checks: MeshCh
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row for a person."""
     name = f"{row['model']:<20} {row['mesh']:<18} m={row['micro_batch_size']:<3}"
     if "step_error" not in row:
         return f"{name} {row['outcome']}: {row['reason']}"

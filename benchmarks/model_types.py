@@ -34,7 +34,6 @@ _AUDIO = ("AUDIO_CLASSIFICATION", "CTC", "RNNT", "TDT", "TEXT_TO_WAVEFORM", "TEX
 
 
 def main() -> None:
-    """Write the file."""
     Path(read.FILE).write_text(render())
 
 

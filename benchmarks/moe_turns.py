@@ -35,21 +35,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.environment import begin, describe_environment, write_results
-from benchmarks.kernels_digest import kernels_digest
-from benchmarks.turns import Run, TurnsBudget, synchronize, time_in_turns
+from benchmarks.environment import begin, describe_environment, kernels_digest, write_results
+from benchmarks.turns import Run, TurnsBudget, time_in_turns
 from bexp.explorer.cost.components import BlockRecompute
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.registry import expert_backend, expert_support
+from bexp.measure.timestamps import synchronize
 from bexp.workers.instruments.failures import classify, is_poisoned
 from bexp.workers.instruments.kernel_shapes import experts_shape
 from bexp.workers.profiler.hardware import measure_hardware
-from bexp.workers.targets.reference.ffn_block import DenseFFN
-from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.ffn_block import DenseFFN, MoEFFN
+from bexp.workers.targets.reference.weights import device_routes
 
 HIDDEN, WIDTH, SEQ_LENGTH = 2048, 1408, 2048
 MINUTES = 9.0
@@ -71,7 +70,6 @@ CLOCKS = {"relative_to_dense": "seconds", "device_relative_to_dense": "device_se
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what there is time for and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="start no cell after so long")
@@ -153,7 +151,6 @@ class Cell:
         self._once: dict[str, float] = {}
 
     def measure(self) -> list[dict[str, Any]]:
-        """A row a contender."""
         experts, top_k = self._model
         names = contenders(layer_model(*self._model), self._device)
         for name in (*DENSE, *sorted(names, key=_waits)):
@@ -250,7 +247,6 @@ def layer_block(name: str, num_experts: int, top_k: int, num_tokens: int, device
 
 
 def dense_block(top_k: int, device: torch.device, *, compiled: bool) -> DenseFFN:
-    """The dense layer with the FLOPs of `top_k` experts."""
     layer = DenseFFN(layer_model(top_k, top_k), recompute=BlockRecompute.NONE, device=device, training=True)
     if compiled:
         layer.compile_core()

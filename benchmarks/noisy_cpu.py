@@ -92,7 +92,6 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark, and write what is there after every run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--quiet", type=Path, required=True, help="the table of the quiet machine")

@@ -23,7 +23,6 @@ WIDTH, HEIGHT = 1280, 1075
 
 
 def main() -> int:
-    """Write the picture."""
     executable = find_chromium()
     if executable is None:
         sys.exit("no Chromium is installed here")

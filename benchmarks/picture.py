@@ -33,7 +33,6 @@ AT = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def main() -> int:
-    """Write the picture."""
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     PICTURE.write_text(draw())
     return 0

@@ -75,7 +75,6 @@ ANSWER = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every configuration that the file does not have yet with these fields."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_trainers", description=__doc__)
     parser.add_argument("configs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -227,7 +226,8 @@ class ModelRun:
         """One run of the Trainer, on the texts of the row or on the longest of them alone."""
         asked = {key: run[key] for key in ASKED if key in run}
         wanted: Run = {key: self._row[key] for key in ("seq_length", "batch_size")}
-        wanted |= {**asked, "lengths": self._row.get("lengths"), "max_seconds": seconds, "recipe": self._recipe()}
+        recipe = recipe_of(self._row["exploration"]["document"])
+        wanted |= {**asked, "lengths": self._row.get("lengths"), "max_seconds": seconds, "recipe": recipe}
         if longest:
             wanted |= {"lengths": None, "seq_length": longest_text(wanted["lengths"], wanted["seq_length"])}
         elif wanted["lengths"] is not None:
@@ -244,11 +244,7 @@ class ModelRun:
         made: Run = json.loads(answer)
         return made
 
-    def _recipe(self) -> Run:
-        return recipe_of(self._row["exploration"]["document"])
-
     def _client(self, arguments: Sequence[str], folder: str) -> subprocess.CompletedProcess[str]:
-        """`bexp` with a database and a log folder of its own."""
         command = [sys.executable, "-m", "bexp.api.cli", *arguments]
         paths = os.pathsep.join(filter(None, [str(Path.cwd()), self._environment.get("PYTHONPATH")]))
         environment = {**self._environment, "BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", "PYTHONPATH": paths}

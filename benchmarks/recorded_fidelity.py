@@ -24,7 +24,6 @@ from bexp.workers.replay.recording import Recording, RecordingError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compose every whole model of the tables and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)

@@ -11,8 +11,14 @@ from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentFigures, Conditions, Measurement, Outcome
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.replay.recording import Recording, RecordingError, whole_lines
-from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
+from bexp.workers.replay.recording import (
+    ComponentRow,
+    Recording,
+    RecordingError,
+    RecordingHeader,
+    WholeModelRow,
+    whole_lines,
+)
 
 SIGNIFICANT_DIGITS = 6
 
@@ -35,12 +41,10 @@ class RecordingFile:
             self._write(encode_row(header))
 
     def append(self, row: ComponentRow | WholeModelRow) -> None:
-        """Write a row, and add it to `recording`."""
         self._write(encode_row(row))
         self.recording.add(row)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, line: str) -> None:
@@ -50,7 +54,6 @@ class RecordingFile:
 
 
 def component_row(component: Component, run: int, measurement: Measurement, *, replaced: bool) -> ComponentRow:
-    """Return the row of a trial that measured only `component`."""
     measured = next((m for m in measurement.components if m.component == component), None)
     figures = None
     if measured is not None and measurement.outcome is Outcome.OK:
@@ -68,7 +71,6 @@ def component_row(component: Component, run: int, measurement: Measurement, *, r
 
 
 def whole_model_row(candidate: Candidate, run: int, measurement: Measurement, *, replaced: bool) -> WholeModelRow:
-    """Return the row of a whole-model trial."""
     whole = measurement.whole_model
     ok = measurement.outcome is Outcome.OK and whole is not None
     return WholeModelRow(

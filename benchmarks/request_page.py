@@ -24,7 +24,6 @@ SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMa
 
 
 def main() -> int:
-    """Write the page."""
     PAGE.write_text(render())
     return 0
 

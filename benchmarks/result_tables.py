@@ -23,8 +23,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.environment import ROOT
-from benchmarks.kernels_digest import kernels_digest
+from benchmarks.environment import ROOT, kernels_digest
 
 RESULTS = ROOT / "benchmarks" / "results"
 SPECIFICATION = ROOT / "benchmarks" / "result_tables.yaml"
@@ -75,7 +74,6 @@ def rows_of(result: Row, where: str) -> Iterable[Row]:
 
 
 def show(cell: str, row: Row) -> str:
-    """Return the text of a cell."""
     try:
         return _Formatter().vformat(cell, (), row).replace("|", "\\|") or "-"
     except (KeyError, IndexError, TypeError):
@@ -84,7 +82,6 @@ def show(cell: str, row: Row) -> str:
 
 @cache
 def load(name: str) -> Row:
-    """Return a recorded result."""
     result: Row = json.loads((RESULTS / f"{name}.json").read_text())
     return result
 
@@ -109,7 +106,6 @@ def origin(name: str, result: Row) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the text of every page."""
     about = "Written by `python -m benchmarks.result_tables` from the JSON beside it.\n"
     texts = {}
     for page in yaml.safe_load(SPECIFICATION.read_text()):
@@ -120,7 +116,6 @@ def pages() -> dict[Path, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)

@@ -145,7 +145,6 @@ def texts(source: ExportSource, name: str) -> list[str]:
 
 
 def exports_of_table(path: Path, seed: int) -> Iterator[AnswerForTrainer]:
-    """Explore a recorded table and export its answer for each trainer."""
     truth, clock = read_truth(path), VirtualClock()
     found = search(truth, truth.device(seed, clock), clock, seed)
     assert found is not None, "a table has a feasible candidate"
@@ -179,7 +178,6 @@ def _spare_bytes(truth: GroundTruth) -> Floats:
 
 
 def summarize(answers: Sequence[AnswerForTrainer]) -> dict[str, Any]:
-    """Return by trainer how many answers agree, and the regrets."""
     summary = {}
     for name in dict.fromkeys(answer.trainer for answer in answers):
         of = [answer for answer in answers if answer.trainer == name]

@@ -56,7 +56,6 @@ def variants_of(row: Run) -> dict[str, list[Run]]:
 
 
 def of_size(variant: Run, size: int) -> Run:
-    """A run of a variant, whose candidate has the size, too."""
     candidate = {"candidate": {**variant["candidate"], "micro_batch_size": size}} if "candidate" in variant else {}
     return {**variant, **candidate, "micro_batch_size": size}
 

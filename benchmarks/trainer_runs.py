@@ -55,7 +55,6 @@ OPEN_THE_DEVICE = ("bitsandbytes", "torchao")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answer every run of the input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_runs", description=__doc__)
     parser.add_argument("config", type=Path)
     config = json.loads(parser.parse_args(arguments).config.read_text())
@@ -171,7 +170,6 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def _as_recommended(
     config: dict[str, Any], run: dict[str, Any], device: torch.device, folder: str
 ) -> tuple[Any, dict[str, Any], str]:
-    """The model and the fields of `TrainingArguments` as the README sets them, and what was set on the model."""
     import bexp  # noqa: PLC0415 - only where it is applied
     from bexp.allocator import set_allocator  # noqa: PLC0415 - likewise
     from bexp.trainer.recommended_setup import RecommendedSetup  # noqa: PLC0415 - likewise
@@ -184,7 +182,6 @@ def _as_recommended(
 
 
 def _of_recipe(config: dict[str, Any], run: dict[str, Any], device: torch.device, fields: dict[str, Any]) -> Any:
-    """The model of a run with the weights and the adapters of its recipe."""
     recipe, name = run["recipe"], run["recipe"].get("quantization")
     if name is None:
         model = build(config, device)
@@ -202,7 +199,6 @@ def _refuse_without_liger(model_type: str) -> None:
 
 
 def micro_steps_of(micro_batch_size: int, batch_size: int | None) -> int:
-    """How many micro-steps a step of a run accumulates."""
     return 1 if batch_size is None else max(1, min(ACCUMULATED, batch_size // micro_batch_size))
 
 

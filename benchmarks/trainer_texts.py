@@ -72,7 +72,6 @@ def _draw(lengths: Any, seq_length: int) -> list[int]:
 
 
 def longest_text(lengths: Any, seq_length: int) -> int:
-    """The longest text of an epoch."""
     return _cut(lengths, seq_length).lengths[-1]
 
 

@@ -60,7 +60,6 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the file lacks."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned_commands", description=__doc__)
     parser.add_argument("commands", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, required=True)
@@ -112,7 +111,6 @@ class Command:
         self._folder = folder
 
     def tune(self) -> Row:
-        """The answer of `bexp tune`, its seconds, and when the command was started."""
         begun, starts = time.time(), self._folder / "starts"
         starts.write_text("")
         database = f"sqlite:///{self._folder}/{self._name}.db"

@@ -20,7 +20,9 @@ from bexp.measure.cuda_timing import (
     FASTEST_LAUNCH_SECONDS,
     MAX_QUEUED_LAUNCHES,
     SLEEP_MARGIN,
+    measure_clock,
 )
+from bexp.measure.timestamps import synchronize
 from bexp.measure.timing import collector_off, standard_error
 
 Run = Callable[[], object]
@@ -89,7 +91,7 @@ def time_in_turns(runs: Mapping[str, Run], device: torch.device, budget: TurnsBu
     with collector_off():
         for each in listed:
             _warm_up(each, device, budget)
-        cycles = _cycles_per_second(device) if device.type == "cuda" else 0.0
+        cycles = measure_clock(device) if device.type == "cuda" else 0.0
         started = time.perf_counter()
         for number in range(budget.rounds):
             if number >= FEWEST_ROUNDS and time.perf_counter() - started > budget.most_seconds:
@@ -161,20 +163,3 @@ def _queue(each: _Contender, sleep: float, cycles_per_second: float, device: tor
     issued = time.perf_counter() - started
     synchronize(device)
     return issued, float(before.elapsed_time(after)) / 1e3 / each.queued
-
-
-def _cycles_per_second(device: torch.device) -> float:
-    cycles = 2_000_000
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(cycles)
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    synchronize(device)
-    return cycles / (float(start.elapsed_time(end)) / 1e3)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a CUDA device; the CPU has done its work already."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -20,8 +20,9 @@ from bexp.storage.changes import change_job, claim_event, end_job, end_values, f
 from bexp.storage.database import Database
 from bexp.storage.events import insert_events, insert_if_changed
 from bexp.storage.jobs import Job, JobState, describe_unreadable, job_from_row
-from bexp.storage.leases import LONGEST_PAUSE, Claim, Lease, QueueSettings, is_held
+from bexp.storage.leases import Claim, Lease, is_held
 from bexp.storage.matching import can_run, is_left_to_gpus
+from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import find_quota, quota_of, select_quotas
 from bexp.storage.reuse import Offer, find_answer, software_of
 from bexp.storage.schema import refuse_later_version

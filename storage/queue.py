@@ -36,17 +36,10 @@ from bexp.storage.components import find_earlier_runs
 from bexp.storage.database import Database
 from bexp.storage.events import insert_if_changed
 from bexp.storage.jobs import Job, JobState, get_job, job_from_row, select_row
-from bexp.storage.leases import (
-    Claim,
-    HardwareMismatchError,
-    HeartbeatStatus,
-    Lease,
-    LeaseLostError,
-    QueueSettings,
-    is_held,
-)
+from bexp.storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import LOCAL, Caller
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.quotas import StoredSums
 from bexp.storage.run_reports import find_reported_runs
 from bexp.storage.submission import Submission, insert_submission, resume_job

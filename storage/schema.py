@@ -74,7 +74,7 @@ def upgrade(database: Database) -> None:
 def is_current(database: Database) -> bool:
     """Return whether this version can work with the schema, so that `upgrade` has nothing to do."""
     with database.read() as connection:
-        return _has_tables(connection) and any(
+        return sa.inspect(connection).has_table(VERSION_TABLE) and any(
             revision >= latest_revision() and not _is_later_generation(revision)
             for revision in _read_revisions(connection)
         )
@@ -118,10 +118,6 @@ def try_write(database: Database) -> None:
 def _revisions() -> Sequence[str]:
     """Return the revisions of the migrations. The name of each one's file begins with it, after a `v`."""
     return [path.name[1:5] for path in (_MIGRATIONS / "versions").glob("v*.py")]
-
-
-def _has_tables(connection: sa.Connection) -> bool:
-    return sa.inspect(connection).has_table(VERSION_TABLE)
 
 
 def _read_revisions(connection: sa.Connection) -> Sequence[str]:

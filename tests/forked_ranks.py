@@ -22,7 +22,7 @@ HAS_GPUS = Path("/dev/nvidiactl").exists()
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """What torch imports once parameters are sharded."""
 PROFILER = ("bexp.workers.profiler.device",)
-GROUP = ("bexp.workers.profiler.distributed.launch", "bexp.workers.profiler.distributed.rank", *SHARDING)
+GROUP = ("bexp.workers.profiler.distributed.coordinator", "bexp.workers.profiler.distributed.rank", *SHARDING)
 
 
 def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0) -> None:

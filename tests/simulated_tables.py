@@ -29,17 +29,10 @@ from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.replay.recording import Recording
-from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
+from bexp.workers.replay.recording import ComponentRow, Recording, RecordingHeader, WholeModelRow
 
 ATTENTION = {"cudnn": 0.62, "flash": 0.5, "efficient": 0.28, "math": 0.4}
-EXPERTS = {
-    "grouped_mm": 0.5,
-    "loop": 0.25,
-    "bmm": 0.45,
-    "fused": 0.6,
-    "hopper_grouped": 0.52,
-}
+EXPERTS = {"grouped_mm": 0.5, "loop": 0.25, "bmm": 0.45, "fused": 0.6, "hopper_grouped": 0.52}
 RUNS = 8  # twice as many as a search makes of one component: drawn from few, repeats would agree on a wrong mean
 WHOLE_MODEL_ERROR = 0.002
 FRAGMENTATION_STD = 0.003
@@ -106,12 +99,7 @@ class SmoothDevice:
 
 
 def simulate(
-    name: str,
-    request: ExplorationRequest,
-    report: DeviceReport,
-    seed: int,
-    *,
-    whole_model_share: float = 0.0,
+    name: str, request: ExplorationRequest, report: DeviceReport, seed: int, *, whole_model_share: float = 0.0
 ) -> Recording:
     """A complete table of a device; of its candidates `whole_model_share` are also timed whole."""
     device = SmoothDevice(request, report.hardware, seed)

@@ -11,11 +11,12 @@ PATIENCE_SECONDS = 500.0
 
 
 def wait_until(condition: Callable[[], object], what: str = "it has not happened") -> None:
-    """Wait for a condition; fail with `what` if it never comes true."""
-    end = time.monotonic() + PATIENCE_SECONDS
+    """Wait for a condition, asking ever more rarely; fail with `what` if it never comes true."""
+    begin = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
+        waited = time.monotonic() - begin
+        assert waited < PATIENCE_SECONDS, what
+        time.sleep(min(0.01 + waited / 20, 0.1))
 
 
 class Clock:

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bexp.measure.device_names import parse_devices
-from bexp.workers.devices.discovery import visible_devices
-from bexp.workers.devices.selection import default_devices, parse_counts
+from bexp.workers.devices.discovery import default_devices, parse_counts, visible_devices
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.settings import WorkerSettings, read_settings
@@ -93,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profilers(options: argparse.Namespace, settings: WorkerSettings) -> dict[str, DeviceProfiler]:
-    """Return the profilers by the names of their devices."""
     if options.ray is not None:
         from bexp.workers.ray.pool import RayDevicePool  # noqa: PLC0415 - few need it
 

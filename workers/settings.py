@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from bexp.storage.leases import QueueSettings, read_queue_settings, read_seconds
 from bexp.storage.location import default_database_url
+from bexp.storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
 
 LOCAL_TARGET = "BEXP_LOCAL_TARGET"
 """The target that a person has named by its file, for a worker of their own. Their code may download files."""

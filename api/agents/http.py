@@ -25,10 +25,9 @@ from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.listener import ListenError, bind, listen, url_of
 from bexp.api.peers import peer_of
 from bexp.api.problem_responses import refused
-from bexp.api.rate_limits import MAX_KEYS, RateLimiter, address_key, limit_rate
+from bexp.api.rate_limits import MAX_KEYS, RateLimiter, StreamLimits, address_key, limit_rate
 from bexp.api.refusals import ProblemException
 from bexp.api.settings import Limits
-from bexp.api.stream_limits import StreamLimits
 from bexp.api.turns import Turn, Turns, client_key
 from bexp.client.address import EXPLORATIONS, is_loopback, without_secrets
 from bexp.client.client import Client

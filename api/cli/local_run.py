@@ -219,7 +219,7 @@ def check_devices(owned: str | None) -> None:
     if not gpus:
         return
     last = max(int(device.removeprefix("cuda:")) for device in gpus)
-    from bexp.measure.visible_gpus import visible_gpus  # noqa: PLC0415 - takes time, and only GPUs need it
+    from bexp.measure.nvml import visible_gpus  # noqa: PLC0415 - takes time, and only GPUs need it
 
     if last >= (number := len(visible_gpus(os.environ))):
         message = f"device 'cuda:{last}' does not exist: {number} CUDA devices are visible"

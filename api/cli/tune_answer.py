@@ -188,7 +188,6 @@ class TuneAnswer:
         os.execvpe(arguments[0], arguments, environment)  # noqa: S606 - the command of the person who asks for it
 
     def _left(self, command: TunedCommand) -> dict[str, Any]:
-        """Return the values that have no placeholder in the command."""
         values = {name: value for name, value in self.values.items() if not stands_in(name, command.arguments)}
         return {n: v for n, v in values.items() if n not in {SIZE, STEPS}} if self._has_size(command) else values
 

@@ -6,23 +6,18 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
-from pydantic import ValidationError
+from fastapi import APIRouter, Depends, Query
 
 from bexp.api import bodies, examples
-from bexp.api.administration import AuditPage, AuditResource, QuotaLimits, QuotaList, QuotaResource
 from bexp.api.auth import Administrator
-from bexp.api.negotiation import accepts_json
-from bexp.api.refusals import ProblemException, invalid_body
-from bexp.api.resources import NO_NUL
-from bexp.api.service import ServiceDep
-from bexp.explorer.formats.document import load_document
-from bexp.explorer.model.base import rule_of
+from bexp.api.refusals import ProblemException
+from bexp.api.resources import NO_NUL, AuditPage, AuditResource, QuotaLimits, QuotaList, QuotaResource
+from bexp.api.service import ServiceDep, body_text
 from bexp.storage.audit import read_audit
 from bexp.storage.owners import check_name
 from bexp.storage.quotas import EVERYBODY, Quota, list_quotas, quota_of, set_quota
 
-router = APIRouter(prefix="/v1", tags=["administration"], dependencies=[Depends(accepts_json)])
+router = APIRouter(prefix="/v1", tags=["administration"], dependencies=[Depends(bodies.accepts_json)])
 
 MAX_QUOTA_BYTES = 4 * 1024
 
@@ -50,10 +45,6 @@ async def owner_of(owner: str) -> str:
 
 
 OwnerDep = Annotated[str, Depends(owner_of)]
-
-
-async def _text_of(request: Request, service: ServiceDep) -> str:
-    return await bodies.read_text(request, MAX_QUOTA_BYTES, service.settings.body_seconds)
 
 
 @router.get(
@@ -121,15 +112,10 @@ def show_quota(_caller: Administrator, owner: OwnerDep, service: ServiceDep) -> 
 def put_quota(
     caller: Administrator,
     owner: OwnerDep,
-    text: Annotated[str, Depends(_text_of)],
+    text: Annotated[str, Depends(body_text(MAX_QUOTA_BYTES))],
     service: ServiceDep,
 ) -> QuotaResource:
     """Replace the quota of an owner, or of `*`. A limit that is left out is none; without any, the quota is removed."""
-    try:
-        limits = QuotaLimits.model_validate(load_document(text))
-    except ValidationError as error:
-        problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
-        raise invalid_body(problems, "This is no quota.") from None
-    quota = Quota(**limits.model_dump())
+    quota = Quota(**bodies.parse_body(QuotaLimits, text, "This is no quota.").model_dump())
     set_quota(service.database, owner, None if quota == Quota() else quota, by=caller)
     return show_quota(caller, owner, service)

@@ -1,4 +1,4 @@
-"""Routes that submit, list, show, cancel and delete explorations."""
+"""Routes that submit, list, show, cancel, delete and resume explorations."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 
 from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
-from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import invalid_parameter
 from bexp.api.resources import NO_NUL, SEARCH, ExplorationPage, exploration_of, summary_of
-from bexp.api.service import ServiceDep
-from bexp.api.submission import submit
+from bexp.api.service import ServiceDep, body_text
+from bexp.api.stored import submit
 from bexp.client.address import exploration_path
 from bexp.client.explorations import Exploration
 from bexp.explorer.formats.document import FormatError, load_document, read_field
@@ -34,8 +33,9 @@ from bexp.storage.jobs import (
 )
 from bexp.storage.owners import Scope
 from bexp.storage.pruning import delete_job
+from bexp.storage.submission import JobFinishedError
 
-router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
+router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(bodies.accepts_json)])
 
 _HERE = "/v1/explorations"
 _ONE = exploration_path(examples.JOB_ID)
@@ -68,10 +68,6 @@ def _summary_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> JobSum
 JobDep = Annotated[Job, Depends(_job_of)]
 SummaryDep = Annotated[JobSummary, Depends(_summary_of)]
 """The summary of an exploration, which suffices for most routes: no stored document is parsed for it."""
-
-
-async def _text_of(request: Request, service: ServiceDep) -> str:
-    return await bodies.read_text(request, service.settings.max_body_bytes, service.settings.body_seconds)
 
 
 def _fields(assignments: Iterable[str]) -> dict[str, Any]:
@@ -117,7 +113,7 @@ def _fields(assignments: Iterable[str]) -> dict[str, Any]:
 )
 def submit_exploration(
     caller: Submitter,
-    text: Annotated[str, Depends(_text_of)],
+    text: Annotated[str, Depends(body_text())],
     service: ServiceDep,
     idempotency_key: Annotated[
         str | None,
@@ -282,4 +278,28 @@ def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller,
     """End an exploration. One that has ended does not change, so the call can be repeated."""
     job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
+    return exploration_of(job, with_results=caller.may(Scope.READ))
+
+
+@router.post(
+    "/{exploration_id}/resume",
+    status_code=HTTPStatus.ACCEPTED,
+    summary="Resume an exploration that was cancelled or has failed",
+    responses={
+        202: examples.example(examples.QUEUED, description="It waits for a worker, or one runs it"),
+        **examples.problems(f"{_ONE}/resume", HTTPStatus.NOT_FOUND),
+        **examples.problems(
+            f"{_ONE}/resume",
+            HTTPStatus.CONFLICT,
+            type="urn:bexp:problem:finished",
+            detail=f"{JobFinishedError(examples.JOB_ID)}.",
+        ),
+    },
+)
+def resume_exploration(job_id: JobIdDep, service: ServiceDep, caller: Submitter) -> Exploration:
+    """Queue an exploration again. It goes on where it stopped; no stored trial is measured again.
+
+    An exploration that waits or runs does not change, so the call can be repeated.
+    """
+    job = service.queue.resume(job_id, by=caller)
     return exploration_of(job, with_results=caller.may(Scope.READ))

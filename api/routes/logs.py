@@ -16,7 +16,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 
 from bexp.api import examples
 from bexp.api.auth import Reader
-from bexp.api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
+from bexp.api.bodies import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
 from bexp.api.refusals import invalid_parameter
 from bexp.api.resources import EventPage
 from bexp.api.routes.explorations import JobIdDep

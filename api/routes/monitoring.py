@@ -16,7 +16,9 @@ from bexp.storage.schema import is_current
 
 router = APIRouter(tags=["monitoring"])
 
-_LATER = {"Retry-After": "2"}
+
+def _unready(detail: str, name: str) -> ProblemException:
+    return ProblemException(HTTPStatus.SERVICE_UNAVAILABLE, detail, name=name, headers={"Retry-After": "2"})
 
 
 @router.get("/healthz", summary="Alive", responses={200: examples.example({"status": "alive"})})
@@ -41,25 +43,16 @@ def readyz(service: ServiceDep) -> Health:
     try:
         current = is_current(service.database)
     except SQLAlchemyError:
-        raise ProblemException(
-            HTTPStatus.SERVICE_UNAVAILABLE, "The database does not answer.", name="database-unavailable", headers=_LATER
-        ) from None
+        raise _unready("The database does not answer.", "database-unavailable") from None
     if not current:
-        raise ProblemException(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "The database's schema is not the one of this version: run `bexp db upgrade`.",
-            name="schema-not-current",
-        )
+        detail = "The database's schema is not the one of this version: run `bexp db upgrade`."
+        raise ProblemException(HTTPStatus.SERVICE_UNAVAILABLE, detail, name="schema-not-current")
     try:
         service.write_probe.check()
     except SQLAlchemyError:
-        raise ProblemException(
-            HTTPStatus.SERVICE_UNAVAILABLE, "The database takes no writes.", name="database-unavailable", headers=_LATER
-        ) from None
+        raise _unready("The database takes no writes.", "database-unavailable") from None
     if (trouble := service.supervisor.find_trouble()) is not None:
-        raise ProblemException(
-            HTTPStatus.SERVICE_UNAVAILABLE, f"{trouble}.", name="background-task-failed", headers=_LATER
-        )
+        raise _unready(f"{trouble}.", "background-task-failed")
     return Health(status="ready")
 
 

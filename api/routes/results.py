@@ -1,4 +1,4 @@
-"""The results of an exploration: its recommendation and its trials."""
+"""The results of an exploration: recommendation, trials, comparison with another, and reports of real runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Response
 
-from bexp.api import examples
-from bexp.api.negotiation import accepts_json
+from bexp.api import bodies, examples
+from bexp.api.auth import Reader, Submitter
+from bexp.api.cli.errors import CommandError
 from bexp.api.refusals import ProblemException, readable
-from bexp.api.resources import TrialPage, exploration_of
-from bexp.api.results import export_notes, export_of, why_nothing
+from bexp.api.resources import RunReportPage, RunReportResource, TrialPage, exploration_of
 from bexp.api.routes.explorations import JobDep, SummaryDep
-from bexp.api.service import ServiceDep
+from bexp.api.service import ServiceDep, body_text
+from bexp.api.stored import StoredExplorations, export_notes, export_of, why_nothing
 from bexp.client.address import exploration_path
-from bexp.client.explorations import NOTE_HEADER, Result
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import NO_RECOMMENDATION, NOTE_HEADER, Result
+from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.trainers.document import ExportDocument
+from bexp.storage.jobs import get_summary
+from bexp.storage.run_reports import insert_run_report, read_run_reports
 from bexp.storage.trials import read_trials
 
-router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
+router = APIRouter(
+    prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(bodies.accepts_json)]
+)
 
 _ONE = exploration_path(examples.JOB_ID)
 SUFFIXES = {
@@ -112,3 +119,105 @@ def list_trials(
     return TrialPage(
         items=[one.trial for one in page], next_cursor=end if len(stored) > limit else None, end_cursor=end
     )
+
+
+@router.get(
+    "/comparison",
+    summary="How likely another answer is faster",
+    responses={
+        200: examples.example(examples.COMPARISON),
+        **examples.problems(
+            f"{_ONE}/comparison", HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY
+        ),
+    },
+)
+def compare_explorations(
+    a: SummaryDep,
+    other: Annotated[
+        str, Query(pattern="^[A-Za-z0-9]{1,32}$", description="The id of the other one.", examples=[examples.JOB_ID])
+    ],
+    service: ServiceDep,
+    caller: Reader,
+) -> dict[str, Any]:
+    """The comparison that `bexp compare --json` prints: this exploration is `a`, and `other` is `b`.
+
+    409 if one of them has no recommendation yet.
+    """
+    from bexp.api.comparison import compare_answers  # noqa: PLC0415 - SciPy takes long to import, and much memory
+
+    b = get_summary(service.database, other, owner=caller.sees)
+    try:
+        return compare_answers(StoredExplorations(service.database), a.id, b.id).document
+    except CommandError as error:
+        for each in (a.id, b.id):  # one may have been deleted meanwhile
+            get_summary(service.database, each, owner=caller.sees)
+        raise ProblemException(HTTPStatus.CONFLICT, f"{error}.", name=NO_RECOMMENDATION) from None
+    except (ProblemError, ServiceError) as error:  # the database is away
+        assert error.__cause__ is not None, "StoredExplorations says why"
+        raise error.__cause__ from None
+
+
+MAX_REPORT_BYTES = 16 * 1024
+
+
+@router.post(
+    "/run-reports",
+    status_code=HTTPStatus.CREATED,
+    summary="Report a real run",
+    responses={
+        201: examples.example(examples.RUN_REPORT, description="Stored")
+        | {"headers": {"Location": {"description": "The exploration's reports.", "schema": {"type": "string"}}}},
+        **examples.problems(
+            f"{_ONE}/run-reports",
+            HTTPStatus.NOT_FOUND,
+            HTTPStatus.CONFLICT,
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+        ),
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                bodies.JSON: {
+                    "schema": {"$ref": "#/components/schemas/RunReport"},
+                    "example": examples.RUN_REPORT["report"],
+                }
+            },
+        }
+    },
+)
+def report_run(
+    _caller: Submitter,
+    job: SummaryDep,
+    text: Annotated[str, Depends(body_text(MAX_REPORT_BYTES))],
+    service: ServiceDep,
+    response: Response,
+) -> RunReportResource:
+    """Store the speed of a training run with the recommendation. 409 while there is no recommendation."""
+    report = bodies.parse_body(RunReport, text, "This is no report of a run.")
+    stored = insert_run_report(service.database, job.id, report)
+    response.headers["Location"] = f"{exploration_path(job.id)}/run-reports"
+    return RunReportResource.of(stored)
+
+
+@router.get(
+    "/run-reports",
+    summary="The reports of real runs",
+    responses={
+        200: examples.example(examples.RUN_REPORTS),
+        **examples.problems(f"{_ONE}/run-reports", HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
+    },
+)
+def list_run_reports(
+    job: SummaryDep,
+    service: ServiceDep,
+    cursor: Annotated[int, Query(ge=0, lt=1 << 31, description="`next_cursor` of the page before.", examples=[2])] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 100,
+) -> RunReportPage:
+    """The reports of trainers, in the order in which they arrived."""
+    stored = read_run_reports(service.database, job.id, after=cursor, limit=limit + 1)
+    page = stored[:limit]
+    next_cursor = str(page[-1].seq) if len(stored) > limit else None
+    return RunReportPage(items=[RunReportResource.of(one) for one in page], next_cursor=next_cursor)

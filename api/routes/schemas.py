@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 
 from bexp.api import examples
-from bexp.api.negotiation import accepts_json
+from bexp.api.bodies import accepts_json
 from bexp.explorer.request.request import ExplorationRequest
 
 router = APIRouter(prefix="/v1", tags=["explorations"], dependencies=[Depends(accepts_json)])

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends
 
 from bexp.api import examples
 from bexp.api.auth import Reader
-from bexp.api.negotiation import accepts_json
+from bexp.api.bodies import accepts_json
 from bexp.api.resources import WorkerList, worker_of
 from bexp.api.service import ServiceDep
 from bexp.storage.workers import read_workers

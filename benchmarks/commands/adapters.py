@@ -47,7 +47,6 @@ class Packed(Dataset[dict[str, Any]]):
 
 
 def main() -> None:
-    """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     options = parser.parse_args()

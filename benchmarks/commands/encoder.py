@@ -22,7 +22,6 @@ TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden
 
 
 def main() -> None:
-    """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     options = parser.parse_args()

@@ -16,7 +16,6 @@ TINY: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 5
 
 
 def main() -> None:
-    """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     options = parser.parse_args()

@@ -61,7 +61,6 @@ class RewardTrainer(Trainer):
 
 
 def main() -> None:
-    """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     options = parser.parse_args()

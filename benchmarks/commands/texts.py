@@ -87,11 +87,9 @@ class Watch(TrainerCallback):
         self._marks: list[list[Any]] = [[_now()]]
 
     def micro_step(self) -> None:
-        """A micro-step has ended."""
         self._marks[-1].append(_now())
 
     def step(self) -> None:
-        """An optimizer step has ended."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._marks[-1][-1] = _now()
@@ -102,7 +100,6 @@ class Watch(TrainerCallback):
             self._began = self._ended
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """A micro-step of the Trainer has ended that is not the last of its step."""
         self.micro_step()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -17,11 +17,9 @@ class Draws:
         self._seed = seed
 
     def generator(self, *name: object) -> np.random.Generator:
-        """Return a generator for one name."""
         return np.random.default_rng([self._seed, zlib.crc32(":".join(map(str, name)).encode())])
 
     def normal(self, *name: object) -> float:
-        """Return a standard normal number."""
         return float(self.generator(*name).standard_normal())
 
     def heavy(self, *name: object) -> float:
@@ -29,7 +27,6 @@ class Draws:
         return float(np.clip(self.generator(*name).standard_t(3), -MOST_SCALES, MOST_SCALES))
 
     def between(self, low: float, high: float, *name: object) -> float:
-        """Return a number that is uniform between `low` and `high`."""
         return low + (high - low) * float(self.generator(*name).random())
 
     def scale_between(self, low: float, high: float, *name: object) -> float:

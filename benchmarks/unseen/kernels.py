@@ -135,7 +135,6 @@ class Kernels:
         return fixed + up, fixed + down
 
     def _product(self, rows: float, columns: int, inner: int, sort: object, number: int = 1) -> float:
-        """Return the seconds of `number` products of (rows, inner) and (inner, columns)."""
         draws = self._draws
         high, wide = (int(2 ** draws.generator("tile", sort, axis).integers(6, 9)) for axis in ("rows", "columns"))
         tiles = number * math.ceil(rows / high) * math.ceil(columns / wide)

@@ -45,7 +45,6 @@ def draw_request(draws: Draws) -> ExplorationRequest:
 
 
 def draw_report(draws: Draws, request: ExplorationRequest) -> DeviceReport:
-    """Return a device with peaks, memory and launch costs of its own."""
     memory = int(draws.generator("memory").choice([24, 40, 48, 80, 96, 141])) * GIB
     hardware = HardwareSpec(
         device_kind="cuda",

@@ -53,7 +53,6 @@ class UnseenRun:
 
 
 def run_search(seed: int) -> UnseenRun:
-    """Search on the device of one seed."""
     truth, clock = draw_truth(seed), VirtualClock()
     device = UnseenDevice(truth, seed, clock)
     run = search(truth, seed, device, clock)

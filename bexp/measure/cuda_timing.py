@@ -89,7 +89,7 @@ class CudaTimer:
         self._poll: Callable[[], None] = _look_away
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
-        self._cycles_per_second = self._measure_clock()
+        self._cycles_per_second = measure_clock(self._device)
         self._engine_seconds = self._measure_engine()
 
     def warm_up(self, passes: Passes) -> None:
@@ -136,7 +136,6 @@ class CudaTimer:
         )
 
     def _time_forwards(self, passes: Passes) -> float:
-        """Seconds of one forward in a row of them, each of which waits for the device."""
         passes.prepare_forward()
         torch.cuda.synchronize(self._device)
         passes.forward()
@@ -187,7 +186,7 @@ class CudaTimer:
         batch = skipped + max(1, min(8, heat))
         samples = [] if heat or skipped else [first]
         started = time.perf_counter() - sum(s.device for s in samples)
-        while not self._is_spent(samples, time.perf_counter() - started):
+        while not self.BUDGET.is_spent_for_all(samples, time.perf_counter() - started, self.reducer):
             samples += self._run(passes, repeats=batch, sleep_seconds=0.0)[skipped:]
         return samples
 
@@ -197,7 +196,7 @@ class CudaTimer:
         sleep = SLEEP_MARGIN * batch * issue_seconds + 2e-4
         samples: list[PassSample] = []
         started = time.perf_counter()
-        while not self._is_spent(samples, time.perf_counter() - started):
+        while not self.BUDGET.is_spent_for_all(samples, time.perf_counter() - started, self.reducer):
             samples += self._run(passes, repeats=batch, sleep_seconds=sleep)
         return samples
 
@@ -222,9 +221,6 @@ class CudaTimer:
             passes.run_chain(length)
             seconds.append((time.perf_counter() - started - self._engine_seconds) / length)
         return statistics.median(seconds[1:])
-
-    def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
-        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
 
     def _run_once(self, passes: Passes, *, sleep_seconds: float) -> PassSample:
         """One repeat with the times of the slowest process. All processes decide by it what to do next."""
@@ -275,17 +271,6 @@ class CudaTimer:
             events.after_backward.record()
         return events, host
 
-    def _measure_clock(self) -> float:
-        """Return how many cycles of `torch.cuda._sleep` the device runs in a second."""
-        cycles = 2_000_000
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(cycles)
-        start.record()
-        torch.cuda._sleep(cycles)
-        end.record()
-        torch.cuda.synchronize(self._device)
-        return cycles / (float(start.elapsed_time(end)) / 1e3)
-
     def _measure_engine(self) -> float:
         """Host seconds of a backward through almost nothing."""
         x = torch.zeros(1, device=self._device, requires_grad=True)
@@ -298,6 +283,18 @@ class CudaTimer:
             seconds.append(time.perf_counter() - started)
             x.grad = None
         return statistics.median(seconds)
+
+
+def measure_clock(device: torch.device) -> float:
+    """Return how many cycles of `torch.cuda._sleep` the device runs in a second."""
+    cycles = 2_000_000
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    torch.cuda.synchronize(device)
+    return cycles / (float(start.elapsed_time(end)) / 1e3)
 
 
 def _look_away() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from bexp.measure.passes import MeteredPasses, join_gradients
 
 
 class ByteMeter(Protocol):
@@ -189,3 +193,43 @@ def _held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for inner in (getattr(tensor, name) for name in names):
         if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
             yield from _held(inner)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """Bytes over the level before the forward.
+
+    `saved` includes the output, which is the next layer's input and is not counted there again. The gradients of the
+    inputs are counted. Parameters, their gradients, the inputs and the incoming gradients are not, because they belong
+    to others. In eval mode `saved` is the output alone and `backward_peak` is 0.
+    """
+
+    saved: int
+    forward_peak: int
+    backward_peak: int
+
+
+def measure_memory(passes: MeteredPasses, device: torch.device) -> ActivationBytes:
+    """Run one forward and backward under a meter, without recomputation of the whole module.
+
+    On CUDA, the caller must have run the passes once before, so that the libraries' workspaces exist already.
+    """
+    gc.collect()
+    passes.release()
+    passes.prepare_forward()
+    with passes.without_recomputation(), byte_meter(device, passes.existing_tensors()) as meter:
+        meter.reset_peak()
+        base = meter.level()
+        outputs = passes.metered_forward()
+        saved, forward_peak = meter.level() - base, meter.peak() - base
+        if not passes.training:
+            return ActivationBytes(saved, forward_peak, 0)
+        meter.reset_peak()
+        losses = [output for output in outputs if output.dim() == 0]
+        states = [output for output in outputs if output.dim() > 0]
+        incoming = sum(output.numel() * output.element_size() for output in states)
+        if states:
+            losses.append(join_gradients(states))
+        del outputs, states
+        torch.autograd.backward(losses)
+        return ActivationBytes(saved, forward_peak, max(0, meter.peak() - base - incoming))

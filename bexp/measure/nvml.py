@@ -1,8 +1,8 @@
-"""One GPU as NVML sees it. A query returns None if the driver, a right or a feature is missing."""
+"""GPUs as NVML sees them. A query returns None if the driver, a right or a feature is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import pynvml
@@ -94,3 +94,37 @@ def _ask(query: Callable[[], Answer]) -> Answer | None:
         return query()
     except pynvml.NVMLError:
         return None
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of the visible GPUs, in the order of CUDA's numbers."""
+    uuids = _gpu_uuids()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return uuids
+    chosen: list[str] = []
+    for name in (part.strip() for part in visible.split(",")):
+        if name.isdecimal() and int(name) < len(uuids):
+            chosen.append(uuids[int(name)])
+        elif name.startswith("MIG-"):
+            chosen.append(name)
+        elif name and any(uuid.startswith(name) for uuid in uuids):
+            chosen.append(next(uuid for uuid in uuids if uuid.startswith(name)))
+        else:
+            break  # as CUDA does: the first invalid entry ends the list
+    return chosen
+
+
+def _gpu_uuids() -> list[str]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [
+            pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()

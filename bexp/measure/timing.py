@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from bexp.measure.host_time import HostMark
 from bexp.measure.passes import Passes
+from bexp.measure.timestamps import HostMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,10 @@ class TimingBudget:
     seconds: float
     relative_error: float = 0.004
 
-    def is_spent_for_all(self, samples: list[float], elapsed_seconds: float, reducer: Reducer) -> bool:
+    def is_spent_for_all(self, samples: list[PassSample], elapsed_seconds: float, reducer: Reducer) -> bool:
         """Return whether every process may stop."""
-        (wanting,) = reducer.all_reduce_max(0.0 if self.is_spent(samples, elapsed_seconds) else 1.0)
+        is_spent = self.is_spent([sample.device for sample in samples], elapsed_seconds)
+        (wanting,) = reducer.all_reduce_max(0.0 if is_spent else 1.0)
         return wanting == 0.0
 
     def is_spent(self, samples: list[float], elapsed_seconds: float) -> bool:
@@ -193,16 +194,13 @@ class HostTimer:
         samples: list[PassSample] = []
         with collector_paused():
             started = time.perf_counter()
-            while not self._is_spent(samples, time.perf_counter() - started):
+            while not self.BUDGET.is_spent_for_all(samples, time.perf_counter() - started, self.reducer):
                 samples.append(self._time_once(passes))
                 poll()
         return summarize(samples)
 
     def time_waiting(self, passes: Passes) -> None:
         """Return None: a host waits for no device."""
-
-    def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
-        return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
 
     def _time_once(self, passes: Passes) -> PassSample:
         passes.prepare_forward()

@@ -25,8 +25,16 @@ from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
 from bexp.measure.step_checks import BatchShapes, StepError, check_gradients
-from bexp.step.agreement import GRACE_SECONDS, Alone, BrokenGroupError, Together, num_processes
-from bexp.step.outcomes import Failure, attempt, release
+from bexp.step.agreement import (
+    GRACE_SECONDS,
+    Alone,
+    BrokenGroupError,
+    Failure,
+    Together,
+    attempt,
+    num_processes,
+    release,
+)
 from bexp.step.results import StepRecommendation, describe_result
 
 SCATTERED = 0.15

@@ -11,6 +11,8 @@ started with. What the target itself prints goes to standard error. It imports `
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -22,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import torch
@@ -32,10 +35,9 @@ from bexp.explorer.model.spelling import shortened
 from bexp.measure import host_limits
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.step_checks import BatchShapes, StepError, check_gradients, is_finite, shapes_of
-from bexp.measure.timestamps import Mark, mark_of
+from bexp.measure.timestamps import Mark, mark_of, synchronize
 from bexp.measure.timing import TimingBudget, collector_paused, standard_error
 from bexp.out_of_memory import is_out_of_memory
-from bexp.targets.loading import TargetError, load_target
 
 
 class Served:
@@ -215,14 +217,14 @@ class TargetRun:
         batches = self._batches(micro_batch_size)
         for _ in range(WARM_UP_STEPS):
             self._run_step(batches)
-        self._synchronize()
+        synchronize(self._device)
         micro_steps: list[float] = []
         optimizer: list[float] = []
         begun = time.perf_counter()
         with collector_paused():
             while not BUDGET.is_spent(micro_steps, time.perf_counter() - begun):
                 marks = self._run_step(batches)
-                self._synchronize()
+                synchronize(self._device)
                 seconds = [start.seconds_until(end) for start, end in itertools.pairwise(marks)]
                 micro_steps.append(seconds[1])  # the first begins on an idle device
                 optimizer.append(seconds[-1])
@@ -279,7 +281,7 @@ class TargetRun:
         with byte_meter(self._device, existing) as meter:
             meter.reset_peak()
             self._run_step(batches, losses)
-            self._synchronize()
+            synchronize(self._device)
             counted = meter.peak()
         self._check(losses, micro_batch_size)
         return counted if self._device.type == "cuda" else counted + _bytes_of(existing)
@@ -322,10 +324,6 @@ class TargetRun:
         for parameter in self._trained:  # also those that the optimizer does not have
             parameter.grad = None
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
 
 def _bytes_of(tensors: list[Tensor]) -> int:
     storages = {id(storage): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -334,3 +332,56 @@ def _bytes_of(tensors: list[Tensor]) -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main())
+
+
+METHODS = ("build", "batch", "step")
+MOST_NAMED = 10
+"""The most classes of a module that a message names."""
+
+
+class TargetError(Exception):
+    """A target that cannot be used as one; the message says why."""
+
+
+def load_target(reference: str) -> Any:
+    """Return the target that `reference` names: `/path/train.py:Target` or `package.module:Target`.
+
+    A class is called without arguments. The folder of a file is the first that imports are looked up in, as when the
+    file is run.
+
+    Raises:
+        TargetError: there is no such file, module or name in it, or it lacks a method.
+        Exception: whatever the import raises.
+    """
+    place, _, name = reference.rpartition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    named: Any = module
+    for part in name.split("."):
+        named = getattr(named, part, None)
+        if named is None:
+            raise TargetError(f"{place} has no '{name}'{_classes_of(module)}")
+    target = named() if isinstance(named, type) else named
+    missing = [method for method in METHODS if not callable(getattr(target, method, None))]
+    if missing:
+        raise TargetError(f"'{name}' has no method {', '.join(missing)}")
+    return target
+
+
+def _classes_of(module: ModuleType) -> str:
+    """The classes that a module defines itself, as an addition to a message."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    classes = [name for name in own if isinstance(vars(module)[name], type)]
+    return f"; its classes are {', '.join(classes[:MOST_NAMED])}" if classes else ""
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"there is no file {path}")
+    sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs, as an import does: dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

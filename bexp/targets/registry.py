@@ -22,8 +22,8 @@ UNKNOWN_VERSION = "unknown"
 
 def installed_targets() -> dict[str, str]:
     """Return the version of each target by name. A registered target has the version of its package."""
-    versions = {REFERENCE: _version_of("bexp") or UNKNOWN_VERSION}
-    library = _version_of(TRANSFORMERS)
+    versions = {REFERENCE: version_of("bexp") or UNKNOWN_VERSION}
+    library = version_of(TRANSFORMERS)
     if library is not None:
         versions[TRANSFORMERS] = library
     for name, point in registered_targets().items():
@@ -37,7 +37,8 @@ def registered_targets() -> dict[str, EntryPoint]:
     return {point.name: point for point in points if NAME.fullmatch(point.name) and not RESERVED.fullmatch(point.name)}
 
 
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

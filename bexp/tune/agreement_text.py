@@ -145,7 +145,6 @@ def in_short(check: Mapping[str, Any], kept_size: int | None) -> str:
 
 
 def _scale(ratio: float, steps: float) -> str:
-    """Explain a sum that is `ratio` times what it should be."""
     if abs(ratio / steps - 1) < SAME:
         return f"the loss is not divided by the number of micro-batches: the sum is {ratio:.3g} times too large"
     if abs(ratio * steps - 1) < SAME:

@@ -17,8 +17,7 @@ from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import SettingsError
 from bexp.tune import promise
 from bexp.tune.link import SIZE, STEPS, choice, switch_off
-from bexp.tune.placeholders import APPLIED, APPLY, settings_of
-from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
+from bexp.tune.placeholders import APPLIED, APPLY, FIXED_SIZES, owner_of_sizes, settings_of
 
 is_used = Event()
 """Set once this process has made a Trainer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bexp.tune.link import SIZE, STEPS, asked
+from bexp.tune.promise import now
 
 if TYPE_CHECKING:  # this module is loaded while torch itself is
     from torch.utils.data import DataLoader
@@ -66,7 +66,7 @@ class Followed:
     def early_steps(self) -> list[tuple[float, int, int | None]]:
         """Return seconds, number and positions of each micro-step until now; nothing at a second call."""
         early, self.early = self.early or [], None
-        ends = [*(taken for taken, *_ in early[1:]), *([_now()] if early else [])]
+        ends = [*(taken for taken, *_ in early[1:]), *([now()] if early else [])]
         return [(end - taken, number, width) for (taken, number, width), end in zip(early, ends, strict=True)]
 
     def follow(self, iterate: Callable[[], Iterable[Any]], sized: SizedLoader) -> Iterator[Any]:
@@ -81,22 +81,13 @@ class Followed:
                     self.lengths, self.micro_batches = sized.lengths, sized.micro_batches
                     self.number, self.positions = number, positions_of(batch)
                     if self.early is not None:
-                        self.early.append((_now(), number, self.positions))
+                        self.early.append((now(), number, self.positions))
                 yield batch
                 if turn != sized.turn:
                     break
 
 
 followed = Followed()
-
-
-def _now() -> float:
-    """The time when the GPU, if one is in use, has finished its work."""
-    import torch  # noqa: PLC0415 - it is complete by now
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def patch(module: ModuleType) -> None:

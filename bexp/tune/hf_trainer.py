@@ -20,13 +20,13 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 from transformers.trainer_utils import PredictionOutput
 
 from bexp.explorer.cost.text_batches import Epoch
+from bexp.measure.heap import freeze_imports
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import (
     SCRATCH,
     SIZE,
     CannotSetError,
-    Link,
     choice,
     connect,
     note_failure,
@@ -39,16 +39,14 @@ from bexp.tune.measuring import (
     Clock,
     Ranks,
     describe_parameters,
-    freeze_imports,
     measured,
     peak_bytes,
     reset_peak,
     serving,
 )
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
-from bexp.tune.placeholders import APPLY, text_of
+from bexp.tune.placeholders import APPLY, FIXED_SIZES, owner_of_sizes, text_of
 from bexp.tune.trainer_accumulation import TrainerCheck
-from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 
 _OFF = {
     "report_to": [],
@@ -188,7 +186,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
                 **model,
             }
         )
-    while (command := ranks.share(_next(link))) is not None:
+    while (command := ranks.share(None if link is None else link.receive())) is not None:
         reply = measured(partial(answers[command["command"]], command))
         if link is not None:
             link.send(reply)
@@ -260,10 +258,6 @@ def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
         return found
 
     return grouped
-
-
-def _next(link: Link | None) -> dict[str, Any] | None:
-    return None if link is None else link.receive()
 
 
 def _measure(

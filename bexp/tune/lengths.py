@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, Protocol
@@ -144,3 +144,36 @@ def _tokens(sample: Any) -> tuple[int, list[int]] | None:
     prompt = sum(len(text) for column, text in texts.items() if column.startswith(PROMPT))
     rows = [prompt + len(text) for column, text in texts.items() if not column.startswith(PROMPT)]
     return sum(map(len, texts.values())), rows or [prompt]
+
+
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+IGNORED = -100
+
+
+def label_tokens(sample: Any) -> int | None:
+    """Return the number of tokens that a sample's loss counts; None if the sample does not say."""
+    if not hasattr(sample, "keys"):
+        return None
+    rows = {name: sample[name] for name in sample.keys() if _is_row(sample[name])}  # noqa: SIM118 - more than dicts
+    if "labels" in rows:
+        return sum(1 for label in _listed(rows["labels"]) if label != IGNORED)
+    for name in MASKS:
+        if name in rows:
+            return sum(map(bool, _listed(rows[name])))
+    texts = [row for name, row in rows.items() if name.endswith("_ids")]
+    return sum(map(len, texts)) if texts else None
+
+
+def most_unequal(tokens: Sequence[int | None]) -> list[int]:
+    """Return the places of samples from few tokens to many; unsorted if the tokens of one are not known."""
+    return sorted(range(len(tokens)), key=lambda place: 0 if None in tokens else tokens[place] or 0)
+
+
+def _is_row(value: Any) -> bool:
+    """Return whether a value is a row, and neither one number nor text."""
+    return hasattr(value, "__len__") and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) == 1
+
+
+def _listed(values: Any) -> list[Any]:
+    found: list[Any] = values.tolist() if hasattr(values, "tolist") else list(values)
+    return found

@@ -18,10 +18,25 @@ import torch.distributed as dist
 from bexp.explorer.model.spelling import shortened
 from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
-from bexp.tune.micro_step import MicroStep
 
 if TYPE_CHECKING:
     from bexp.tune.micro_batches import MicroBatches
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """A micro-step, with its micro-batch as far as that is known."""
+
+    seconds: float
+    is_timed: bool
+    number: int | None = None
+    """Of the micro-batch."""
+    positions: int | None = None
+    """Tokens that were computed, padding included."""
+    is_first: bool = False
+    """The first of its width, in this process or in another one for which this one waits. It is not timed."""
+
 
 ACCUMULATION = 2
 """Micro-steps of a measured step. More of them would show nothing new, and each step takes longer."""
@@ -261,12 +276,6 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def freeze_imports() -> None:
-    """Exempt the command's imports from garbage collections, because each size begins with some."""
-    gc.collect()  # garbage among exempt objects would stay for ever
-    gc.freeze()
 
 
 def reset_peak(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from bexp.measure.heap import freeze_imports
 from bexp.tune.link import SIZE, CannotSetError, asked, choice, connect, refusing, switched_off
 from bexp.tune.placeholders import APPLY
 
@@ -87,7 +88,7 @@ class _Loop:
             self._link.send({"event": "ready", "switched_off": switched_off, **own, **described, **asked})
         if size is None and not asked:
             os._exit(0)  # the trial says what is missing
-        measuring.freeze_imports()
+        freeze_imports()
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)

@@ -68,3 +68,16 @@ def fill(arguments: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         filled = [argument.replace(f"{{{name}}}", text_of(value)) for argument in filled]
     return filled
+
+
+FIXED_SIZES = (
+    "takes its sizes when TrainingArguments are made: put {micro_batch_size} and {grad_accum_steps} where the command "
+    "takes them"
+)
+
+
+def owner_of_sizes(arguments: Any) -> str | None:
+    """Return the class that has already computed values from the sizes of these arguments; None if they can be set."""
+    if getattr(arguments, "hf_deepspeed_config", None) is not None:
+        return "DeepSpeed"
+    return type(arguments).__name__ if hasattr(arguments, "steps_per_generation") else None  # TRL's GRPO and RLOO

@@ -66,7 +66,7 @@ class _Steps:
             if not self._is_over:
                 self._count_micro_steps()
         elif optimizer is self._first:
-            self._steps.append((_now() - self._began, self._num_micro_steps))
+            self._steps.append((now() - self._began, self._num_micro_steps))
             promise = json.loads(os.environ[PROMISE])
             if len(self._steps) == 1:
                 _check(self._num_micro_steps, has_size=promise["has_size"])
@@ -80,7 +80,7 @@ class _Steps:
     def begin(self) -> None:
         """Begin a step."""
         if not self._is_over:
-            self._began = _now()
+            self._began = now()
 
     def begin_again(self) -> None:
         """Begin a step anew, unless it has micro-steps already."""
@@ -154,7 +154,8 @@ def _is_first_process() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _now() -> float:
+def now() -> float:
+    """Return the time when the GPU, if one is in use, has finished its work."""
     import torch  # noqa: PLC0415 - it is complete by now
 
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Contexts that switch off parts of a model: random ones, and those whose loss depends on a whole micro-batch."""
+"""Contexts in which a model computes otherwise: without what is random or depends on its batch, or rounded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -55,7 +56,6 @@ def without_batch_statistics(model: nn.Module) -> Callable[[], AbstractContextMa
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:
-    """The modules of a model, and its configurations."""
     seen = set[int]()
     waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     yield from model.modules()
@@ -96,3 +96,29 @@ def _as_in_evaluation(norms: Sequence[nn.Module]) -> Iterator[None]:
 
 def _evaluate(norm: nn.Module, _: Any) -> None:
     norm.train(False)
+
+
+LOSS_SCALE = 0.73
+"""The loss is multiplied by this, and its gradients divided: no power of two, so all roundings backwards change."""
+
+
+@contextmanager
+def rounded_otherwise(model: nn.Module) -> Iterator[None]:
+    """Change the output of each layer with parameters by about one rounding of its number format.
+
+    In low precision two sizes of a micro-batch differ by as much, which may change the choice of a router.
+    """
+    layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    handles = [layer.register_forward_hook(_round_otherwise) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _round_otherwise(_: nn.Module, __: Any, output: Any) -> Any:
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        return output
+    noise = torch.rand_like(output).sub_(0.5).mul_(output.detach()).mul_(torch.finfo(output.dtype).eps)
+    return output + noise

@@ -18,10 +18,15 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from bexp.tune.agreement import CannotCheckError, Parts, check, divisors
 from bexp.tune.agreement_text import AccumulationCheck, Cause
 from bexp.tune.gradients import Gradient, steps_of
-from bexp.tune.label_tokens import label_tokens, most_unequal
+from bexp.tune.lengths import label_tokens, most_unequal
 from bexp.tune.measuring import Ranks
-from bexp.tune.rounding import LOSS_SCALE, rounded_otherwise
-from bexp.tune.switched_off import nothing_random, without_batch_statistics, without_router_loss
+from bexp.tune.switched_off import (
+    LOSS_SCALE,
+    nothing_random,
+    rounded_otherwise,
+    without_batch_statistics,
+    without_router_loss,
+)
 
 MOST_SAMPLES = 64
 """A larger batch of the command is cut to so many samples on each device, because it is run at least four times."""
@@ -228,7 +233,6 @@ class TrainerCheck:
         return found
 
     def _set(self, size: int, steps: int) -> None:
-        """Have the Trainer train from its beginning, with these sizes, for one step."""
         trainer = self._trainer
         arguments = trainer.args
         arguments.per_device_train_batch_size = trainer._train_batch_size = size

@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from bexp.api.cli import app
 from tests.waits import PATIENCE_SECONDS, wait_until
 
 TINY = {
@@ -80,6 +82,12 @@ class Machine:
         process = self.start(*arguments)
         assert process.wait(PATIENCE_SECONDS) == code, self.err(process)
         return self.out(process)
+
+    def ask(self, *arguments: str | Path) -> str:
+        """Return what a command prints that only reads, and so needs no process of its own."""
+        done = CliRunner().invoke(app, [*map(str, arguments)], env=self.environment)
+        assert done.exit_code == 0, done.output
+        return done.stdout
 
     def configure(self, **changes: object) -> Path:
         """Write a configuration."""

@@ -26,20 +26,20 @@ def test_an_answer_for_a_trainer_says_one_micro_batch_everywhere(
     configuration = TABLES / "tables" / f"{table}.yaml"
     printed = machine.run("explore", configuration, "--device", recording, "--trainer", trainer, *fields)
     logged = [match[1] for match in map(RECOMMENDATION.fullmatch, printed.splitlines()) if match][-1]
-    document = json.loads(machine.run("best", "latest", "--json"))
+    document = json.loads(machine.ask("best", "latest", "--json"))
     known = document["recommendation"]
     with sqlite3.connect(machine.database_url.removeprefix("sqlite:///")) as rows:
         ((stored,),) = rows.execute("SELECT micro_batch_size FROM bexp_recommendations ORDER BY seq DESC LIMIT 1")
-    file = machine.run("best", "latest", "--format", trainer)
-    machine.run("report", "latest", "--out", "report.html")
+    file = machine.ask("best", "latest", "--format", trainer)
+    machine.ask("report", "latest", "--out", machine.folder / "report.html")
     data = re.findall(r'id="report">(.*?)</script>', (machine.folder / "report.html").read_text(), re.DOTALL)
     shown = json.loads(data[0])["exploration"]
     written = next(line.split()[1] for line in file.splitlines() if line.strip().startswith(flag))
     assert {
         "log": int(logged),
         "row": stored,
-        "best": int(machine.run("best", "latest")),
-        "divides": int(machine.run("best", "latest", "--divides")),
+        "best": int(machine.ask("best", "latest")),
+        "divides": int(machine.ask("best", "latest", "--divides")),
         "json": known["candidate"]["micro_batch_size"],
         "python": bexp.RecommendedSetup.read(document).micro_batch_size,
         "file": int(written),

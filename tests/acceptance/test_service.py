@@ -47,7 +47,7 @@ def test_submit_watch_and_resume_the_stream(machine: Machine, url: str, client: 
     assert re.findall(r"^id: ?(\d+)$", stream, re.MULTILINE) == [str(event.seq) for event in events[3:]]
     assert list(client.events(job_id, after=3)) == events[3:]
     assert httpx.get(f"{url}/v1/explorations/{job_id}/log?follow=true").text.splitlines() == lines
-    best = json.loads(machine.run("best", job_id, "--json"))["recommendation"]
+    best = json.loads(machine.ask("best", job_id, "--json"))["recommendation"]
     assert best["candidate"]["micro_batch_size"] in {1, 2, 4}
 
     profilers = profilers_of(psutil.Process(worker.pid))

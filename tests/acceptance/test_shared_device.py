@@ -8,10 +8,12 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
+from bexp.storage.queue import Queue
 from bexp.storage.workers import WorkerState, read_workers
-from tests.acceptance.conftest import Machine, await_gone, profilers_of
+from tests.acceptance.conftest import TINY, Machine, await_gone, profilers_of
 from tests.waits import wait_until
 
 pytestmark = pytest.mark.slow
@@ -45,7 +47,8 @@ def test_a_worker_names_the_exploration_that_has_its_device_and_has_it_when_that
     (profiler,) = profilers_of(psutil.Process(other.pid))
     profiler.suspend()  # it leaves the processor to the others
     (holder,) = (child for child in profiler.parents() if "bexp.workers" in child.cmdline())
-    job_id = machine.run("submit", machine.configure(budget={"max_trials": 1}, verify=False)).strip()
+    brief = {**TINY, "micro_batch_size": 1, "budget": {"max_trials": 1}, "verify": False}
+    job, _ = Queue(database).enqueue(ExplorationRequest.model_validate(brief))
 
     def is_waiting() -> bool:
         (found,) = read_workers(database)
@@ -53,9 +56,10 @@ def test_a_worker_names_the_exploration_that_has_its_device_and_has_it_when_that
         return found.state is WorkerState.WAITING and named
 
     wait_until(is_waiting, "the worker says whom it waits for")
-    assert get_job(database, job_id).state is JobState.QUEUED
+    assert get_job(database, job.id).state is JobState.QUEUED
     left = [profiler, *holder.children()]
     holder.kill()
     await_gone(left, 300)
-    machine.run("watch", job_id)
     assert other.wait(300) == 3
+    assert "bexp: the worker was ended by SIGKILL" in machine.err(other)
+    wait_until(lambda: get_job(database, job.id).state is JobState.SUCCEEDED, "the worker does not get the device")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import torch
 
 from tests.acceptance.conftest import Machine
+from tests.forked_trainings import SCRIPTS, TORCHRUN
 from tests.waits import PATIENCE_SECONDS
 
-SCRIPTS = Path(__file__).parents[1] / "tune_commands"
 AXOLOTL = f"""
 import os, runpy, sys, yaml
 assert not os.environ.keys() & {{"BEXP_DATABASE_URL", "BEXP_API_TOKEN"}}, "a trial needs no secret"
@@ -89,8 +88,8 @@ def test_a_loop_of_ones_own_is_tuned_by_the_size_in_its_command(machine: Machine
 
 def test_two_processes_are_tuned_and_each_runs_with_the_answer(machine: Machine) -> None:
     out = machine.folder / "out"
-    launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    command = (*launched, SCRIPTS / "with_ranks.py", "trainer", "--steps", "100", "--slower", "0.002", "--output", out)
+    training = (SCRIPTS / "with_ranks.py", "trainer", "--steps", "100", "--slower", "0.002", "--output", out)
+    command = (sys.executable, *TORCHRUN, *training)
     process = machine.start("tune", *ASKED, "--run", "--", *command)
     assert process.wait(PATIENCE_SECONDS) == 0, machine.err(process)
     found = re.search(r"^ +after +micro_batch_size=(\d): ", machine.out(process), re.M)

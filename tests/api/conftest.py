@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,13 @@ def lease(queue: Queue, job: Job) -> Lease:
     assert claim.job.id == job.id
     queue.pin(claim.lease, report)
     return claim.lease
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    """What a test opens, closed at its end."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import resource
@@ -12,12 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TextIO
 
-from tests.chaos.fork_server import ForkedProcess, ForkServer
+from tests.chaos.fork_server import ForkedProcess, shared_server
 from tests.waits import PATIENCE_SECONDS
 
 IMPORTED = (
@@ -58,7 +55,7 @@ def forked(*arguments: str, open_files: int | None = None, **variables: str) -> 
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BEXP_")}
     given = json.dumps({"environment": kept | variables, "open_files": open_files})
     reads, writes = os.pipe()
-    process = _server().start(__name__, given, *arguments, "--port", "0", output=writes)
+    process = shared_server(*IMPORTED).start(__name__, given, *arguments, "--port", "0", output=writes)
     os.close(writes)
     with os.fdopen(reads) as printed:
         try:
@@ -70,15 +67,6 @@ def forked(*arguments: str, open_files: int | None = None, **variables: str) -> 
         finally:
             process.kill()
             process.wait(PATIENCE_SECONDS)
-
-
-@cache
-def _server() -> ForkServer:
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
-        server = ForkServer({**os.environ, "PYTHONPATH": path}, log, IMPORTED)
-    atexit.register(server.end)
-    return server
 
 
 def main() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +17,10 @@ from fastapi.testclient import TestClient
 from bexp.api import streams, tokens
 from bexp.api.background import Beat, Supervisor
 from bexp.api.examples import REQUEST
-from bexp.api.routes import explorations
 from bexp.api.settings import ServiceSettings
 from bexp.api.streams import EventFeed
 from bexp.explorer.records.event import Event
 from bexp.storage.database import Database, DatabaseLimits, open_database
-from bexp.storage.events import read_last_seqs
 from bexp.storage.jobs import Job
 from bexp.storage.queue import Queue
 from tests.api.problems import assert_problem
@@ -86,33 +82,6 @@ def test_a_task_that_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch, silence: 
             await supervisor.close()
 
     assert asyncio.run(scenario()) == told
-
-
-def test_events_go_on_after_a_pool_of_connections_was_exhausted(
-    client: TestClient, queue: Queue, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feed = client.app.state.service.feed  # type: ignore[attr-defined]  # of the application that the client holds
-    faults = [sa.exc.TimeoutError(), RuntimeError("anything")]
-
-    def fail_twice(database: Database, job_ids: list[str]) -> dict[str, int]:
-        if faults:
-            raise faults.pop()
-        return read_last_seqs(database, job_ids)
-
-    monkeypatch.setattr("bexp.api.streams.read_last_seqs", fail_twice)
-
-    def cancel() -> None:
-        wait_until(lambda: feed.num_watchers > 0)
-        wait_until(lambda: not faults)
-        queue.request_cancel(job.id)
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    text = ""
-    while "CANCELLED" not in text.upper():  # the stream ends with the first fault, and a client comes back
-        text = client.get(f"/v1/explorations/{job.id}/log?follow=true").text
-    thread.join()
-    wait_until(lambda: client.get("/readyz").status_code == 200)
 
 
 AWAY = sa.exc.OperationalError("SELECT", {}, Exception("it is away"))
@@ -222,19 +191,6 @@ def test_a_database_that_takes_no_writes_is_told_and_submissions_come_back_later
     wait_until(lambda: impatient.get("/readyz").status_code == 200)  # what was found holds for a second
 
 
-def test_a_database_that_hangs_gets_a_503_in_time(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    monkeypatch.setattr(explorations, "list_jobs", lambda *_, **__: release.wait())
-    with in_process(replace(settings, answer_seconds=0.5), raise_server_exceptions=False) as client:
-        try:
-            response = client.get("/v1/explorations")
-            assert_problem(response, 503)
-            assert response.headers["Retry-After"]
-            wait_until(lambda: client.get("/healthz").status_code == 200)
-        finally:
-            release.set()
-
-
 def test_no_limit_on_waiting_is_above_what_is_promised() -> None:
     limits = DatabaseLimits()
     of_a_write = limits.turn + limits.lock  # on SQLite, one after the other
@@ -246,19 +202,6 @@ def test_no_limit_on_waiting_is_above_what_is_promised() -> None:
         timedelta(seconds=ServiceSettings("").answer_seconds),
     )
     assert max(each) < timedelta(seconds=5)
-
-
-def test_waiting_for_postgresql_is_limited(postgresql_server: str) -> None:
-    database = open_database(postgresql_server, SHORT)
-    try:
-        with database.read() as connection:
-            assert connection.execute(sa.text("SHOW lock_timeout")).scalar_one() == "200ms"
-            with pytest.raises(sa.exc.OperationalError, match="statement timeout"):
-                connection.execute(sa.text("SELECT pg_sleep(600)"))
-        with database.read(), database.read(), pytest.raises(sa.exc.TimeoutError), database.read():
-            pass
-    finally:
-        database.dispose()
 
 
 def test_nobody_waits_for_a_host_that_does_not_answer() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 import pytest
@@ -19,27 +18,6 @@ from tests.contracts.samples import make_progress, make_report, make_request, ma
 from tests.waits import wait_until
 
 EXPLORATIONS = "/v1/explorations"
-
-
-def test_pages_hold_every_exploration_once_and_the_newest_first(client: TestClient, queue: Queue) -> None:
-    ids = [queue.enqueue(make_request())[0].id for _ in range(5)]
-    found: list[str] = []
-    cursor: str | None = None
-    for _ in range(3):
-        params = {"limit": "2"} | ({"cursor": cursor} if cursor else {})
-        page = client.get(EXPLORATIONS, params=params).json()
-        found += [item["id"] for item in page["items"]]
-        cursor = page["next_cursor"]
-    assert cursor is None
-    assert found == ids[::-1]
-
-
-def test_explorations_are_listed_by_state(client: TestClient, queue: Queue, lease: Lease) -> None:
-    queued, _ = queue.enqueue(make_request())
-    running = client.get(EXPLORATIONS, params={"state": "running"}).json()["items"]
-    assert [item["id"] for item in running] == [lease.job_id]
-    assert [item["id"] for item in client.get(f"{EXPLORATIONS}?state=queued").json()["items"]] == [queued.id]
-    assert client.get(f"{EXPLORATIONS}?state=failed").json()["items"] == []
 
 
 def test_explorations_are_listed_by_label_model_and_state(client: TestClient, queue: Queue, lease: Lease) -> None:
@@ -122,38 +100,20 @@ def test_no_list_and_no_event_reads_a_stored_document(
     assert client.get(here, headers={"If-None-Match": "*"}).status_code == 304
 
 
-# The first two are aware, and no time in UTC; the third is not aware, and the last names no exploration.
-EDGES = [
-    base64.urlsafe_b64encode(place.encode()).decode()
-    for place in (
-        "0001-01-01T00:00:00+14:00~a",
-        "9999-12-31T23:59:59-12:00~a",
-        "2026-01-01T00:00:00~a",
-        "2026-01-01T00:00:00+00:00~a'b",
-    )
-]
-
-
 @pytest.mark.parametrize(
     ("query", "field"),
     [
-        ("limit=0", "limit"),
         ("labels=team%3Dsearch", "labels"),
-        ("limit=201", "limit"),
         ("limit=x", "limit"),
         ("limit=NaN", "limit"),
         ("state=done", "state"),
-        ("model=" + "m" * 129, "model"),
         ("label=team", "label"),
         ("label=team=", "label"),
         ("label=%3Da", "label"),
         ("label=a%00=b", "label"),
-        ("&".join(f"label=k{i}=v" for i in range(17)), "label"),
         ("cursor=%00", "cursor"),
         ("cursor=abc", "cursor"),
         ("cursor=%ff", "cursor"),
-        ("cursor=" + "A" * 300, "cursor"),
-        *((f"cursor={edge}", "cursor") for edge in EDGES),
     ],
 )
 def test_odd_parameters_are_named(client: TestClient, query: str, field: str) -> None:
@@ -179,13 +139,6 @@ def test_an_unchanged_exploration_is_not_sent_again(client: TestClient, queue: Q
     assert changed.json()["micro_batch_size"] == 1
     assert changed.json()["recommendation"]["confidence"] == 45
     assert changed.json()["report"]["hardware"]["device_name"] == "A device"
-
-
-def test_cancelling_a_queued_exploration_ends_it_at_once_and_can_be_repeated(client: TestClient, job: Job) -> None:
-    for _ in range(2):
-        response = client.post(f"{EXPLORATIONS}/{job.id}/cancel")
-        assert response.status_code == 200
-        assert response.json()["state"] == "cancelled"
 
 
 def test_cancelling_a_running_exploration_asks_its_worker(client: TestClient, queue: Queue, lease: Lease) -> None:
@@ -222,13 +175,6 @@ def test_a_stream_ends_when_its_exploration_is_deleted(served: Served, queue: Qu
         with queue.database.begin() as connection:  # ended and deleted between two looks of the stream
             connection.execute(sa.delete(jobs))
         assert list(lines) == []
-
-
-def test_cancelling_changes_nothing_after_the_end(client: TestClient, queue: Queue, lease: Lease) -> None:
-    queue.finish(lease, JobState.SUCCEEDED)
-    response = client.post(f"{EXPLORATIONS}/{lease.job_id}/cancel")
-    assert response.status_code == 200
-    assert response.json()["state"] == "succeeded"
 
 
 def test_a_cancelled_exploration_is_resumed_and_a_finished_one_is_not(

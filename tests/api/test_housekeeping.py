@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import sqlalchemy as sa
 
-from bexp.api import housekeeping
-from bexp.api.housekeeping import Housekeeper
+from bexp.api import background
+from bexp.api.background import Housekeeper
 from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import EventCode
 from bexp.storage.audit import KEEP_AUDIT, read_audit
@@ -47,14 +47,14 @@ def test_a_process_that_ends_leaves_the_role_to_the_next(settings: ServiceSettin
 
     with in_process(settings):
         wait_until(is_held)
-        assert not hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)
-    assert hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)
+        assert not hold_role(sqlite_database, HOUSEKEEPER, "next", background.TERM)
+    assert hold_role(sqlite_database, HOUSEKEEPER, "next", background.TERM)
 
 
 def test_retention_deletes_in_small_rounds_what_is_old_or_too_much(
     settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(housekeeping, "MOST_PRUNED", 1)
+    monkeypatch.setattr(background, "MOST_PRUNED", 1)
     for _ in range(4):
         queue.request_cancel(queue.enqueue(make_request())[0].id)
     queue.enqueue(make_request())
@@ -74,7 +74,7 @@ def test_retention_deletes_in_small_rounds_what_is_old_or_too_much(
 def test_old_records_of_the_audit_are_deleted_without_being_asked(
     settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(housekeeping, "MOST_PRUNED", 2)
+    monkeypatch.setattr(background, "MOST_PRUNED", 2)
     for _ in range(4):
         queue.enqueue(make_request())
     first, *_, last = reversed(read_audit(queue.database))
@@ -104,8 +104,8 @@ def test_it_looks_for_what_is_old_every_five_minutes_and_at_once_while_there_is_
         asked.append(clock.now)
         return found.pop(0)
 
-    monkeypatch.setattr(housekeeping, "time", clock)
-    monkeypatch.setattr(housekeeping, "prune_audit", prune_audit)
+    monkeypatch.setattr(background, "time", clock)
+    monkeypatch.setattr(background, "prune_audit", prune_audit)
     keeper = Housekeeper(queue, replace(settings, keep_days=keep_days))
     for clock.now in (1000.0, 1002.0, 1004.0, 1006.0, 1303.9, 1304.0, 1306.0):
         assert keeper.work()
@@ -129,7 +129,7 @@ def test_a_housekeeper_goes_on_after_what_the_database_refuses(
 
     monkeypatch.setattr(keeper, "work", work)
     monkeypatch.setattr(keeper, "_is_elected", True)
-    monkeypatch.setattr(housekeeping, "give_up_role", give_up)
+    monkeypatch.setattr(background, "give_up_role", give_up)
 
     async def run() -> None:
         task = asyncio.create_task(keeper.run(lambda: beats.append(None)))

@@ -184,16 +184,6 @@ def test_a_stream_goes_on_after_an_end_that_fills_its_page(client: TestClient, q
     assert client.get(path).text.count("\n") == get_job(queue.database, lease.job_id).last_seq > PAGE
 
 
-def test_a_long_log_is_complete(client: TestClient, queue: Queue, lease: Lease) -> None:
-    drafts = tuple(EventDraft(code=EventCode.WARNING, message=str(i)) for i in range(1200))
-    queue.record(lease, Progress(events=drafts))
-    queue.finish(lease, JobState.SUCCEEDED)
-    path = f"/v1/explorations/{lease.job_id}"
-    assert client.get(f"{path}/log").text.count("\n") == 1203
-    assert client.get(f"{path}/log?follow=true&after=3").text.count("\n") == 1200
-    assert client.get(f"{path}/events").text.count("\ndata: ") == 1203
-
-
 def test_an_idle_stream_is_kept_alive(
     serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, job: Job
 ) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from bexp.storage.workers import register_worker
 from tests.api.problems import assert_problem
 from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_request, make_worker
-from tests.waits import wait_until
 
 
 def read_metrics(client: TestClient) -> dict[str, float]:
@@ -116,13 +113,3 @@ def test_two_applications_count_apart(settings: ServiceSettings, client: TestCli
     client.get("/healthz")
     with in_process(settings) as other:
         assert not any("/healthz" in name for name in read_metrics(other))
-
-
-def test_a_job_that_nobody_can_run_is_told_so(settings: ServiceSettings, queue: Queue) -> None:
-    job, _ = queue.enqueue(make_request())
-    with queue.database.begin() as connection:
-        connection.execute(sa.update(jobs).values(queued_at=datetime.now(UTC) - timedelta(minutes=1)))
-    with in_process(replace(settings, waiting_check_seconds=0.05)) as client:
-        wait_until(lambda: client.get(f"/v1/explorations/{job.id}").json()["waiting_reason"] is not None)
-        log = client.get(f"/v1/explorations/{job.id}/log").text
-        assert re.search(r"BEXP105 .*Waiting for a worker", log)

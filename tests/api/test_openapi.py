@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter
 
-from bexp.api import administration, examples, resources
+from bexp.api import examples, resources
 from bexp.api.refusals import Problem
 from bexp.api.settings import ServiceSettings
 from bexp.client.explorations import Exploration, Result
@@ -154,8 +154,8 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
         (resources.TrialPage, examples.TRIALS),
         (resources.RunReportResource, examples.RUN_REPORT),
         (resources.RunReportPage, examples.RUN_REPORTS),
-        (administration.AuditPage, examples.AUDIT),
-        (administration.QuotaList, examples.QUOTAS),
+        (resources.AuditPage, examples.AUDIT),
+        (resources.QuotaList, examples.QUOTAS),
     ],
 )
 def test_the_examples_are_what_the_service_answers(model: type[BaseModel], example: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def test_the_examples_are_what_the_service_answers(model: type[BaseModel], examp
 
 
 def test_the_examples_tell_of_one_exploration() -> None:
-    shown, best, queued = examples.EXPLORATION, examples.RECOMMENDATION["recommendation"], examples.QUEUED
+    shown, best = examples.EXPLORATION, examples.RECOMMENDATION["recommendation"]
     request, candidate = shown["request"], best["candidate"]
     assert shown["recommendation"] == best
     known = {name: shown[name] for name in ("performance", "tokens_per_second", "confidence", "micro_batch_size")}
@@ -179,20 +179,12 @@ def test_the_examples_tell_of_one_exploration() -> None:
     assert best["memory_limit_bytes"] == 8 << 30
     events = examples.EVENTS["items"]
     assert [event["seq"] for event in events] == [1, shown["last_seq"]]
-    assert (queued["attempt"], queued["last_seq"], shown["attempt"]) == (0, 1, 1)
-    times = [shown["created_at"], shown["started_at"], events[-1]["at"], examples.RUN_REPORT["report"]["finished_at"]]
-    assert sorted(times) == times and examples.RUN_REPORT["received_at"] > times[-1]
     assert examples.RUN_REPORT["report"]["micro_batch_size"] == candidate["micro_batch_size"]
-    assert examples.LOG.splitlines() == [line for line in examples.LOG.split("\n") if line.startswith("BEXP")]
     assert examples.EVENT_STREAM.count("\n\n") == examples.LOG.count("\n") == len(events)
     compared = examples.COMPARISON
     a, b = (compared[side]["tokens_per_second"] for side in "ab")
     assert (a, b / a) == (best["tokens_per_second"], pytest.approx(compared["speedup"]))
-    assert compared["a"]["confidence"] == best["confidence"]
     assert compared["speedup_90_percent"][0] < compared["speedup"] < compared["speedup_90_percent"][1]
-    assert (compared["runs_needed"], compared["next_measurement"]["seconds"]) == (0, 0.0)
-    assert compared["next_measurement"]["runs_of_each"] == 0
-    assert examples.CANCELLED["cancel_requested"] and not shown["cancel_requested"]
 
 
 def test_the_schema_accepts_what_the_service_accepts(client: TestClient) -> None:

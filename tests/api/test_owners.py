@@ -1,8 +1,9 @@
-"""What a token may do, for whom, and how often."""
+"""What a token may do, for whom, and how often; and whom a service serves without one."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,14 +23,14 @@ from bexp.api.rate_limits import BURST_SECONDS, MAX_KEYS, RateLimiter, address_k
 from bexp.api.settings import ServiceSettings
 from bexp.storage.audit import read_audit
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState
+from bexp.storage.jobs import Job, JobState
 from bexp.storage.owners import ALL_SCOPES, USUAL_SCOPES, Scope
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import Quota, set_quota
 from bexp.storage.tables import tokens
 from bexp.storage.tokens import create_token, revoke_token, verify_token
 from tests.api.problems import assert_problem
-from tests.api.serving import Served
+from tests.api.serving import Served, in_process
 from tests.contracts.samples import make_progress, make_worker
 from tests.waits import PATIENCE_SECONDS, wait_until
 
@@ -124,26 +125,12 @@ def test_without_tokens_there_is_one_local_owner_who_sees_all(client: TestClient
     assert claimed is not None
     Queue(sqlite_database).enqueue(claimed.request)
     assert {item["owner"] for item in client.get(HERE).json()["items"]} == {"local"}
-    assert_problem(client.post(HERE, json=REQUEST, params={"priority": 101}), 422)
 
 
 def test_an_expired_token_is_refused_with_the_reason(guarded: TestClient, sqlite_database: Database) -> None:
     response = guarded.get(HERE, headers=header(sqlite_database, "old", lifetime=timedelta(seconds=-1)))
     assert_problem(response, 401)
     assert response.json()["detail"].startswith("The token expired at ")
-
-
-def test_the_queued_quota_is_answered_with_429(guarded: TestClient, sqlite_database: Database) -> None:
-    set_quota(sqlite_database, "team-a", Quota(max_queued=1))
-    a = header(sqlite_database, "a")
-    assert guarded.post(HERE, json=REQUEST, headers=a).status_code == 202
-    response = guarded.post(HERE, json=REQUEST, headers=a)
-    assert_problem(response, 429)
-    assert response.json()["type"] == "urn:bexp:problem:quota-exceeded"
-    assert response.json()["detail"] == (
-        "Owner 'team-a' has as many queued explorations as its quota 'queued' allows (1)."
-    )
-    assert int(response.headers["Retry-After"]) >= 1
 
 
 def test_an_owner_that_stores_too_much_is_told_how_much_and_how_to_free_it(
@@ -232,37 +219,18 @@ def test_a_stream_ends_with_its_token_and_others_go_on(
 
 
 @pytest.mark.parametrize("path", ["events", "log?follow=true"])
-def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests(
-    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, sqlite_database: Database, path: str
+def test_a_stream_beyond_those_that_there_may_be_is_refused(
+    settings: ServiceSettings, queue: Queue, job: Job, path: str
 ) -> None:
-    served = serve(replace(settings, require_token=True, token_streams=2, max_connections=4))
-    many, other = header(sqlite_database, "many"), header(sqlite_database, "other")
-    job = httpx.post(f"{served.url}{HERE}", json=REQUEST, headers=many).json()
-    url = f"{served.url}{HERE}/{job['id']}/{path}"
-
-    def has_watchers(number: int) -> bool:
-        return served.num_watchers == number
-
-    def refusal(headers: dict[str, str]) -> httpx.Response | None:
-        with httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS) as response:
-            if response.status_code == 200:
-                return None
-            response.read()
-            return response
-
-    with ExitStack() as stack:
-        for number, headers in enumerate((many, many, other), start=1):
-            stack.enter_context(httpx.stream("GET", url, headers=headers, timeout=PATIENCE_SECONDS))
-            wait_until(partial(has_watchers, number))
-        for headers, status in ((many, 429), (other, 503)):
-            refused = refusal(headers)
-            assert refused is not None
-            assert_problem(refused, status)
-            assert refused.json()["type"] == "urn:bexp:problem:too-many-streams"
-            assert int(refused.headers["Retry-After"]) > 0
-        assert httpx.get(f"{served.url}/healthz").status_code == 200
-    wait_until(lambda: served.num_watchers == 0)
-    wait_until(lambda: refusal(many) is None)
+    queue.request_cancel(job.id)  # a stream that is not refused ends
+    with in_process(replace(settings, max_connections=4)) as client, ExitStack() as stack:
+        limits = client.app.state.service.stream_limits  # type: ignore[attr-defined]  # of the application it holds
+        for _ in range(3):
+            stack.enter_context(limits.count(None))
+        refused = client.get(f"{HERE}/{job.id}/{path}")
+    assert_problem(refused, 503)
+    assert refused.json()["type"] == "urn:bexp:problem:too-many-streams"
+    assert int(refused.headers["Retry-After"]) > 0
 
 
 def test_requests_above_the_rate_get_429(
@@ -354,3 +322,76 @@ def test_an_administrator_sets_and_removes_quotas(guarded: TestClient, sqlite_da
     for wrong in ({"max_queued": -1}, {"max_queued": "5"}, {"queued": 5}):
         assert_problem(guarded.put(here, json=wrong, headers=admin), 422)
     assert_problem(guarded.put("/v1/owners/-/quota", json={}, headers=admin), 404)
+
+
+def test_every_route_but_health_asks_for_a_token(guarded: TestClient) -> None:
+    paths = guarded.get("/openapi.json").json()["paths"]
+    routes = {(method.upper(), path) for path, item in paths.items() for method in item}
+    assert len(routes) > 20
+    for method, path in routes - {("GET", "/healthz"), ("GET", "/readyz")}:
+        response = guarded.request(method, path.replace("{exploration_id}", "0"))
+        assert_problem(response, 401)
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_health_is_open(guarded: TestClient) -> None:
+    assert guarded.get("/healthz").status_code == 200
+    assert guarded.get("/readyz").status_code == 200
+
+
+def test_a_token_opens_until_it_is_revoked(
+    guarded: TestClient, sqlite_database: Database, settings: ServiceSettings
+) -> None:
+    secret = create_token(sqlite_database, "ci")
+    for scheme in ("Bearer", "bearer"):
+        headers = {"Authorization": f"{scheme} {secret}"}
+        assert guarded.post("/v1/explorations", json=REQUEST, headers=headers).status_code == 202
+    revoke_token(sqlite_database, "ci")
+    time.sleep(settings.token_check_seconds)
+    response = guarded.get("/v1/explorations", headers=headers)
+    assert_problem(response, 401)
+    assert "invalid_token" in response.headers["WWW-Authenticate"]
+
+
+@pytest.mark.parametrize("value", ["", "Bearer ", "Basic YTpi", "Bearer x", "Bearer bexp_x", b"Bearer bexp_\xff"])
+def test_what_is_no_token_is_refused(guarded: TestClient, sqlite_database: Database, value: str | bytes) -> None:
+    create_token(sqlite_database, "ci")
+    header = value.encode() if isinstance(value, str) else value
+    assert_problem(guarded.get("/v1/explorations", headers=[(b"Authorization", header)]), 401)
+
+
+def test_a_refused_body_is_not_read(guarded: TestClient) -> None:
+    response = guarded.post("/v1/explorations", content=b"{" * 300_000, headers={"Content-Type": "application/json"})
+    assert_problem(response, 401)
+
+
+@pytest.mark.parametrize("host", ["localhost:8642", "127.0.0.1", "[::1]:8642", "127.1.2.3"])
+def test_without_tokens_loopback_names_are_served(client: TestClient, host: str) -> None:
+    assert client.get("/v1/explorations", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", "", "[::1", "127.0.0.1.nip.io"])
+def test_without_tokens_a_foreign_name_is_refused(client: TestClient, host: str) -> None:
+    assert_problem(client.get("/v1/explorations", headers={"Host": host}), 403)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_token_that_is_not_required_counts_all_the_same(
+    settings: ServiceSettings, sqlite_database: Database, is_open: bool
+) -> None:
+    """The service's own user may run a program that passes on the requests of others, with their tokens."""
+    reader = {"Authorization": f"Bearer {create_token(sqlite_database, 'reader', owner='team', scopes={Scope.READ})}"}
+    with in_process(replace(settings, is_open=is_open)) as client:
+        own = client.post("/v1/explorations", json=REQUEST).json()["id"]
+        assert client.get(f"/v1/explorations/{own}").status_code == 200
+        assert_problem(client.get("/v1/explorations", headers={"Authorization": "Bearer bexp_wrong"}), 401)
+        assert client.get("/v1/explorations", headers=reader).json()["items"] == []
+        assert_problem(client.post("/v1/explorations", json=REQUEST, headers=reader), 403)
+
+
+def test_without_tokens_other_origins_are_refused(client: TestClient) -> None:
+    for origin in ("https://evil.example", "null", "file://", "http://localhost:3000", "https://localhost:8642", ""):
+        headers = {"Origin": origin, "Host": "localhost:8642"}
+        assert_problem(client.post("/v1/explorations", json=REQUEST, headers=headers), 403)
+    own = {"Origin": "http://LOCALHOST:8642", "Host": "localhost:8642"}
+    assert client.post("/v1/explorations", json=REQUEST, headers=own).status_code == 202

@@ -23,6 +23,7 @@ from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
 from tests.api.serving import Served
+from tests.chaos.processes import reserve
 from tests.contracts.samples import make_request
 from tests.waits import PATIENCE_SECONDS, wait_until
 
@@ -43,9 +44,7 @@ class Proxy:
 @pytest.fixture
 def reserved() -> Iterator[socket.socket]:
     """A socket with a port that the system gives to nobody else, and that the proxy may listen on."""
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", 0))
+    with reserve() as bound:
         yield bound
 
 

@@ -1,20 +1,23 @@
+"""What an exploration recommends, how it compares with others, and what real runs with it reached."""
+
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy.exc import OperationalError
 
-from bexp.api import comparison, stored
-from bexp.api import results as api_results
+from bexp.api import comparison
+from bexp.api import stored as api_stored
 from bexp.api.comparison import compare_answers
+from bexp.api.examples import RUN_REPORT
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
+from bexp.explorer.records.recommendation import Answer, Recommendation, VariantAnswer
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.trainers.document import ExportError
-from bexp.storage.jobs import Job, JobNotFoundError, JobState
+from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
@@ -28,15 +31,11 @@ def variant(recommendation: Recommendation | None, reason: str | None = None) ->
     return VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=recommendation, reason=reason)
 
 
-def test_a_queued_exploration_has_no_recommendation(client: TestClient, job: Job) -> None:
-    response = client.get(f"/v1/explorations/{job.id}/recommendation")
-    assert_problem(response, 404)
-    assert response.json()["type"] == "urn:bexp:problem:no-recommendation"
-
-
 def test_the_recommendation_is_provisional_until_the_end(client: TestClient, queue: Queue, lease: Lease) -> None:
     path = f"/v1/explorations/{lease.job_id}/recommendation"
-    assert_problem(client.get(path), 404)
+    nothing = client.get(path)
+    assert_problem(nothing, 404)
+    assert nothing.json()["type"] == "urn:bexp:problem:no-recommendation"
     queue.record(lease, make_progress(0))
     found = client.get(path).json()
     assert (found["state"], found["final"], found["answer"]) == ("running", False, None)
@@ -66,20 +65,6 @@ def test_two_answers_are_compared_once_both_are_there(client: TestClient, queue:
     found = client.get(path, params={"other": other}).json()
     assert (found["probability_b_faster"], found["differences"]) == (0.5, ["batch_size: None in A, 64 in B"])
     assert [found[side]["explorations"] for side in "ab"] == [[lease.job_id], [other]]
-
-
-@pytest.mark.parametrize(
-    ("error", "status"), [(JobNotFoundError("id"), 404), (OperationalError("SELECT", {}, Exception("away")), 503)]
-)
-def test_what_fails_within_a_comparison_is_told_as_elsewhere(
-    client: TestClient, lease: Lease, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(stored, "get_job", fail)  # as if it was deleted after the route had looked for it
-    path = f"/v1/explorations/{lease.job_id}/comparison"
-    assert_problem(client.get(path, params={"other": lease.job_id}), status)
 
 
 def test_an_exploration_that_is_deleted_before_it_is_compared_is_unknown(
@@ -133,7 +118,7 @@ def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
         exported.append(found)
         raise ExportError("nothing")
 
-    monkeypatch.setattr(api_results, "export", export)
+    monkeypatch.setattr(api_stored, "export", export)
     first = measure(queue)
     add_worker(queue.database)
     second, _ = queue.enqueue(make_request())
@@ -143,38 +128,20 @@ def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
     assert [[trial.number for trial in found.trials] for found in exported] == [[0], [0]]
 
 
-def test_when_nothing_fits_the_answer_says_why_and_what_would(client: TestClient, queue: Queue, lease: Lease) -> None:
-    relaxation = Relaxation(
-        kind=RelaxationKind.MICRO_BATCH_SIZE,
-        change="micro_batch_size 1",
-        settings={"micro_batch_size": 1},
-        predicted_peak_bytes=1,
-        required_bytes=2,
-    )
-    nothing = variant(None, "needs 2 GiB of 1 GiB").model_copy(update={"remedies": (relaxation,)})
-    queue.finish(lease, JobState.SUCCEEDED, answer=Answer(variants=(nothing,)))
-    found = client.get(f"/v1/explorations/{lease.job_id}/recommendation").json()
-    assert found["final"]
-    assert found["recommendation"] is None
-    assert found["answer"]["variants"][0]["reason"] == "needs 2 GiB of 1 GiB"
-    assert found["answer"]["variants"][0]["remedies"] == [
-        {
-            "kind": "micro_batch_size",
-            "change": "micro_batch_size 1",
-            "settings": {"micro_batch_size": 1},
-            "predicted_peak_bytes": 1,
-            "required_bytes": 2,
-        }
-    ]
-
-
-def test_a_failed_exploration_keeps_what_it_found(client: TestClient, queue: Queue, lease: Lease) -> None:
-    queue.record(lease, make_progress(0))
-    queue.finish(lease, JobState.FAILED, error="the device is gone")
-    found = client.get(f"/v1/explorations/{lease.job_id}/recommendation").json()
-    assert (found["state"], found["final"]) == ("failed", True)
-    assert found["recommendation"]["candidate"]["micro_batch_size"] == 1
-    assert client.get(f"/v1/explorations/{lease.job_id}").json()["error"] == "the device is gone"
+@pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED])
+def test_an_end_is_final_with_what_was_found_or_why_nothing_was(
+    client: TestClient, queue: Queue, lease: Lease, state: JobState
+) -> None:
+    path = f"/v1/explorations/{lease.job_id}/recommendation"
+    if state is JobState.FAILED:
+        queue.record(lease, make_progress(0))
+        queue.finish(lease, state, error="the device is gone")
+        assert client.get(f"/v1/explorations/{lease.job_id}").json()["error"] == "the device is gone"
+        assert client.get(path).json()["recommendation"]["candidate"]["micro_batch_size"] == 1
+    else:
+        queue.finish(lease, state, answer=Answer(variants=(variant(None, "needs 2 GiB of 1 GiB"),)))
+        assert client.get(path).json()["answer"]["variants"][0]["reason"] == "needs 2 GiB of 1 GiB"
+    assert (client.get(path).json()["state"], client.get(path).json()["final"]) == (state, True)
 
 
 def test_trials_come_in_pages_as_they_were_stored(client: TestClient, queue: Queue, lease: Lease) -> None:
@@ -194,16 +161,61 @@ def test_trials_come_in_pages_as_they_were_stored(client: TestClient, queue: Que
     assert_problem(client.get(path, params={"cursor": "9" * 40}), 422)
 
 
-def test_trials_are_followed_while_they_end_out_of_order(client: TestClient, queue: Queue, lease: Lease) -> None:
-    path = f"/v1/explorations/{lease.job_id}/trials"
-    cursor = client.get(path).json()["end_cursor"]
-    seen: list[int] = []
-    for number in (1, 3, 0, 2):
-        queue.record(lease, make_progress(number))
-        page = client.get(path, params={"cursor": cursor}).json()
-        seen += [item["number"] for item in page["items"]]
-        cursor = page["end_cursor"]
-    assert seen == [1, 3, 0, 2]
-    first = client.get(path, params={"limit": 3}).json()
-    assert [item["number"] for item in first["items"]] == [1, 3, 0]
-    assert first["next_cursor"] == first["end_cursor"]
+REPORT: dict[str, Any] = RUN_REPORT["report"]
+
+
+def path_of(job_id: str) -> str:
+    return f"/v1/explorations/{job_id}/run-reports"
+
+
+@pytest.fixture
+def path(queue: Queue, lease: Lease) -> str:
+    """Where the reports of an exploration with a recommendation are."""
+    queue.record(lease, make_progress(0))
+    return path_of(lease.job_id)
+
+
+def test_a_report_is_stored_and_listed(client: TestClient, path: str) -> None:
+    assert client.get(path).json() == {"items": [], "next_cursor": None}
+    response = client.post(path, json=REPORT)
+    assert response.status_code == 201
+    assert response.headers["Location"] == path
+    assert response.json()["report"] == REPORT
+    client.post(path, json=REPORT | {"steps": 7})
+    first = client.get(path, params={"limit": 1}).json()
+    assert first["items"] == [response.json()]
+    rest = client.get(path, params={"cursor": first["next_cursor"]}).json()
+    assert [item["report"]["steps"] for item in rest["items"]] == [7]
+    assert rest["next_cursor"] is None
+
+
+def test_a_report_about_nothing_is_refused(client: TestClient, job: Job) -> None:
+    assert_problem(client.post(path_of("0" * 16), json=REPORT), 404)
+    assert_problem(client.get(path_of("0" * 16)), 404)
+    refused = client.post(path_of(job.id), json=REPORT)
+    assert_problem(refused, 409)
+    assert refused.json()["type"] == "urn:bexp:problem:no-recommendation"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"tokens_per_second": float("nan")}, "tokens_per_second"),
+        ({"tokens_per_second": 0}, "tokens_per_second"),
+        ({"seconds": -1}, "seconds"),
+        ({"seconds": float("inf")}, "seconds"),
+        ({"peak_bytes": -1}, "peak_bytes"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 10**30}, "steps"),
+        ({"hardware": ""}, "hardware"),
+        ({"hardware": "a\0b"}, "hardware"),
+        ({"versions": {f"library{i}": "1" for i in range(33)}}, "versions"),
+        ({"finished_at": "yesterday"}, "finished_at"),
+        ({"finished_at": "2026-03-01T12:00:00"}, "finished_at"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_bad_report_names_the_field(client: TestClient, path: str, changes: dict[str, Any], field: str) -> None:
+    response = client.post(path, content=json.dumps(REPORT | changes), headers={"Content-Type": "application/json"})
+    assert_problem(response, 422)
+    assert [error["field"] for error in response.json()["errors"]] == [field]

@@ -25,7 +25,6 @@ from bexp.api.listener import ListenError, OneLineFormatter, RateFilter, Server,
 from bexp.api.serve import HOW_TO_ADMIT
 from bexp.api.settings import Limits, ServiceSettings
 from bexp.storage.database import open_database
-from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
 from tests.api.forked import forked
 from tests.waits import PATIENCE_SECONDS
@@ -109,12 +108,7 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
     ],
 )
 def test_tokens_are_required_beyond_loopback_and_behind_a_proxy(
-    sqlite_url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    host: str,
-    proxies: tuple[int, ...],
-    is_required: bool,
-    url: str,
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, host: str, proxies: tuple[int, ...], is_required: bool, url: str
 ) -> None:
     required, urls, said = list[bool](), list[str](), list[str]()
 
@@ -138,21 +132,6 @@ def test_a_second_interrupt_waits_for_no_request(signals: str, is_forced: bool) 
     for name in signals.split():
         server.handle_exit(signal.Signals[f"SIG{name}"], None)
     assert (server.should_exit, server.force_exit) == (True, is_forced)
-
-
-@pytest.mark.slow(together="services")
-def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> None:
-    database_url = f"sqlite:///{tmp_path / 'bexp.db'}"
-    database = open_database(database_url)
-    upgrade(database)
-    secret = create_token(database, "test")
-    database.dispose()
-    with forked("serve", "--require-token", BEXP_DATABASE_URL=database_url) as service:
-        url, named = service.url, {"Host": "bexp.example.org"}
-        assert httpx.get(f"{url}/v1/explorations", headers=named).status_code == 401
-        admitted = named | {"Authorization": f"Bearer {secret}"}
-        assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
-        assert service.end() == (0, ""), "there is a token, and no request is noted"
 
 
 def test_an_address_that_is_taken_is_named() -> None:

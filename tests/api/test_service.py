@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from sqlalchemy.exc import OperationalError
 
 from bexp.api import service
+from bexp.api.rate_limits import StreamLimits
 from bexp.api.refusals import ProblemException
 from bexp.api.service import WriteProbe, keep_trimmed
-from bexp.api.stream_limits import StreamLimits
 from bexp.storage.database import Database
+from tests.waits import PATIENCE_SECONDS
 
 
 def test_streams_count_while_they_are_open() -> None:
@@ -73,3 +76,26 @@ def test_memory_is_given_back_every_30_seconds(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(keep_trimmed(lambda: beats.append(None)))
     assert (pauses, len(beats)) == ([30, 30], 2)
+
+
+PIECE_BYTES, NUM_PIECES = 1 << 16, 1000
+"""Pieces for the heap, and larger than most holes that other tests have left there: their edges are resident."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of other systems is not told to")
+def test_the_pages_of_freed_pieces_go_back() -> None:
+    process = psutil.Process()
+    pieces = [b"-" * PIECE_BYTES for _ in range(NUM_PIECES)]
+    kept = pieces[::100]  # scattered, so that the heap cannot shrink from its end
+    pieces.clear()
+    before = process.memory_info().rss
+
+    async def trim_once() -> None:
+        trimmed = asyncio.Event()
+        task = asyncio.create_task(keep_trimmed(trimmed.set))
+        await asyncio.wait_for(trimmed.wait(), PATIENCE_SECONDS)
+        task.cancel()
+
+    asyncio.run(trim_once())
+    assert before - process.memory_info().rss > PIECE_BYTES * NUM_PIECES / 2
+    assert len(kept) == NUM_PIECES / 100

@@ -7,17 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api import (
-    background,
-    housekeeping,
-    listener,
-    local_worker,
-    log_folder,
-    rate_limits,
-    streams,
-    tokens,
-    turns,
-)
+from bexp.api import background, listener, local_worker, rate_limits, streams, tokens, turns
 from bexp.api.agents import commands
 from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
@@ -25,13 +15,13 @@ from bexp.client.address import is_loopback
 from bexp.storage import components, matching, quotas
 from bexp.storage.audit import KEEP_AUDIT, MOST_RECORDS
 from bexp.storage.database import DatabaseLimits
-from bexp.storage.leases import LONGEST_PAUSE, QueueSettings
 from bexp.storage.queue import WAITING_GRACE
+from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES
 from bexp.storage.run_reports import MAX_EXPLORATIONS, MAX_REPORTS
 from bexp.storage.submission import KEY_LIFETIME
 from bexp.storage.waiting import MAX_WAIT
-from bexp.workers.jobs import heartbeat, worker
+from bexp.workers.jobs import runner, worker
 
 
 def test_nothing_need_be_set() -> None:
@@ -113,10 +103,6 @@ def test_loopback_is_told_from_the_rest(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 
-def test_streams_leave_a_quarter_of_the_connections() -> None:
-    assert ServiceSettings("sqlite://", max_connections=100).max_streams == 75
-
-
 DOCS = Path(__file__).parents[2] / "docs"
 USUAL = ServiceSettings("sqlite:///bexp.db")
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
@@ -153,9 +139,9 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         (
             "operations",
             r"dies or freezes is replaced within (\S+) s",
-            housekeeping.TERM.total_seconds() + USUAL.waiting_check_seconds,
+            background.TERM.total_seconds() + USUAL.waiting_check_seconds,
         ),
-        ("answer", r"and `serve` \(every (\S+) s\)", log_folder.WRITE_SECONDS),
+        ("answer", r"and `serve` \(every (\S+) s\)", background.WRITE_SECONDS),
         ("answer", r"its processes within (\S+) s", local_worker.GRACE_SECONDS),
         ("operations", r"A cancelled exploration ends within (\S+) s", local_run.CANCEL_SECONDS),
         ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
@@ -184,7 +170,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("operations", r"a request waits at most (\S+) s for its turn", DatabaseLimits().turn.total_seconds()),
         ("operations", r"PostgreSQL frees such locks after (\S+) s", DatabaseLimits().idle_transaction.total_seconds()),
         ("operations", r"why explorations have waited for (\S+) s", WAITING_GRACE.total_seconds()),
-        ("operations", r"Its worker looks (\S+) a second", 1 / heartbeat.POLL.total_seconds()),
+        ("operations", r"Its worker looks (\S+) a second", 1 / runner.POLL.total_seconds()),
         ("configuration", r"of which the first may have stored trials \| (\S+) \|", QueueSettings().max_attempts),
         ("configuration", r"without a stored trial between them \| (\S+) \|", QueueSettings().max_faults),
         ("configuration", r"up to \S+ s \| (\S+) \|", QueueSettings().retry_pause.total_seconds()),

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.types import Message
 
 from bexp.api.examples import REQUEST, REQUEST_YAML
 from tests.api.problems import assert_problem
-from tests.waits import PATIENCE_SECONDS
 
 EXPLORATIONS = "/v1/explorations"
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -27,18 +23,6 @@ GPT2 = {
     "n_embd": 64,
     "n_positions": 128,
     "vocab_size": 512,
-}
-CEREBRAS = {
-    "runconfig": {"num_csx": 1, "use_cs_grad_accum": True},
-    "train_input": {"batch_size": 4, "micro_batch_size": "explore"},
-    "model": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_heads": 4,
-        "vocab_size": 512,
-        "filter_size": 128,
-        "max_position_embeddings": 128,
-    },
 }
 
 
@@ -65,33 +49,11 @@ def test_a_submission_is_queued_and_can_be_found(client: TestClient) -> None:
     assert client.get(response.headers["Location"]).json() == exploration
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        GPT2 | {"batch_size": 8},
-        change("num_csx", 2),
-        CEREBRAS,
-    ],
-    ids=["hugging-face", "num_csx", "cerebras"],
-)
-def test_every_shape_of_input_is_taken(client: TestClient, document: dict[str, Any]) -> None:
-    response = client.post(EXPLORATIONS, json=document)
-    assert response.status_code == 202, response.text
-
-
 @pytest.mark.parametrize("media_type", ["application/yaml", "text/yaml; charset=utf-8", "application/x-yaml"])
 def test_yaml_means_what_json_means(client: TestClient, media_type: str) -> None:
     response = client.post(EXPLORATIONS, content=REQUEST_YAML, headers={"Content-Type": media_type})
     assert response.status_code == 202, response.text
     assert response.json()["request"] == client.post(EXPLORATIONS, json=REQUEST).json()["request"]
-
-
-def test_the_examples_folder_can_be_posted(client: TestClient) -> None:
-    paths = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-    assert paths
-    for path in paths:
-        response = client.post(EXPLORATIONS, content=path.read_bytes(), headers=YAML_HEADERS)
-        assert response.status_code == 202, f"{path.name}: {response.text}"
 
 
 def test_what_was_ignored_is_said_in_the_response_and_in_the_log(client: TestClient) -> None:
@@ -102,17 +64,6 @@ def test_what_was_ignored_is_said_in_the_response_and_in_the_log(client: TestCli
     assert [(event["seq"], event["code"]) for event in events] == [(1, 101), (2, 302)]
     assert notice in events[1]["message"]
     assert exploration["last_seq"] == 2
-
-
-def test_a_config_for_transformers_is_stored_as_it_came(client: TestClient) -> None:
-    config = {"model_type": "gemma2", "hidden_size": 64, "final_logit_softcapping": 30.0}
-    document = config | {"target": "transformers", "allocator": "expandable_segments", "seq_length": 256}
-    response = client.post(EXPLORATIONS, json=document)
-    assert response.status_code == 202, response.text
-    request = response.json()["request"]
-    assert (request["hf_config"], request["hf_seq_length"], request["model"]) == (config, 256, None)
-    assert (request["target"], request["allocator"]) == ("transformers", "expandable_segments")
-    assert response.json()["model"] == "gemma2"
 
 
 def test_fields_that_are_set_replace_those_of_the_body(client: TestClient) -> None:
@@ -137,20 +88,6 @@ def test_a_field_that_cannot_be_set_is_named(client: TestClient, assignment: str
     assert [error.get("field") for error in response.json()["errors"]] == [field]
 
 
-def test_the_same_idempotency_key_gives_the_same_exploration(client: TestClient) -> None:
-    first = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "a"})
-    again = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "a"})
-    other_key = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "b"})
-    assert first.status_code == again.status_code == 202
-    assert first.json() == again.json()
-    assert other_key.json()["id"] != first.json()["id"]
-
-    other_body = client.post(EXPLORATIONS, json=change("batch_size", 128), headers={"Idempotency-Key": "a"})
-    assert_problem(other_body, 422)
-    assert other_body.json()["errors"][0]["field"] == "Idempotency-Key"
-    assert len(client.get(EXPLORATIONS).json()["items"]) == 2
-
-
 @pytest.mark.parametrize("key", ["", " ", "x" * 256, b"\xff"])
 def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes) -> None:
     value = key.encode() if isinstance(key, str) else key
@@ -162,54 +99,24 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
     ("document", "field"),
     [
         (change("model.num_attention_heads", 3), "model.hidden_size"),
-        (change("model.num_query_groups", 3), "model.num_query_groups"),
         (change("model.num_query_groups", [4, 3]), "num_query_groups"),
-        (change("bta.max_tile", 5), "bta.max_tile"),
-        (change("micro_batch_size", "auto") | {"batch_size": 10, "num_devices": 4}, "batch_size"),
-        (change("micro_batch_size", 5) | {"batch_size": 8, "bta": {}}, "micro_batch_size"),
-        (change("trainer", "megatrom"), "trainer"),
-        (change("trainer", "transformers") | {"bta": {}, "recompute": ["selective"]}, "recompute"),
-        (change("micro_batch_size", "biggest"), "micro_batch_size"),
-        (change("micro_batch_size", 0), "micro_batch_size"),
-        (change("micro_batch_size", []), "micro_batch_size"),
         (change("micro_batch_size", {"explore": {"min": 8, "max": 2}}), "micro_batch_size.explore.min"),
-        (change("model.moe.num_experts", 10**9), "model.moe.num_experts"),
         (change("model.moe.num_experts", 10**400), "model.moe.num_experts"),
-        (change("model.moe.top_k", 9), "model.moe.top_k"),
         (change("model.num_layers", "many"), "model.num_layers"),
-        (change("model.num_layers", None), "model.num_layers"),
-        (change("model.num_layers", 1.5), "model.num_layers"),
         (change("model.num_layers", True), "model.num_layers"),
         (change("model.seq_length", ...), "model.seq_length"),
-        (change("model", []), "model"),
         (change("model", ...), "model"),
-        (change("recompute", []), "recompute"),
         (change("recompute", ["sometimes"]), "recompute.0"),
-        (change("attention_backends", []), "attention_backends"),
-        (change("attention_backends", ["../../etc"]), "attention_backends"),
-        (change("expert_backends", ["grouped_m"]), "expert_backends"),
-        (change("parallelism.tensor", 2), "parallelism.tensor"),
         (change("parallelism.context_parallel_size", 4), "parallelism.context_parallel_size"),
         (change("context_parallel", {"sizes": [2]}), "context_parallel.sizes"),
         (change("context_parallel", {"sizes": "two"}), "context_parallel.sizes"),
         (change("context_parallel", {"sizes": [1, "x"]}), "context_parallel.sizes"),
-        (change("training", {"sharding": ["zero4"]}), "training.sharding"),
-        (change("training", {"sharding": "all"}), "training.sharding"),
-        (change("sharding_levels", ["zero4", "none"]), "sharding_levels"),
         (change("context_parallel", {"layouts": ["spiral"]}), "context_parallel.layouts.0"),
-        (change("routing", {"kind": "shares"}), "routing.shares"),
-        (change("memory_limit_gib", float("nan")), "memory_limit_gib"),
-        (change("tolerance", float("inf")), "tolerance"),
-        (change("budget.max_trials", 10**6), "budget.max_trials"),
         (change("colour", "red"), "colour"),
-        (change("model.colour", "red"), "model.colour"),
         (change("model.name", "x\ny"), "model.name"),
         (change("model.name", "\0"), "model.name"),
         (change("model.name", "\ud800"), "model.name"),
         (GPT2 | {"model_type": "vit"}, "model_type"),
-        (GPT2 | {"model_type": "gpt-2"}, "model_type"),
-        ({"model": {"model_type": "t5"}}, "model.model_type"),
-        ({"hf_config": {"model_type": "bert"}, "target": "transformers"}, "hf_config.model_type"),
         (GPT2 | {"target": "transformers", "n_positions": 64, "seq_length": 65}, "seq_length"),
         (GPT2 | {"target": "transformers", "trust_remote_code": True}, "trust_remote_code"),
         (GPT2 | {"target": "Other"}, "target"),
@@ -218,17 +125,7 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
         ({"target": "local"}, "target"),
         ({"target": "local.train"}, "target"),
         (change("target_config", {"width": 64}), "target_config"),
-        (change("training", {"sharding": "zero1"}), "training.sharding"),
-        (change("sharding_levels", ["none", "zero1"]), "sharding_levels"),
-        (change("training", {"precision": "autocast"}), "training.precision"),
         (change("training", {"lora": {"r": 8, "target_modules": ["q_proj"]}}), "training.lora"),
-        (
-            change("expert_backends", ["loop"]) | {"model": {**REQUEST["model"], "moe": None, "ffn_hidden_size": 8}},
-            "expert_backends",
-        ),
-        (change("recompute", ["qkv"]) | {"execution": "compile"}, "recompute"),
-        (change("batch_size", 1) | {"num_devices": 2, "micro_batch_size": 1, "bta": {}}, "batch_size"),
-        (change("routing", {"kind": "shares", "shares": [1, 1]}), "routing.shares"),
     ],
 )
 def test_bad_input_names_the_field_and_the_rule(client: TestClient, document: dict[str, Any], field: str) -> None:
@@ -245,19 +142,11 @@ def test_bad_input_names_the_field_and_the_rule(client: TestClient, document: di
     "body",
     [
         b"",
-        b"null",
         b"[]",
-        b"3",
-        b"{",
-        b'"text"',
         b"\xff\xfe{",
         b'{"model": {"name": "\\ud800"}}',
         b"[" * 100_000,
-        b'{"a":' * 30_000,
         b'{"batch_size": ' + b"9" * 5000 + b"}",
-        b'{"model": NaN}',
-        b'{"model": 1, "model": 2}',
-        b'{"\\u0000": 1}',
     ],
 )
 def test_what_is_no_mapping_of_plain_data_is_refused(client: TestClient, body: bytes) -> None:
@@ -271,14 +160,7 @@ HUGE = "0x" + "f" * 5000  # Python takes this, but prints no integer of more tha
 @pytest.mark.parametrize(
     "text",
     [
-        "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
         "model: !!python/object/apply:os.system [id]\n",
-        "a: 1\n---\nb: 2\n",
-        "? [a, b]\n: 1\n",
-        "{" * 5000,
-        '"\\uD800": 1\n',
-        "a: .nan\n",
-        "a: 1\na: 2\n",
         "\t",
         f"model: {{num_heads: 1, nonlinearity: {HUGE}}}",
         f"model: {{num_heads: 1, {HUGE}: 1}}",
@@ -295,9 +177,7 @@ def test_yaml_bombs_and_oddities_are_refused(client: TestClient, text: str) -> N
 @pytest.mark.parametrize(
     ("lengths", "sentence"),
     [
-        ({"0": 3}, "entry 1 must be a whole number from 1 on"),
         ({"hunter2": 3}, "entry 1 must be a whole number from 1 on"),
-        ({}, "has no lengths"),
         ("hunter2", "lognormal(mean, sigma)"),
         ({"password": "hunter2"}, "entry 1 must be"),
     ],
@@ -336,34 +216,6 @@ def test_other_media_types_are_refused(client: TestClient, headers: dict[str, st
     assert "application/yaml" in response.headers["Accept-Post"]
 
 
-def test_a_large_body_is_refused_by_its_length(client: TestClient) -> None:
-    refused = client.post(EXPLORATIONS, content=b" " * 262_145, headers=JSON_HEADERS)
-    assert_problem(refused, 413)
-    assert refused.json()["detail"] == "A request may have 256 KiB at most."
-    assert client.post(EXPLORATIONS, content=json.dumps(REQUEST).ljust(262_144), headers=JSON_HEADERS).is_success
-
-
-def test_an_endless_body_is_refused_while_it_is_read(client: TestClient) -> None:
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": EXPLORATIONS,
-        "query_string": b"",
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        "state": client.app_state.copy(),
-    }
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b" " * 65_536, "more_body": True}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    asyncio.run(asyncio.wait_for(client.app(scope, receive, send), PATIENCE_SECONDS))
-    assert sent[0]["status"] == 413
-
-
 ODD: list[Any] = [float("nan"), float("inf"), -1, 0, 10**30, "", "\ud800", "\0", [], {}, None, True, "auto"]
 VALUES = st.recursive(
     st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=5),
@@ -376,7 +228,7 @@ FIELDS += ["context_parallel", "context_parallel.sizes", "context_parallel.layou
 FIELDS += ["recompute", "num_query_groups", "num_csx", "tolerance", "model.model_type", "model.head_dim", "trainer"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3), hub=st.booleans())
 def test_no_body_makes_the_service_fail(client: TestClient, changes: list[tuple[str, Any]], hub: bool) -> None:
     document: dict[str, Any] = copy.deepcopy(GPT2 if hub else REQUEST)
@@ -391,10 +243,3 @@ def test_no_body_makes_the_service_fail(client: TestClient, changes: list[tuple[
     assert response.status_code in {202, 422}, response.text
     if response.status_code == 422:
         assert_problem(response, 422)
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_no_bytes_make_the_service_fail(client: TestClient, body: bytes) -> None:
-    for headers in (JSON_HEADERS, YAML_HEADERS):
-        assert_problem(client.post(EXPLORATIONS, content=body, headers=headers), 422)

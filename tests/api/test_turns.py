@@ -54,11 +54,7 @@ class Work:
         await send({"type": "http.response.body", "body": b""})
 
     def ask(
-        self,
-        path: str,
-        peer: Peer,
-        headers: dict[str, str] | None = None,
-        *messages: Message | asyncio.Future[Message],
+        self, path: str, peer: Peer, headers: dict[str, str] | None = None, *messages: Message | asyncio.Future[Message]
     ) -> asyncio.Task[None]:
         encoded = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         method = "POST" if messages else "GET"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels_digest as digest
-from benchmarks.kernels_digest import statements
+from benchmarks import environment as digest
+from benchmarks.environment import statements
 
 SOURCE = '''
 """A module."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.models_page import render
+from benchmarks.model_survey import render
 
 DOCS = Path(__file__).parents[2] / "docs"
 

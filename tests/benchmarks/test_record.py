@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.record import main, open_table, take_over
-from benchmarks.recorder import Recorder
+from benchmarks.record import Recorder, main, open_table, take_over
 from benchmarks.recording_file import covered_request
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.cost.components import Component, ComponentKind
@@ -130,7 +129,7 @@ def test_a_spent_budget_leaves_a_table_of_the_small_sizes(tmp_path: Path, monkey
             now += 0.01
             return super().measure(task)
 
-    monkeypatch.setattr("benchmarks.recorder.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("benchmarks.record.time", SimpleNamespace(monotonic=lambda: now))
 
     done, recorded = record(tmp_path / "t.jsonl", Slow(recording()), request(), seconds=0.4)
     assert not done

@@ -17,8 +17,7 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     judge,
 )
-from bexp.workers.replay.recording import Recording, RecordingError
-from bexp.workers.replay.rows import ROWS, ComponentRow
+from bexp.workers.replay.recording import ROWS, ComponentRow, Recording, RecordingError
 from tests.simulated_tables import write
 from tests.workers.replay.samples import empty, figures, recording, row, table_of
 

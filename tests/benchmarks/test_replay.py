@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second
-from benchmarks.replay.__main__ import main
-from benchmarks.replay.bench import TrialBench
-from benchmarks.replay.drawn_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth
-from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, run_search, run_strategy
-from benchmarks.replay.strategies import coordinate_descent
-from benchmarks.replay.summary import summarize
+from benchmarks.replay.__main__ import main, summarize
+from benchmarks.replay.ground_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth, GroundTruth
+from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, TrialBench, coordinate_descent, run_search, run_strategy
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.replay.profiler import VirtualClock
-from bexp.workers.replay.rows import WholeModelRow
+from bexp.workers.replay.recording import WholeModelRow
 from tests.simulated_tables import write
 from tests.workers.replay.samples import recording, table_of
 

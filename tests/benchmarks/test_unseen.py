@@ -10,14 +10,12 @@ import pytest
 
 from benchmarks.replay.runs import Line
 from benchmarks.unseen import searches
-from benchmarks.unseen.__main__ import main
+from benchmarks.unseen.__main__ import GATE, main, misses, summarize
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.draws import Draws
-from benchmarks.unseen.executions import CHOICES, MOST_TIMES, ExecutionRun, compare
+from benchmarks.unseen.executions import CHOICES, MOST_TIMES, ExecutionRun, compare, draw_library_truth
 from benchmarks.unseen.executions import summarize as summarize_executions
-from benchmarks.unseen.figures import GATE, misses, summarize
 from benchmarks.unseen.kernels import Kernels
-from benchmarks.unseen.library import draw_library_truth
 from benchmarks.unseen.searches import UnseenRun, run_search, run_searches
 from benchmarks.unseen.truth import UnseenTruth, draw_truth
 from bexp.explorer.dimensions.execution import Execution

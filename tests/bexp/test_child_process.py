@@ -93,8 +93,12 @@ def test_exploring_a_configuration_loads_no_torch_and_no_service() -> None:
     assert not imported("import bexp.config_exploration") & unwanted
 
 
+def test_the_settings_of_workers_which_profilers_read_load_no_database() -> None:
+    assert not imported("import bexp.workers.settings") & {"sqlalchemy", "torch"}
+
+
 def test_the_kernels_and_the_measuring_load_no_service_no_triton_no_transformers_and_no_compiler() -> None:
     kernels = "bexp.kernels.attention, bexp.kernels.router, bexp.kernels.experts.registry"
     unwanted = {"bexp.storage", "bexp.workers", "bexp.api", "transformers", "pydantic", "sqlalchemy", "triton"}
     compiler = {"sympy"}  # torch's compiler imports it, and torch itself does not
-    assert not imported(f"import {kernels}, bexp.measure.memory, bexp.measure.timing") & (unwanted | compiler)
+    assert not imported(f"import {kernels}, bexp.measure.memory_meters, bexp.measure.timing") & (unwanted | compiler)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api.log_folder import LogFolder
+from bexp.api.background import LogFolder
 from bexp.api.run_log import RunLog
 from bexp.private_files import make_private_folder, private
 from bexp.storage.database import Database, open_database

@@ -16,9 +16,14 @@ import bexp
 from bexp.tune.agreement import CannotCheckError, Parts, check
 from bexp.tune.agreement_text import AccumulationCheck, Cause
 from bexp.tune.gradients import SAMPLED, Gradient, difference, kind_of
-from bexp.tune.label_tokens import label_tokens, most_unequal
-from bexp.tune.rounding import LOSS_SCALE, rounded_otherwise
-from bexp.tune.switched_off import nothing_random, without_batch_statistics, without_router_loss
+from bexp.tune.lengths import label_tokens, most_unequal
+from bexp.tune.switched_off import (
+    LOSS_SCALE,
+    nothing_random,
+    rounded_otherwise,
+    without_batch_statistics,
+    without_router_loss,
+)
 from tests.bexp.kernels.references import assert_same_values, relative_error
 
 Batch = list[torch.Tensor]

@@ -22,9 +22,8 @@ from bexp.tune import measuring, own_loop
 from bexp.tune import micro_batches as tune_micro_batches
 from bexp.tune.hf_trainer import _epoch
 from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
-from bexp.tune.measuring import peak_bytes, reset_peak
+from bexp.tune.measuring import MicroStep, peak_bytes, reset_peak
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of, positions_of
-from bexp.tune.micro_step import MicroStep
 from bexp.tune.own_loop import _parameters
 
 SIZE = 4

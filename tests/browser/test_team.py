@@ -43,29 +43,14 @@ def check_view(browser: Chromium, *widths: int) -> None:
         ratio, text = browser.evaluate(CONTRAST)
         assert ratio >= 4.5, (dark, text)
     needing = {
-        "button",
-        "link",
-        "image",
-        "region",
-        "combobox",
-        "textbox",
-        "searchbox",
-        "checkbox",
-        "spinbutton",
-        "table",
+        *("button", "link", "image", "region", "combobox", "textbox", "searchbox", "checkbox", "spinbutton", "table")
     }
     assert [role for role, name in browser.accessible_names() if role in needing and not name.strip()] == []
 
 
 def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Service) -> None:
-    provisional = finish(
-        service,
-        labels={"team": "pages"},
-        budget=Budget(confidence_target=99, max_trials=2),
-        verify=False,
-        seed=21,
-        fresh=True,
-    )
+    budget = Budget(confidence_target=99, max_trials=2)
+    provisional = finish(service, labels={"team": "pages"}, budget=budget, verify=False, seed=21, fresh=True)
     best = service.client.get(provisional)
     assert best.recommendation is not None
     assert best.recommendation.confidence < 99
@@ -189,6 +174,7 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
         assert count(browser, "svg.plot") == 0
         assert "Nothing to show yet." in browser.evaluate("document.querySelector('.charts').innerText")
+        assert browser.evaluate("document.querySelector('#answer-title').textContent") == "Best so far"
         assert f"bexp watch {job_id}" in browser.evaluate(
             "[...document.querySelectorAll('.command code')].map((one) => one.innerText)"
         )
@@ -197,6 +183,8 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         service.profiler.gate.set()
     browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelectorAll('svg.plot').length === 4")
     assert browser.evaluate("window.same"), "the view was not loaded again"
+    browser.wait_for("document.querySelector('#answer-title').textContent === 'Answer'")
+    assert count(browser, ".log li") == len(service.client.stored_events(job_id))
     browser.wait_for(f"document.querySelectorAll('.data tbody tr').length === {len(service.client.trials(job_id))}")
     browser.wait_for("document.querySelector('polygon.band')")
     # The edges of the band are the figures of the trials: the middle of each pair is the trial's mark.

@@ -100,7 +100,6 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
             finally:
                 statuses = service.end()
             result.violations += [f"a worker ended with status {status}" for status in statuses if status not in OK]
-            result.cold_starts = service.num_cold_starts
             result.violations += [f"logged: {line}" for line in service.complaints()]
             if orphans := service.orphans():
                 result.violations.append(f"{orphans} orphans")
@@ -148,7 +147,6 @@ def _run(
             return  # what is left could take for ever
         _drain(opened, service, result)
         result.seconds = round(time.monotonic() - started, 1)
-        result.exits = dict(service.exits)
         clients.await_start()
         service.note_answer(service.api)
         crowd.show_all()
@@ -197,9 +195,6 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
     frozen = [[since, until] for pid, since, until in failpoints.frozen if pid in service.api_pids]
     service.disturbances += [times for times in frozen if times not in service.disturbances]
     stored = _read_stored(opened)
-    answered = [call for call in list(crowd.history.calls) if call.operation != "prune" and call.status is not None]
-    alone = [call.seconds for call in answered if not service.was_disturbed(call.started, call.ended)]
-    result.slowest_seconds = round(max(alone, default=0.0), 2)
     found = broken_promises(crowd.history, stored, service.was_disturbed)
     calls_of = crowd.history.of_jobs()
     undisturbed = UndisturbedSearches()
@@ -209,13 +204,8 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
         found += violations_of(opened, job, num_resumes=asked["resume"], num_cancels=asked["cancel"])
         differs = difference_of(opened, job, undisturbed)
         found += [f"{job.id}: it differs from the search without faults: {differs}"] if differs else []
-        result.different_answers += bool(differs)
     result.jobs = len(ended)
     result.measured_jobs = sum(job.request is not None and job.request.seed in MEASURED_SEEDS for job in ended)
-    result.given_up_jobs = sum(map(is_given_up, ended))
-    result.cancelled_jobs = sum(job.state is JobState.CANCELLED for job in ended)
-    result.attempts = sum(job.attempt for job in ended)
-    result.most_attempts_of_a_job = max((job.attempt for job in ended), default=0)
     result.violations += found
     return bool(found)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -35,6 +36,13 @@ NUM_PRUNED = 4
 """So many at a time: what is left is judged in the end."""
 NUM_RECENT = 10
 """So many of the latest explorations and keys of an owner are used again."""
+ASKED = {
+    "get": ("GET", "", 7),
+    "cancel": ("POST", "/cancel", 2),
+    "resume": ("POST", "/resume", 3),
+    "delete": ("DELETE", "", 1),
+}
+"""What is asked of one exploration: the method, the path, and how often."""
 OPEN_STATES = (JobState.QUEUED.value, JobState.RUNNING.value)
 
 
@@ -126,13 +134,10 @@ class Crowd:
             self._submit: 10 if self.num_open < self._open_jobs else 0,
             self._resend: 5,
             self._send_another: 2,
-            self._get: 7,
             self._peek: 1,
             self._list: 1,
-            self._cancel: 2,
-            self._resume: 3,
-            self._delete: 1,
             self._report: 2,
+            **{partial(self._ask, name): weight for name, (_, _, weight) in ASKED.items()},
         }
         do = rng.choices(list(choices), weights=list(choices.values()))[0]
         if self._known[owner] or do == self._submit:
@@ -167,8 +172,9 @@ class Crowd:
     def _recent(self, rng: Random, owner: str) -> str:
         return rng.choice(self._known[owner][-NUM_RECENT:])
 
-    def _get(self, http: httpx.Client, rng: Random, owner: str) -> None:
-        self._call(http, "get", owner, "GET", job_id=self._recent(rng, owner))
+    def _ask(self, operation: str, http: httpx.Client, rng: Random, owner: str) -> None:
+        method, path, _ = ASKED[operation]
+        self._call(http, operation, owner, method, path, job_id=self._recent(rng, owner))
 
     def _peek(self, http: httpx.Client, rng: Random, owner: str) -> None:
         other = next(each for each in OWNERS if each != owner)
@@ -177,15 +183,6 @@ class Crowd:
     def _list(self, http: httpx.Client, rng: Random, owner: str) -> None:
         key, _ = rng.choice(self._keys[owner][-NUM_RECENT:])
         self._call(http, "list", owner, "GET", f"?label=key={key}", key=key)
-
-    def _cancel(self, http: httpx.Client, rng: Random, owner: str) -> None:
-        self._call(http, "cancel", owner, "POST", "/cancel", job_id=self._recent(rng, owner))
-
-    def _resume(self, http: httpx.Client, rng: Random, owner: str) -> None:
-        self._call(http, "resume", owner, "POST", "/resume", job_id=self._recent(rng, owner))
-
-    def _delete(self, http: httpx.Client, rng: Random, owner: str) -> None:
-        self._call(http, "delete", owner, "DELETE", job_id=self._recent(rng, owner))
 
     def _report(self, http: httpx.Client, rng: Random, owner: str) -> None:
         number = next(self._numbers)

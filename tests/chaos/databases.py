@@ -7,33 +7,16 @@ import sqlite3
 import threading
 import time
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 OUTAGE_SECONDS = ((0.5, 4.0), (0.5, 4.0), (7.0, 9.0))
 """Every third one is longer than any answer may take."""
-
-
-class ChaosDatabase(Protocol):
-    """A database that a campaign may hurt. `url` stays the same afterwards. `calm` ends what lasts."""
-
-    url: str
-    fault: str
-    calm: threading.Event
-
-    @abstractmethod
-    def hurt(self, rng: Random, await_write: Callable[[], None]) -> None:
-        """Make the database unusable for a moment, just after a write whose client was told that it is done."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End it."""
 
 
 class SqliteFile:
@@ -99,3 +82,7 @@ class PostgresServer:
     def close(self) -> None:
         """Stop the server."""
         self._server.cleanup()
+
+
+ChaosDatabase = SqliteFile | PostgresServer
+"""A database that a campaign may `hurt` for a moment. Its `url` stays the same afterwards. `calm` ends what lasts."""

@@ -9,12 +9,13 @@ a folder; the first process that passes it takes the file.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -22,7 +23,10 @@ from random import Random
 
 import sqlalchemy as sa
 
-from tests.chaos.interposition import Change
+FOLDER = Path(__file__).parent / "interposed"
+
+Change = tuple[str, str, str]
+"""A module, a text that its source has once, and the text in its place."""
 
 VARIABLE = "CHAOS_FAILPOINTS"
 PLACES = ("before", "inside", "after")
@@ -67,6 +71,14 @@ CHANGE: Change = (
 
 _PARSING = threading.Lock()
 """CPython's parser may fail in a thread while another one parses: "AST constructor recursion depth mismatch"."""
+
+
+def environment_with(changes: Sequence[Change], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process, and of its children, whose modules are changed as they are imported."""
+    if not changes:
+        return dict(environment)
+    path = os.pathsep.join([str(FOLDER), *filter(None, [environment.get("PYTHONPATH")])])
+    return {**environment, "PYTHONPATH": path, "CHAOS_CHANGES": json.dumps(changes)}
 
 
 def list_edges() -> list[str]:

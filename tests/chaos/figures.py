@@ -29,8 +29,8 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES, sum_stored_bytes
 from bexp.storage.schema import upgrade
 from bexp.storage.tables import events, jobs
@@ -289,32 +289,17 @@ def time_cancels(bench: Bench) -> dict[str, Any]:
     return told | {"violations": late + above("p99 of a cancel", told["p99"], 5.0)}
 
 
-def follow(bench: Bench) -> dict[str, Any]:
-    """Follow 50 explorations with `number` followers, with five disconnects each and 20 kills of the API."""
-    return follow_jobs(bench.service, bench.database, bench.number, disturbed=True)
-
-
-def time_events(bench: Bench) -> dict[str, Any]:
-    """Time events on their way to `number` followers."""
-    return follow_jobs(bench.service, bench.database, bench.number, disturbed=False)
-
-
-def stay_small(bench: Bench) -> dict[str, Any]:
-    """Work for `number` minutes, and see how much each process grows."""
-    return soak(bench.service, bench.number)
-
-
 FIGURES: dict[str, tuple[Callable[[Bench], dict[str, Any]], int, int]] = {
     "posts": (time_posts, 1_600, 0),
     "health": (time_health, 400, 0),
     "crowd": (time_beside_a_crowd, 100, 0),
     "recovery": (time_recovery, 10, 2),
     "cancels": (time_cancels, 200, 2),
-    "followers": (follow, 2000, 0),
-    "events": (time_events, 2000, 0),
-    "soak": (stay_small, 60, 2),
+    "followers": (lambda bench: follow_jobs(bench.service, bench.database, bench.number, disturbed=True), 2000, 0),
+    "events": (lambda bench: follow_jobs(bench.service, bench.database, bench.number, disturbed=False), 2000, 0),
+    "soak": (lambda bench: soak(bench.service, bench.number), 60, 2),
 }
-"""By name: how it is taken, how often by default, and with how many workers."""
+"""By name: how it is taken, how often by default (followers, or minutes), and with how many workers."""
 
 
 def main() -> int:

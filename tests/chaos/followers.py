@@ -14,8 +14,9 @@ from typing import Any
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.storage.database import DATABASE_TROUBLE, Database
 from bexp.storage.jobs import JobState, get_summary
-from bexp.storage.leases import Lease, QueueSettings
+from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from tests.chaos.processes import Service
 from tests.chaos.result import above, spread
 from tests.contracts.samples import make_request, make_worker
@@ -76,7 +77,7 @@ def follow_jobs(service: Service, database: Database, num_followers: int, *, dis
         "explorations": NUM_JOBS,
         "events": sum(len(follower.seen) for follower in followers),
         "disconnects": sum(follower.disconnects for follower in followers),
-        "restarts": service.exits.get("api -9", 0),
+        "restarts": service.num_kills,
         "seconds": round(time.monotonic() - started, 1),
     }
     if not disturbed:
@@ -94,12 +95,7 @@ def _waits(followers: Sequence[Follower], begun: Mapping[tuple[str, int], float]
 
 
 def _write(
-    queue: Queue,
-    leases: Sequence[Lease],
-    service: Service,
-    begun: dict[tuple[str, int], float],
-    *,
-    disturbed: bool,
+    queue: Queue, leases: Sequence[Lease], service: Service, begun: dict[tuple[str, int], float], *, disturbed: bool
 ) -> None:
     """Write events at an even pace and end the explorations. Note when each write began."""
     pause = SECONDS / NUM_EVENTS

@@ -6,6 +6,7 @@ one that the interpreter starts. Only its imports are there already.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -18,9 +19,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 PRELOADED = (
     "bexp.workers.__main__",
@@ -38,23 +40,6 @@ POLL_SECONDS = 0.01
 MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 16, 16
 HIGH_DESCRIPTOR = 500
 """Above all descriptors that a process has when it begins."""
-
-
-class StartedProcess(Protocol):
-    """What `subprocess.Popen` and `ForkedProcess` have in common."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 class ForkServer:
@@ -119,6 +104,16 @@ class ForkServer:
             return reply.decode()
 
 
+@cache
+def shared_server(*preloaded: str) -> ForkServer:
+    """The server with these modules, for all of this process; it ends with it, and writes to its standard error."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    with os.fdopen(os.dup(2), "wb") as log:
+        server = ForkServer({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, log, preloaded)
+    atexit.register(server.end)
+    return server
+
+
 class ForkedProcess:
     """A process that a fork server has started, with the methods of `subprocess.Popen`."""
 
@@ -159,6 +154,9 @@ class ForkedProcess:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+StartedProcess = subprocess.Popen[bytes] | ForkedProcess
 
 
 def main() -> None:

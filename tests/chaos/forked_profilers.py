@@ -33,12 +33,10 @@ PRELOADED = (
 class Starts:
     """Starts processes with faults in place of profiler processes.
 
-    The interpreter starts `cold_share` of them, the fork server the others. `cold` and `forked` count both.
+    The interpreter starts `cold_share` of them, the fork server the others.
     """
 
     def __init__(self, environment: Mapping[str, str], log: IO[bytes], cold_share: float, rng: Random) -> None:
-        self.cold = 0
-        self.forked = 0
         self._cold_share = cold_share
         self._rng = rng
         environment = kernel_cache(environment) | profiler_environment(environment, ("cpu",))
@@ -47,9 +45,7 @@ class Starts:
     def start(self, command: Sequence[str], **options: Any) -> Any:
         """Do what `subprocess.Popen` does with the command line and the options of a profiler process."""
         if self.server is None or self._rng.random() < self._cold_share:
-            self.cold += 1
             return subprocess.Popen(command, **options)
-        self.forked += 1
         return fork_profiler(self.server, command, **options)
 
     def start_other(self, module: str, *arguments: str) -> Any:

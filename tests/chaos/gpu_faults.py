@@ -39,8 +39,8 @@ from bexp.explorer.request.request import Budget, ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import Job, JobState, get_job, get_summary
-from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import upgrade
 from bexp.storage.trials import read_all_trials
 from bexp.workers.devices.discovery import open_gpu
@@ -110,10 +110,7 @@ class Bench:
         self._gpu = None if device == "cpu" else open_gpu(device, environment)
         self.limit_bytes: int | None = None
         self.profiler = Profiler(
-            device,
-            environment=environment,
-            setup_allowance_seconds=ALLOWANCE_SECONDS[self.kind],
-            lock_directory=folder,
+            device, environment=environment, setup_allowance_seconds=ALLOWANCE_SECONDS[self.kind], lock_directory=folder
         )
 
     def start(self) -> None:
@@ -202,7 +199,7 @@ class Bench:
 def run_round(bench: Bench, kind: str) -> Round:
     """Run one job with one fault."""
     done = Round(kind, read_commit(), bench.device, lanes=bench.num_lanes)
-    started, cold, forked = time.monotonic(), bench.starts.cold, bench.starts.forked
+    started = time.monotonic()
     if kind == "cancel":
         _cancel(bench, done)
     elif kind == "foreign_process":
@@ -212,7 +209,6 @@ def run_round(bench: Bench, kind: str) -> Round:
     _check_memory(bench, done)
     if bench.has_lost_its_worker():
         done.violations.append("the worker has ended")
-    done.cold_starts, done.forks = bench.starts.cold - cold, bench.starts.forked - forked
     done.seconds = round(time.monotonic() - started, 2)
     return done
 

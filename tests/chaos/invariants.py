@@ -13,7 +13,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState
-from bexp.storage.leases import QueueSettings
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.trials import read_trials
 from tests.contracts.jobs import recommendation_rows
 

@@ -17,7 +17,6 @@ import psutil
 
 from tests.chaos import failpoints
 from tests.chaos.fork_server import ForkServer, StartedProcess
-from tests.chaos.interposition import environment_with
 from tests.chaos.slow_worker import VARIABLE
 from tests.waits import PATIENCE_SECONDS
 
@@ -69,8 +68,8 @@ class Service:
         self.api_pids: set[int] = set()
         self._api_seen_at = time.time()
         self._serve = ("serve", *(["--require-token", "--token-rate", "0", "--address-rate", "0"] * require_token))
-        self.exits: dict[str, int] = {}
-        self.num_cold_starts = 0
+        self.num_kills = 0
+        """How often the API was killed."""
         self.workers: list[StartedProcess] = []
         self._reserved = reserve()
         self.port: int = self._reserved.getsockname()[1]
@@ -94,7 +93,7 @@ class Service:
         }
         if failpoints_folder is not None:
             self._environment[failpoints.VARIABLE] = str(failpoints_folder)
-            self._environment = environment_with([failpoints.CHANGE], self._environment)
+            self._environment = failpoints.environment_with([failpoints.CHANGE], self._environment)
         self._cold_share = cold_share
         self._rng = Random(num_workers)
         self._fork_server = ForkServer(self._environment, self._log)
@@ -119,12 +118,11 @@ class Service:
     def tend(self) -> None:
         """Start what has ended by itself or by a fault."""
         if self.api.poll() is not None:
-            self._note("api", self.api)
+            self.num_kills += self.api.returncode == -signal.SIGKILL
             self._start_api()
         self._api_seen_at = time.time()
         for index, worker in enumerate(self.workers):
             if worker.poll() is not None:
-                self._note("worker", worker)
                 self.workers[index] = self._start_worker(index)
 
     def end(self) -> list[int]:
@@ -173,10 +171,6 @@ class Service:
                 found += process.environ().get("BEXP_LOCK_DIRECTORY") == self._folder
         return found
 
-    def _note(self, name: str, process: StartedProcess) -> None:
-        key = f"{name} {process.returncode}"
-        self.exits[key] = self.exits.get(key, 0) + 1
-
     def _start_api(self) -> None:
         self.api = self._start("bexp.api.cli", *self._serve, "--port", str(self.port))
         self.api_pids.add(self.api.pid)
@@ -193,7 +187,6 @@ class Service:
     def _start(self, module: str, *arguments: str) -> StartedProcess:
         if self._rng.random() >= self._cold_share:
             return self._fork_server.start(module, *arguments)
-        self.num_cold_starts += 1
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             env=self._environment,

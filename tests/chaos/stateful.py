@@ -27,8 +27,9 @@ from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import JobState
-from bexp.storage.leases import Lease, LeaseLostError, QueueSettings
+from bexp.storage.leases import Lease, LeaseLostError
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.quotas import Quota, set_quota
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import faulty_profiler
-from tests.chaos.gpu_faults import KINDS, PHASES
 from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds
 
 
@@ -57,7 +56,3 @@ def test_the_next_fault_is_the_one_that_struck_least_often_and_none_is_tried_wit
     assert next_kind(kinds[:2], [hang, leak, leak], 2) == "leak"
     assert next_kind(kinds[:2], [hang, leak, leak, leak, leak], 2) == "hang"
     assert next_kind(kinds[:2], [hang, hang, leak, leak, leak, leak], 2) is None
-
-
-def test_each_phase_of_a_profiler_can_be_killed() -> None:
-    assert {f"kill_{phase}" for phase in PHASES} <= set(KINDS)

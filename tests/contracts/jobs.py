@@ -16,11 +16,7 @@ from bexp.storage.leases import Claim
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs, recommendations
 from bexp.storage.trials import read_trials
-from tests.contracts.samples import (
-    make_recommendation,
-    make_report,
-    make_worker,
-)
+from tests.contracts.samples import make_recommendation, make_report, make_worker
 
 FINGERPRINT = make_report().hardware.fingerprint
 

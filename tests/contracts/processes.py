@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 
 from bexp.storage.database import Database, open_database
-from bexp.storage.leases import QueueSettings
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import is_current, upgrade
 from bexp.storage.workers import WorkerInfo
-from tests.chaos.fork_server import ForkServer
+from tests.chaos.fork_server import shared_server
 from tests.waits import PATIENCE_SECONDS
 
 IMPORTED = (
@@ -55,7 +52,7 @@ def run_two(work: Callable[[Database, str], None], url: str) -> list[str]:
     (gate, opener), (told, ready) = os.pipe(), os.pipe()
     with tempfile.TemporaryFile("w+") as printed:
         processes = [
-            _server().start(
+            shared_server(*IMPORTED).start(
                 __name__,
                 *(work.__name__, url, owner, str(gate), str(ready)),
                 output=printed.fileno(),
@@ -74,15 +71,6 @@ def run_two(work: Callable[[Database, str], None], url: str) -> list[str]:
     assert are_ready, text
     assert codes == [0, 0], text
     return text.split()
-
-
-@cache
-def _server() -> ForkServer:
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
-        server = ForkServer({**os.environ, "PYTHONPATH": path}, log, IMPORTED)
-    atexit.register(server.end)
-    return server
 
 
 def main() -> None:

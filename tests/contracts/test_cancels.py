@@ -6,17 +6,15 @@ import pytest
 
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import QueueSettings
+from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.submission import JobFinishedError
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire
 from tests.contracts.samples import make_progress, make_request
 
 
-def test_a_queued_job_is_cancelled_at_once(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_queued_job_is_cancelled_at_once(database: Database, queue: Queue, job: Job) -> None:
     assert queue.request_cancel(job.id).state is JobState.CANCELLED
     assert claim_next(queue) is None
     assert queue.request_cancel(job.id).state is JobState.CANCELLED
@@ -25,9 +23,7 @@ def test_a_queued_job_is_cancelled_at_once(database: Database) -> None:
     assert told == [f"Exploration {job.id} of tiny is queued", "Exploration cancelled"]
 
 
-def test_a_running_job_is_cancelled_by_its_worker(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_running_job_is_cancelled_by_its_worker(database: Database, queue: Queue, job: Job) -> None:
     claim = claim_one(queue)
     asked = queue.request_cancel(job.id)
     assert (asked.state, asked.cancel_requested) == (JobState.RUNNING, True)
@@ -40,19 +36,15 @@ def test_a_running_job_is_cancelled_by_its_worker(database: Database) -> None:
     assert codes(database, job.id) == [101, 102, 404]
 
 
-def test_a_job_whose_worker_is_lost_is_cancelled_at_once(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_job_whose_worker_is_lost_is_cancelled_at_once(database: Database, queue: Queue, job: Job) -> None:
     claim_one(queue)
     expire(database, job.id)
     assert queue.request_cancel(job.id).state is JobState.CANCELLED
 
 
 @pytest.mark.parametrize("by", ["claim", "note_waiting", "request_cancel"])
-def test_a_cancelled_job_that_its_worker_put_back_ends(database: Database, by: str) -> None:
+def test_a_cancelled_job_that_its_worker_put_back_ends(database: Database, queue: Queue, job: Job, by: str) -> None:
     """The worker may be told to end before it sees the cancellation."""
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
     claim = claim_one(queue)
     queue.request_cancel(job.id)
     queue.release(claim.lease)
@@ -67,8 +59,7 @@ def test_a_cancelled_job_that_its_worker_put_back_ends(database: Database, by: s
 
 
 @pytest.mark.parametrize("by", ["claim", "note_waiting"])
-def test_a_worker_lost_after_a_cancellation_leaves_no_job_running(database: Database, by: str) -> None:
-    queue = Queue(database)
+def test_a_worker_lost_after_a_cancellation_leaves_no_job_running(database: Database, queue: Queue, by: str) -> None:
     lost = [queue.enqueue(make_request())[0].id for _ in range(2)]
     for job_id in lost:
         claim_one(queue)
@@ -83,17 +74,14 @@ def test_a_worker_lost_after_a_cancellation_leaves_no_job_running(database: Data
         assert codes(database, job_id) == [101, 102, 404]
 
 
-def test_a_finished_job_is_not_cancelled(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_finished_job_is_not_cancelled(database: Database, queue: Queue, job: Job) -> None:
     queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, answer=ANSWER)
     assert queue.request_cancel(job.id) == get_job(database, job.id)
     assert get_job(database, job.id).state is JobState.SUCCEEDED
 
 
 @pytest.mark.parametrize("end", [JobState.CANCELLED, JobState.FAILED])
-def test_a_job_that_was_stopped_is_resumed_with_its_trials(database: Database, end: JobState) -> None:
-    queue = Queue(database)
+def test_a_job_that_was_stopped_is_resumed_with_its_trials(database: Database, queue: Queue, end: JobState) -> None:
     job, _ = queue.enqueue(make_request())
     lease = claim_one(queue).lease
     queue.record(lease, make_progress(0))

@@ -13,10 +13,10 @@ import pytest
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.leaders import HOUSEKEEPER, hold_role
-from bexp.storage.leases import QueueSettings
 from bexp.storage.owners import LOCAL
 from bexp.storage.pruning import find_prunable
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tokens import create_token, verify_token
 from bexp.storage.workers import read_workers, register_worker
 from tests.contracts.jobs import claim_next, claim_one, expire

@@ -99,6 +99,7 @@ def test_long_names_of_devices_and_versions_are_cut_alike_where_they_are_kept_an
     keep_components(database, "one", make_request(), report, software, [make_trial(0)])
     found = find_earlier_runs(database, make_request(), report, SOFTWARE)
     assert (found.num_ignored, len(found.other_versions[0])) == (1, 255)
+    assert len(find_earlier_runs(database, make_request(), report, software).runs) == 1
     versions = report.hardware.versions.model_copy(update={"driver": "550"})
     with_driver = report.model_copy(update={"hardware": report.hardware.model_copy(update={"versions": versions})})
     keep_components(database, "two", make_request(), with_driver, {}, [make_trial(0)])

@@ -126,8 +126,7 @@ def test_an_answer_is_stored_once_and_read_with_the_event_of_the_end(database: D
     assert stored == {"answer": {"timings": {}}}
 
 
-def test_the_event_of_an_earlier_end_keeps_its_answer(database: Database, lease: Lease) -> None:
-    queue = Queue(database)
+def test_the_event_of_an_earlier_end_keeps_its_answer(database: Database, queue: Queue, lease: Lease) -> None:
     nothing = ANSWER.model_copy(
         update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "no"}),)}
     )
@@ -160,3 +159,5 @@ def test_text_that_a_database_refuses_is_stored_without_it(
     text = sa.text("SELECT data ->> 'reason' FROM bexp_events WHERE job_id = :job_id AND seq = :seq")
     with database.read() as connection:
         assert connection.scalar(text.bindparams(job_id=lease.job_id, seq=found.seq)) == stored
+    Queue(database).finish(lease, JobState.FAILED, error=given)
+    assert get_job(database, lease.job_id).error == stored

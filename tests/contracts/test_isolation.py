@@ -14,10 +14,11 @@ from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, get_summary, list_jobs
 from bexp.storage.leaders import give_up_role, hold_role
-from bexp.storage.leases import Claim, QueueSettings
+from bexp.storage.leases import Claim
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.pruning import delete_job, prune
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.quotas import Quota, list_quotas, set_quota, sum_stored_bytes
 from bexp.storage.run_reports import insert_run_report, read_run_reports
 from bexp.storage.tables import metadata

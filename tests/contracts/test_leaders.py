@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 
-import pytest
 import sqlalchemy as sa
 
 from bexp.storage.database import Database
@@ -35,22 +34,6 @@ def test_one_holds_a_role_until_it_expires_or_is_given_up(database: Database) ->
     assert not hold_role(database, "keeper", "a", TERM)
     give_up_role(database, "keeper", "b")
     assert hold_role(database, "keeper", "a", TERM)
-
-
-@pytest.mark.parametrize("names", ["ab", "ba"])
-def test_a_role_and_a_holder_are_given_up_alone(database: Database, names: str) -> None:
-    mine, other = names[0], names[1]
-    assert hold_role(database, mine, mine, TERM)
-    assert hold_role(database, other, mine, TERM)
-    assert not hold_role(database, mine, other, TERM)
-    assert hold_role(database, mine, mine, TERM), "it is held for long enough already"
-    give_up_role(database, mine, other)
-    give_up_role(database, other, mine)
-    assert [hold_role(database, role, other, TERM) for role in (mine, other)] == [False, True]
-    expire(database, -0.9 * TERM)
-    assert not hold_role(database, mine, other, TERM)
-    expire(database, -1.1 * TERM)
-    assert hold_role(database, mine, other, TERM)
 
 
 def test_a_role_does_not_wait_for_a_clock_that_was_set_back(database: Database) -> None:

@@ -12,17 +12,17 @@ import sqlalchemy as sa
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import LONGEST_LEASE, Lease, LeaseLostError, QueueSettings, is_held
+from bexp.storage.jobs import Job, JobState, get_job
+from bexp.storage.leases import LONGEST_LEASE, Lease, LeaseLostError, is_held
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, store, stored_trials
 from tests.contracts.samples import make_progress, make_recommendation, make_report, make_request, make_trial
 
 
-def test_a_heartbeat_extends_the_lease(database: Database) -> None:
-    queue = Queue(database)
+def test_a_heartbeat_extends_the_lease(database: Database, queue: Queue) -> None:
     queue.enqueue(make_request())
     claim = claim_one(queue)
     before = get_job(database, claim.job.id)
@@ -32,15 +32,6 @@ def test_a_heartbeat_extends_the_lease(database: Database) -> None:
     assert after.lease_expires_at is not None
     assert after.lease_expires_at > before.lease_expires_at
     assert after.version == before.version
-
-
-def test_a_live_lease_keeps_others_out_and_an_expired_one_does_not(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
-    claim_one(queue)
-    assert claim_next(queue, "b") is None
-    expire(database, job.id)
-    assert claim_one(queue, "b").lease.attempt == 2
 
 
 def test_the_longest_lease_is_held_for_a_statement_that_read_the_clock_before_it_was_given(database: Database) -> None:
@@ -87,9 +78,8 @@ WRITES: dict[str, Callable[[Queue, Lease], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_lost_lease_writes_nothing(database: Database, write: str) -> None:
+def test_a_lost_lease_writes_nothing(database: Database, queue: Queue, write: str) -> None:
     """Not even when the job went to a new claim of the same owner."""
-    queue = Queue(database)
     for next_owner in ("b", "a"):
         job, _ = queue.enqueue(make_request())
         old = claim_one(queue, "a")
@@ -106,9 +96,8 @@ def test_a_lost_lease_writes_nothing(database: Database, write: str) -> None:
 
 
 @pytest.mark.parametrize("write", [name for name in WRITES if name != "watch"])
-def test_what_a_worker_writes_at_once_is_one_transaction(database: Database, write: str) -> None:
+def test_what_a_worker_writes_at_once_is_one_transaction(database: Database, queue: Queue, write: str) -> None:
     """Between two, somebody could see the one without the other, or the worker could die."""
-    queue = Queue(database)
     queue.enqueue(make_request())
     lease = claim_one(queue).lease
     begun: list[object] = []
@@ -117,20 +106,7 @@ def test_what_a_worker_writes_at_once_is_one_transaction(database: Database, wri
     assert sum(not connection.get_execution_options().get("bexp_read_only") for connection in begun) == 1  # type: ignore[attr-defined]  # connections
 
 
-def test_a_finished_job_takes_no_more(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
-    claim = claim_one(queue)
-    queue.finish(claim.lease, JobState.FAILED, error="a bug")
-    with pytest.raises(LeaseLostError):
-        queue.record(claim.lease, make_progress(0))
-    assert codes(database, job.id) == [101, 102, 403]
-    assert read_events(database, job.id)[-1].message == "Exploration failed: a bug"
-
-
-def test_a_resumed_job_brings_its_history(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_resumed_job_brings_its_history(database: Database, queue: Queue, job: Job) -> None:
     first = claim_one(queue)
     queue.pin(first.lease, make_report())
     queue.record(first.lease, make_progress(0))
@@ -151,8 +127,7 @@ def test_a_resumed_job_brings_its_history(database: Database) -> None:
 @pytest.mark.parametrize(
     "step", [make_progress(0), Progress((EventDraft(code=EventCode.WARNING, message="one event without a trial"),))]
 )
-def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, step: Progress) -> None:
-    queue = Queue(database)
+def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, queue: Queue, step: Progress) -> None:
     for others in ("0" * 16, "f" * 16):  # their logs go on too, and do not count
         queue.enqueue(make_request(), job_id=others)
         lease = claim_one(queue).lease
@@ -171,9 +146,8 @@ def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, s
 
 @pytest.mark.parametrize("was_stored", [False, True])
 def test_a_worker_that_was_frozen_stores_its_step_once_beside_a_reason_for_waiting(
-    database: Database, was_stored: bool
+    database: Database, queue: Queue, was_stored: bool
 ) -> None:
-    queue = Queue(database)
     job, _ = queue.enqueue(make_request())
     claim = claim_one(queue)
     for number, after in ((0, 2), (1, 4)):
@@ -190,9 +164,7 @@ def test_a_worker_that_was_frozen_stores_its_step_once_beside_a_reason_for_waiti
     assert get_job(database, job.id).waiting_reason is None
 
 
-def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_another_trial_of_the_same_number_is_refused_whole(database: Database, queue: Queue, job: Job) -> None:
     claim = claim_one(queue)
     queue.record(claim.lease, make_progress(0))
     other = make_trial(0).model_copy(update={"tokens_per_second": 7.0})
@@ -202,9 +174,7 @@ def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -
     assert stored_trials(database, job.id) == [make_trial(0)]
 
 
-def test_seq_has_no_gaps_under_concurrent_writers(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_seq_has_no_gaps_under_concurrent_writers(database: Database, queue: Queue, job: Job) -> None:
     claim = claim_one(queue)
 
     def write(writer: int) -> None:

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import sqlalchemy as sa
-
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.storage.audit import read_audit
-from bexp.storage.components import find_earlier_runs, keep_components
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobFilter, JobState, get_job, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
-from bexp.storage.tables import metadata
 from bexp.storage.tokens import create_token
 from bexp.storage.workers import read_workers, register_worker
-from tests.contracts.samples import (
-    make_recommendation,
-    make_report,
-    make_request,
-    make_trial,
-    make_worker,
-)
+from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial, make_worker
 
 LONG = "very long name, " * 40
 SHOWN = 255
-BOUNDED = {
-    "bexp_audit": {"action", "owner", "subject", "token"},
-    "bexp_components": {"component", "environment", "source", "subject"},
-    "bexp_jobs": {
-        *("body_hash", "device_kind", "fingerprint", "id", "idempotency_key", "model_name", "owner", "request_key"),
-        *("own_worker", "reused_from", "state", "target", "worker"),
-    },
-    "bexp_labels": {"key", "value"},
-    "bexp_leaders": {"holder", "role"},
-    "bexp_quotas": {"owner"},
-    "bexp_tokens": {"digest", "name", "owner", "prefix", "scopes"},
-    "bexp_trials": {"kind", "outcome"},
-    "bexp_turns": {"owner"},
-    "bexp_workers": {"device_kind", "fingerprint", "id", "name"},
-}
-"""The columns of so many characters whose values are made here, or refused where they are given if they are longer."""
-
-
-def test_every_other_text_is_as_long_as_it_may_be() -> None:
-    found = {
-        table.name: {
-            column.name
-            for column in table.columns
-            if isinstance(column.type, sa.String) and column.type.length is not None and not column.foreign_keys
-        }
-        for table in metadata.tables.values()
-    }
-    assert {name: columns for name, columns in found.items() if columns} == BOUNDED
 
 
 def make_long_report() -> DeviceReport:
@@ -83,8 +45,7 @@ def test_a_worker_of_long_names_is_known_and_measures(database: Database) -> Non
     assert get_job(database, job.id).software == f"bexp 1.0, own {LONG}, package {LONG}"
 
 
-def test_versions_that_differ_at_the_end_are_not_the_same(database: Database) -> None:
-    queue = Queue(database)
+def test_versions_that_differ_at_the_end_are_not_the_same(database: Database, queue: Queue) -> None:
     queue.enqueue(make_request())
     for end in "ab":
         claim = queue.claim(
@@ -95,13 +56,6 @@ def test_versions_that_differ_at_the_end_are_not_the_same(database: Database) ->
         queue.release(claim.lease)
     assert claim is not None
     assert get_job(database, claim.job.id).software is None
-
-
-def test_components_of_a_long_device_are_found(database: Database) -> None:
-    software = {"bexp": LONG}
-    keep_components(database, "one", make_request(), make_long_report(), software, [make_trial(0)])
-    found = find_earlier_runs(database, make_request(), make_long_report(), software)
-    assert len(found.runs) == 1
 
 
 def test_an_action_from_a_long_host_is_recorded(database: Database) -> None:

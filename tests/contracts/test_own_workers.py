@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
+from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.matching import OWN_WORKER_TERM, keep_job, share_job
 from bexp.storage.queue import Queue
 from bexp.storage.statistics import read_statistics
@@ -35,8 +35,7 @@ def told(database: Database, job_id: str) -> list[str]:
     return [event.message for event in read_events(database, job_id) if event.code is EventCode.WAITING]
 
 
-def test_a_job_says_whether_its_own_worker_starts_or_has_ended(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_says_whether_its_own_worker_starts_or_has_ended(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     register_worker(database, ANY)
     queue.note_waiting(grace=NO_GRACE)
@@ -52,46 +51,44 @@ def test_a_job_says_whether_its_own_worker_starts_or_has_ended(database: Databas
     assert queue.claim(ANY) is None, "it may be for a device of its machine"
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-def test_a_job_whose_own_worker_has_ended_fails_in_the_end(database: Database, is_begun: bool) -> None:
-    queue = Queue(database)
+@pytest.fixture(params=["queued", "begun"])
+def own(request: pytest.FixtureRequest, database: Database, queue: Queue) -> Job:
+    """A job of the worker `OWN`, which perhaps has begun it, and was lost then."""
     job, _ = queue.enqueue(make_request(), own_worker="me")
-    if is_begun:
+    if request.param == "begun":
         assert queue.claim(OWN) is not None
         expire(database, job.id)
-    silence(database, job.id)
+    return job
+
+
+def test_a_job_whose_own_worker_has_ended_fails_in_the_end(database: Database, queue: Queue, own: Job) -> None:
+    silence(database, own.id)
     for _ in range(2):
         queue.note_waiting(grace=NO_GRACE, max_wait=NO_GRACE)
         with database.begin() as connection:
             connection.execute(sa.update(events).values(at=database.clock(-LIVE_WITHIN)))
-    ended = get_job(database, job.id)
+    ended = get_job(database, own.id)
     assert (ended.state, ended.error) == (
         JobState.FAILED,
         "no worker could run it within 0 s: its own worker has ended",
     )
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("name", ["", "another"])
 def test_a_job_is_resumed_for_others_once_its_own_worker_has_ended(
-    database: Database, is_begun: bool, name: str
+    database: Database, queue: Queue, own: Job, name: str
 ) -> None:
-    queue, other = Queue(database), make_worker("other", fingerprint=FINGERPRINT, name=name)
-    job, _ = queue.enqueue(make_request(), own_worker="me")
-    if is_begun:
-        assert queue.claim(OWN) is not None
-        expire(database, job.id)
-    assert queue.resume(job.id, own_worker=name).own_worker == "me", "that one may still start"
+    other = make_worker("other", fingerprint=FINGERPRINT, name=name)
+    assert queue.resume(own.id, own_worker=name).own_worker == "me", "that one may still start"
     assert queue.claim(other) is None
-    silence(database, job.id)
-    assert queue.resume(job.id, own_worker=name).own_worker == name
+    silence(database, own.id)
+    assert queue.resume(own.id, own_worker=name).own_worker == name
     assert queue.claim(OWN) is None
     assert queue.claim(other) is not None
 
 
 @pytest.mark.parametrize("name", ["", "another"])
-def test_a_job_that_runs_is_left_to_its_worker(database: Database, name: str) -> None:
-    queue = Queue(database)
+def test_a_job_that_runs_is_left_to_its_worker(database: Database, queue: Queue, name: str) -> None:
     job, _ = queue.enqueue(make_request(), own_worker=name)
     assert queue.claim(make_worker("w", name=name)) is not None
     silence(database, job.id)
@@ -103,8 +100,7 @@ def test_a_job_that_runs_is_left_to_its_worker(database: Database, name: str) ->
     assert claim.job.id == job.id
 
 
-def test_an_ended_job_is_resumed_at_once_for_whoever_asks(database: Database) -> None:
-    queue = Queue(database)
+def test_an_ended_job_is_resumed_at_once_for_whoever_asks(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     for name in ("another", ""):
         queue.request_cancel(job.id)
@@ -114,29 +110,23 @@ def test_an_ended_job_is_resumed_at_once_for_whoever_asks(database: Database) ->
     assert queue.claim(ANY) is not None
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-def test_a_shared_job_is_any_workers_at_once_and_another_commands_job_stays(database: Database, is_begun: bool) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request(), own_worker="me")
-    if is_begun:
-        assert queue.claim(OWN) is not None
-        expire(database, job.id)
-    share_job(database, job.id, "another")
+def test_a_shared_job_is_any_workers_at_once_and_another_commands_job_stays(
+    database: Database, queue: Queue, own: Job
+) -> None:
+    share_job(database, own.id, "another")
     assert queue.claim(ANY) is None
-    share_job(database, job.id, "me")
+    share_job(database, own.id, "me")
     assert queue.claim(ANY) is not None
 
 
-def test_a_cancel_of_its_command_leaves_a_job_that_is_another_workers(database: Database) -> None:
-    queue = Queue(database)
+def test_a_cancel_of_its_command_leaves_a_job_that_is_another_workers(queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="another")
     assert queue.request_cancel(job.id, own_worker="me").state is JobState.QUEUED
     assert queue.request_cancel(job.id, own_worker="another").state is JobState.CANCELLED
 
 
-def test_a_job_ends_at_once_when_its_command_knows_that_its_own_worker_has_ended(database: Database) -> None:
+def test_a_job_ends_at_once_when_its_command_knows_that_its_own_worker_has_ended(queue: Queue) -> None:
     """Its lease would hold for half a minute, and its resumption meet the cancel."""
-    queue = Queue(database)
     job, _ = queue.enqueue(make_request(), own_worker="me")
     assert queue.claim(OWN) is not None
     asked = queue.request_cancel(job.id, own_worker="me")
@@ -147,8 +137,7 @@ def test_a_job_ends_at_once_when_its_command_knows_that_its_own_worker_has_ended
     assert queue.claim(make_worker("w", name="another")) is not None
 
 
-def test_a_term_that_was_given_before_the_clock_was_set_back_is_none(database: Database) -> None:
-    queue = Queue(database)
+def test_a_term_that_was_given_before_the_clock_was_set_back_is_none(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     for factor, owner in ((1.5, "me"), (3, "")):
         with database.begin() as connection:
@@ -156,9 +145,8 @@ def test_a_term_that_was_given_before_the_clock_was_set_back_is_none(database: D
         assert queue.resume(job.id).own_worker == owner
 
 
-def test_a_worker_of_one_command_changes_nothing_for_other_jobs(database: Database) -> None:
+def test_a_worker_of_one_command_changes_nothing_for_other_jobs(database: Database, queue: Queue) -> None:
     """It comes and goes within seconds."""
-    queue = Queue(database)
     waiting = [queue.enqueue(make_request(device_kind=kind))[0].id for kind in (None, "cpu", "cuda")]
     queue.enqueue(make_request(), own_worker="me")
     for _ in range(3):
@@ -181,8 +169,7 @@ def test_the_worker_of_a_killed_command_is_no_lost_one_and_its_job_no_old_one(da
     assert read_statistics(database, live_within=-LIVE_WITHIN).num_lost_workers == 1
 
 
-def test_a_worker_that_waits_for_its_device_says_so_until_it_has_it(database: Database) -> None:
-    queue = Queue(database)
+def test_a_worker_that_waits_for_its_device_says_so_until_it_has_it(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(), own_worker="me")
     note_reason(database, job.id, f"{DEVICE_HELD}: by another")
     queue.note_waiting(grace=NO_GRACE)
@@ -192,9 +179,8 @@ def test_a_worker_that_waits_for_its_device_says_so_until_it_has_it(database: Da
     assert told(database, job.id)[1:] == ["A worker can run it now"]
 
 
-def test_a_stored_answer_of_another_workers_hardware_does_not_serve_it(database: Database) -> None:
+def test_a_stored_answer_of_another_workers_hardware_does_not_serve_it(database: Database, queue: Queue) -> None:
     """Else what a command asks of its own device would be what a CPU beside it has measured."""
-    queue = Queue(database)
     add_worker(database)
     measured = measure(queue)
     assert source(queue) == measured.id

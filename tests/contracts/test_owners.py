@@ -10,11 +10,11 @@ import sqlalchemy as sa
 from bexp.storage.audit import Action, prune_audit, read_audit
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, get_summary, list_jobs
-from bexp.storage.owners import ALL_SCOPES, LOCAL, USUAL_SCOPES, Caller, Scope
+from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller, Scope
 from bexp.storage.queue import Queue
-from bexp.storage.submission import IdempotencyConflictError
-from bexp.storage.tables import audit, jobs
+from bexp.storage.tables import audit, jobs, tokens
 from bexp.storage.tokens import (
+    TokenExistsError,
     create_token,
     digest_of,
     find_revoked,
@@ -35,8 +35,7 @@ def submit(queue: Queue, by: Caller, key: str | None = None, **changes: object) 
     return job.id, is_new
 
 
-def test_the_jobs_of_another_owner_are_not_there(database: Database) -> None:
-    queue = Queue(database)
+def test_the_jobs_of_another_owner_are_not_there(database: Database, queue: Queue) -> None:
     mine, _ = submit(queue, A)
     for look in (get_job, get_summary):
         assert look(database, mine, owner=A.sees).owner == "team-a"
@@ -51,20 +50,8 @@ def test_the_jobs_of_another_owner_are_not_there(database: Database) -> None:
     assert queue.request_cancel(mine, by=ADMIN).state is JobState.CANCELLED
 
 
-def test_an_idempotency_key_is_of_its_owner(database: Database) -> None:
-    queue = Queue(database)
-    mine, _ = submit(queue, A, "k")
-    assert submit(queue, A, "k") == (mine, False)
-    theirs, is_new = submit(queue, B, "k", seed=7)
-    assert is_new
-    assert theirs != mine
-    with pytest.raises(IdempotencyConflictError, match="'k'"):
-        submit(queue, A, "k", seed=7)
-
-
 @pytest.mark.parametrize("end", ["cancelled", "being cancelled", "failed", "a day old"])
-def test_an_idempotency_key_is_free_again(database: Database, end: str) -> None:
-    queue = Queue(database)
+def test_an_idempotency_key_is_free_again(database: Database, queue: Queue, end: str) -> None:
     first, _ = submit(queue, A, "k")
     if end == "cancelled":
         queue.request_cancel(first, by=A)
@@ -82,15 +69,6 @@ def test_an_idempotency_key_is_free_again(database: Database, end: str) -> None:
     assert is_new
     assert second != first
     assert submit(queue, A, "k", seed=7) == (second, False)
-
-
-def test_a_succeeded_job_keeps_its_key_for_a_day(database: Database) -> None:
-    queue = Queue(database)
-    first, _ = submit(queue, A, "k")
-    claim = queue.claim(make_worker("w"))
-    assert claim is not None
-    queue.finish(claim.lease, JobState.SUCCEEDED)
-    assert submit(queue, A, "k") == (first, False)
 
 
 def test_a_token_has_an_owner_scopes_and_an_end(database: Database) -> None:
@@ -128,8 +106,7 @@ def test_lifetimes_are_a_number_and_a_unit() -> None:
             parse_lifetime(text)
 
 
-def test_who_did_what_is_written_down_and_pruned_by_age(database: Database) -> None:
-    queue = Queue(database)
+def test_who_did_what_is_written_down_and_pruned_by_age(database: Database, queue: Queue) -> None:
     job_id, _ = submit(queue, A, "k")
     submit(queue, A, "k")  # the same job: nothing was submitted
     queue.request_cancel(job_id, by=ADMIN)
@@ -160,7 +137,43 @@ def test_who_did_what_is_written_down_and_pruned_by_age(database: Database) -> N
     assert [record.owner for record in read_audit(database)] == ["ops", "team-a"]
 
 
-def test_an_admin_may_do_everything_and_others_what_their_scopes_say() -> None:
-    assert all(ADMIN.may(scope) for scope in ALL_SCOPES)
-    assert not A.may(Scope.ADMIN)
-    assert not Caller("x", frozenset({Scope.SUBMIT})).may(Scope.READ)
+def name_of(database: Database, secret: str) -> str | None:
+    token = verify_token(database, secret)
+    return None if token is None else token.name
+
+
+def test_a_token_is_known_until_it_is_revoked(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    other = create_token(database, "ci")
+    assert name_of(database, secret) == "laptop"
+    assert name_of(database, other) == "ci"
+    assert [token.name for token in list_tokens(database)] == ["ci", "laptop"]
+    assert revoke_token(database, "laptop")
+    assert verify_token(database, secret) is None
+    assert name_of(database, other) == "ci"
+    assert not revoke_token(database, "laptop")
+
+
+def test_the_secret_is_not_stored(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    with database.read() as connection:
+        row = connection.execute(sa.select(tokens)).one()
+    assert secret not in str(row)
+    assert (len(secret), row.prefix) == (len("bexp_") + 43, secret[:11]), "256 bits in base64, and how they begin"
+
+
+def test_a_wrong_secret_is_nobody(database: Database) -> None:
+    secret = create_token(database, "laptop")
+    for ending in ("x", "", "é", "\0", "\ud800", " "):
+        wrong = secret[:-1] + ending
+        assert verify_token(database, wrong if wrong != secret else wrong[:-1] + "y") is None
+        assert verify_token(database, ending) is None
+
+
+def test_names_are_unique_and_plain(database: Database) -> None:
+    create_token(database, "laptop")
+    with pytest.raises(TokenExistsError, match="laptop"):
+        create_token(database, "laptop")
+    for name in ("", "a b", "x" * 65, "-x", "a\n"):
+        with pytest.raises(ValueError, match="name"):
+            create_token(database, name)

@@ -16,23 +16,15 @@ from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.database import Database
-from bexp.storage.events import read_events
-from bexp.storage.jobs import JobFilter, JobNotFoundError, JobState, get_job, list_jobs
+from bexp.storage.jobs import JobState, get_job, list_jobs
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, stored_trials
-from tests.contracts.samples import (
-    make_candidate,
-    make_progress,
-    make_report,
-    make_request,
-    make_trial,
-)
+from tests.contracts.samples import make_progress, make_report, make_request, make_trial
 
 
-def test_a_job_from_enqueue_to_answer(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_from_enqueue_to_answer(database: Database, queue: Queue) -> None:
     request = make_request(num_query_groups=[4, 2], micro_batch_size=[1, 2, 4], memory_limit_gib=1.5)
     job, is_new = queue.enqueue(request)
     assert is_new
@@ -65,18 +57,6 @@ def test_a_job_from_enqueue_to_answer(database: Database) -> None:
     assert claim_next(queue) is None
 
 
-def test_events_and_trials_are_read_by_cursor(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
-    claim = claim_one(queue)
-    for number in range(4):
-        queue.record(claim.lease, make_progress(number))
-    assert [event.seq for event in read_events(database, job.id, after=2, limit=3)] == [3, 4, 5]
-    assert [event.data for event in read_events(database, job.id, after=5)] == [{"number": 3}]
-    assert [stored.trial.number for stored in read_trials(database, job.id, after=0, limit=2)] == [1, 2]
-    assert read_events(database, "none") == []
-
-
 @pytest.mark.parametrize("limit", [1, 2, 10])
 def test_paging_while_trials_end_out_of_order_misses_none_and_repeats_none(database: Database, limit: int) -> None:
     queue = Queue(database)
@@ -97,57 +77,6 @@ def test_paging_while_trials_end_out_of_order_misses_none_and_repeats_none(datab
 
     expire(database, job.id)
     assert [trial.number for trial in claim_one(queue, "b").history] == sorted(order)
-
-
-def test_each_job_has_its_own_order_of_trials(database: Database) -> None:
-    queue = Queue(database)
-    claims = []
-    for owner in ("a", "b"):
-        queue.enqueue(make_request())
-        claims.append(claim_one(queue, owner))
-    for number in (1, 0):
-        for claim in claims:
-            queue.record(claim.lease, make_progress(number))
-    for claim in claims:
-        found = [(stored.seq, stored.trial.number) for stored in read_trials(database, claim.job.id)]
-        assert found == [(0, 1), (1, 0)]
-
-
-def test_text_that_a_database_refuses_is_cleaned(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
-    claim = claim_one(queue)
-    draft = EventDraft(code=EventCode.WARNING, message="a\0b\ud800c", data={"text": "a\0b\ud800c"})
-    queue.record(claim.lease, Progress((draft,)))
-    queue.finish(claim.lease, JobState.FAILED, error="a\0b")
-    stored = read_events(database, job.id)[2]
-    assert (stored.message, stored.data) == ("ab?c", {"text": "ab?c"})
-    assert get_job(database, job.id).error == "ab"
-
-
-def test_jobs_are_listed_newest_first_by_page_and_state(database: Database) -> None:
-    queue = Queue(database)
-    ids = [queue.enqueue(make_request())[0].id for _ in range(5)]
-    claim_one(queue)
-    seen: list[str] = []
-    cursor = None
-    for _ in range(3):
-        page, cursor = list_jobs(database, limit=2, cursor=cursor)
-        seen += [job.id for job in page]
-    assert cursor is None
-    assert seen == ids[::-1]
-    running, _ = list_jobs(database, JobFilter(state=JobState.RUNNING))
-    assert [job.id for job in running] == ids[:1]
-    for wrong in ("nonsense", "é", "MjAyNC0wMS0wMX4"):
-        with pytest.raises(ValueError, match="cursor"):
-            list_jobs(database, cursor=wrong)
-
-
-def test_a_missing_job_is_named(database: Database) -> None:
-    with pytest.raises(JobNotFoundError, match="'none'"):
-        get_job(database, "none")
-    with pytest.raises(JobNotFoundError):
-        Queue(database).request_cancel("none")
 
 
 def test_no_transaction_is_open_while_a_document_is_validated_or_dumped(
@@ -202,11 +131,3 @@ def _noting(model: type[BaseModel], name: str, held: list[int], found: list[str]
         return noting(self, *arguments, **options)
 
     return noting if name == "model_validate" else method
-
-
-def test_a_candidate_survives_the_round_trip(database: Database) -> None:
-    queue = Queue(database)
-    queue.enqueue(make_request())
-    claim = claim_one(queue)
-    queue.record(claim.lease, make_progress(2))
-    assert read_trials(database, claim.job.id)[0].trial.candidate == make_candidate(3)

@@ -141,16 +141,14 @@ def test_the_same_request_is_answered_at_once_where_a_live_worker_would_measure_
     ],
 )
 def test_a_request_that_asks_for_more_or_for_something_else_is_measured(
-    database: Database, changes: dict[str, Any]
+    database: Database, queue: Queue, changes: dict[str, Any]
 ) -> None:
-    queue = Queue(database)
     measure(queue)
     add_worker(database)
     assert source(queue, **changes) is None
 
 
-def test_other_hardware_and_other_versions_measure_again(database: Database) -> None:
-    queue = Queue(database)
+def test_other_hardware_and_other_versions_measure_again(database: Database, queue: Queue) -> None:
     measure(queue)
     assert source(queue) is None  # no worker is there that could say what it has
     add_worker(database, fingerprint="another")
@@ -173,9 +171,8 @@ def test_other_hardware_and_other_versions_measure_again(database: Database) -> 
     ],
 )
 def test_an_answer_serves_where_about_as_much_memory_may_be_used(
-    database: Database, share: float, changes: dict[str, Any], serves: bool
+    database: Database, queue: Queue, share: float, changes: dict[str, Any], serves: bool
 ) -> None:
-    queue = Queue(database)
     limit = round(share * HARDWARE.memory_limit_bytes)
     first = measure(queue, **changes)
     add_worker(database, memory_limit_bytes=limit)
@@ -199,8 +196,7 @@ def test_an_answer_whose_recommendation_does_not_fit_does_not_serve(database: Da
     assert source(queue) == first.id
 
 
-def test_a_stored_answer_takes_nothing_of_a_quota(database: Database) -> None:
-    queue = Queue(database)
+def test_a_stored_answer_takes_nothing_of_a_quota(database: Database, queue: Queue) -> None:
     first = measure(queue)
     set_quota(database, LOCAL.owner, Quota(max_queued=0, max_running=0))
     with pytest.raises(QueuedQuotaError):
@@ -209,8 +205,7 @@ def test_a_stored_answer_takes_nothing_of_a_quota(database: Database) -> None:
     assert source(queue) == first.id
 
 
-def test_an_answer_that_its_budget_cut_short_serves_lower_targets_alone(database: Database) -> None:
-    queue = Queue(database)
+def test_an_answer_that_its_budget_cut_short_serves_lower_targets_alone(database: Database, queue: Queue) -> None:
     add_worker(database)
     short = measure(queue, confidence=60)
     assert source(queue, budget={"confidence_target": 60}) == short.id
@@ -221,8 +216,7 @@ def test_an_answer_that_its_budget_cut_short_serves_lower_targets_alone(database
     assert source(queue, budget={"confidence_target": 96}) is None
 
 
-def test_a_worker_that_takes_a_job_answers_it_from_what_is_stored(database: Database) -> None:
-    queue = Queue(database)
+def test_a_worker_that_takes_a_job_answers_it_from_what_is_stored(database: Database, queue: Queue) -> None:
     first = measure(queue)
     waiting = [queue.enqueue(make_request())[0].id for _ in range(2)]
     other, _ = queue.enqueue(make_request(seed=1))
@@ -239,9 +233,8 @@ def test_a_worker_that_takes_a_job_answers_it_from_what_is_stored(database: Data
 
 
 def test_a_worker_that_is_frozen_before_it_answers_from_what_is_stored_goes_on_without_the_job(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = Queue(database)
     measure(queue)
     taken, _ = queue.enqueue(make_request())
     others: list[Claim | None] = []
@@ -262,8 +255,7 @@ def test_a_worker_that_is_frozen_before_it_answers_from_what_is_stored_goes_on_w
 
 
 @pytest.mark.parametrize("before", ["0.1.0", "0.2.0", "0.3.0"])
-def test_a_job_that_two_versions_measured_answers_nobody(database: Database, before: str) -> None:
-    queue = Queue(database)
+def test_a_job_that_two_versions_measured_answers_nobody(database: Database, queue: Queue, before: str) -> None:
     add_worker(database)
     job, _ = queue.enqueue(make_request())
     claim = claim_next(queue, targets={"bexp": before})
@@ -277,8 +269,7 @@ def test_a_job_that_two_versions_measured_answers_nobody(database: Database, bef
     assert source(queue, budget={"confidence_target": 1}) == (job.id if before == TARGETS["bexp"] else None)
 
 
-def test_an_answer_without_a_recommendation_and_a_failure_serve_nobody(database: Database) -> None:
-    queue = Queue(database)
+def test_an_answer_without_a_recommendation_and_a_failure_serve_nobody(database: Database, queue: Queue) -> None:
     add_worker(database)
     nothing = Answer(variants=(VariantAnswer.without_model("no candidate fits"),))
     variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=make_recommendation())
@@ -293,8 +284,7 @@ def test_an_answer_without_a_recommendation_and_a_failure_serve_nobody(database:
         assert queue.claim(make_worker("x", fingerprint=FINGERPRINT)) is not None
 
 
-def test_a_report_of_a_real_run_makes_the_next_request_measure_again(database: Database) -> None:
-    queue = Queue(database)
+def test_a_report_of_a_real_run_makes_the_next_request_measure_again(database: Database, queue: Queue) -> None:
     add_worker(database)
     first = measure(queue)
     copy = source(queue)
@@ -320,17 +310,7 @@ def test_the_key_of_a_request_leaves_out_what_is_not_asked() -> None:
     assert request_key(make_request(model=None, target="my-gpt")) is None
 
 
-def test_an_idempotency_key_still_means_one_exploration(database: Database) -> None:
-    queue = Queue(database)
-    measure(queue)
-    add_worker(database)
-    one, is_new = queue.enqueue(make_request(), idempotency_key="k")
-    two, is_new_again = queue.enqueue(make_request(), idempotency_key="k")
-    assert (one.id, is_new, is_new_again) == (two.id, True, False)
-
-
-def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) -> None:
-    queue = Queue(database)
+def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database, queue: Queue) -> None:
     add_worker(database)
     first = measure(queue)
     theirs, _ = queue.enqueue(make_request(), by=OTHER)

@@ -184,8 +184,9 @@ def test_a_schema_of_the_next_generation_is_refused(database: Database, tmp_path
     later = version_with(tmp_path / "later", keep=lambda _: True, later=next_generation)
     later.upgrade(database)
     assert not is_current(database)
-    with pytest.raises(NewerSchemaError):
+    with pytest.raises(NewerSchemaError, match="a later version of bexp has upgraded the database"):
         upgrade(database)
-    Queue(database).enqueue(make_request())
+    job, _ = Queue(database).enqueue(make_request())
     with pytest.raises(NewerSchemaError):
         Queue(database).claim(make_worker())
+    assert codes(database, job.id) == [101], "a worker of the later version takes it"

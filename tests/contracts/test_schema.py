@@ -14,23 +14,15 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage import schema
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job, list_jobs
+from bexp.storage.jobs import get_job, list_jobs
 from bexp.storage.queue import Queue
-from bexp.storage.schema import (
-    VERSION_TABLE,
-    NewerSchemaError,
-    include_name,
-    is_current,
-    latest_revision,
-    upgrade,
-)
-from bexp.storage.tables import jobs, metadata
+from bexp.storage.schema import VERSION_TABLE, include_name, is_current, latest_revision, upgrade
+from bexp.storage.tables import metadata
 from bexp.storage.trials import StoredTrial, read_trials
 from tests.contracts.processes import bring_up_to_date, run_two
 from tests.contracts.samples import make_progress, make_request, make_trial, make_worker
@@ -94,19 +86,14 @@ def test_what_workers_read_changes_only_with_a_migration() -> None:
     assert revision <= latest_revision()
 
 
-def test_a_fresh_database_is_not_current(open_url: Callable[[str], Database], empty_database_url: str) -> None:
-    assert not is_current(open_url(empty_database_url))
-
-
 @pytest.mark.slow(together="databases")
 def test_upgrade_is_safe_when_several_processes_start_at_once(empty_database_url: str) -> None:
     run_two(bring_up_to_date, empty_database_url)
 
 
 def test_an_upgrade_keeps_what_is_stored_and_the_version_before_refuses_it(
-    database: Database, request: pytest.FixtureRequest
+    database: Database, queue: Queue, request: pytest.FixtureRequest
 ) -> None:
-    queue = Queue(database)
     job, _ = queue.enqueue(make_request())
     claim = queue.claim(make_worker())
     assert claim is not None
@@ -129,14 +116,10 @@ def test_an_upgrade_keeps_what_is_stored_and_the_version_before_refuses_it(
 @pytest.mark.usefixtures("later_version")
 def test_a_fresh_database_gets_every_migration(open_url: Callable[[str], Database], empty_database_url: str) -> None:
     database = open_url(empty_database_url)
+    assert not is_current(database)
     upgrade(database)
     assert is_current(database)
     assert list_jobs(database) == ([], None)
-
-
-def test_upgrade_twice_changes_nothing(database: Database) -> None:
-    upgrade(database)
-    assert is_current(database)
 
 
 def test_migrations_lead_to_the_tables(database: Database) -> None:
@@ -166,37 +149,3 @@ def test_what_a_job_is_followed_by_is_stored_once(sqlite_database: Database) -> 
     assert of_migrations == {**of_tables, VERSION_TABLE: 0}
     assert {name for name, lean in of_tables.items() if lean} == {"bexp_events", "bexp_recommendations", "bexp_trials"}
     fresh.dispose()
-
-
-def test_autogenerate_would_see_a_missing_column(database: Database) -> None:
-    with database.begin() as connection:
-        connection.exec_driver_sql("ALTER TABLE bexp_workers DROP COLUMN pid")
-    with database.read() as connection:
-        context = MigrationContext.configure(connection, opts={"include_name": include_name})
-        assert [change[0] for change in compare_metadata(context, metadata)] == ["add_column"]
-
-
-def test_a_schema_of_a_later_version_is_refused(database: Database) -> None:
-    with database.begin() as connection:
-        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
-    with pytest.raises(NewerSchemaError, match="a later version of bexp has upgraded the database"):
-        upgrade(database)
-
-
-def test_an_older_schema_is_not_current(database: Database) -> None:
-    with database.begin() as connection:
-        connection.execute(sa.text(f"DELETE FROM {VERSION_TABLE}"))
-    assert not is_current(database)
-
-
-def test_a_worker_takes_no_job_from_a_later_version(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
-    with database.begin() as connection:
-        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
-        later = make_request().model_dump(mode="json") | {"field_of_a_later_version": 1}
-        connection.execute(sa.update(jobs).values(request=later))
-    with pytest.raises(NewerSchemaError):
-        queue.claim(make_worker())
-    assert [event.code for event in read_events(database, job.id)] == [EventCode.QUEUED]
-    assert get_job(database, job.id).state is JobState.QUEUED

@@ -20,16 +20,7 @@ from tests.contracts.jobs import store
 from tests.contracts.samples import make_request, make_trial, make_worker
 
 
-def test_an_empty_database_counts_zero(database: Database) -> None:
-    statistics = read_statistics(database)
-    assert set(statistics.jobs_by_state) == set(JobState)
-    assert not any(statistics.jobs_by_state.values())
-    assert statistics.oldest_queued_seconds == 0
-    assert statistics.workers_by_device_kind == {}
-
-
-def test_counts(database: Database) -> None:
-    queue = Queue(database)
+def test_counts(database: Database, queue: Queue) -> None:
     for _ in range(3):
         queue.enqueue(make_request())
     claim = queue.claim(make_worker())
@@ -50,8 +41,7 @@ def test_counts(database: Database) -> None:
     assert statistics.trials_by_outcome[Outcome.CRASHED] == 0
 
 
-def test_what_a_quota_holds_back_is_no_lack_of_workers(database: Database) -> None:
-    queue = Queue(database)
+def test_what_a_quota_holds_back_is_no_lack_of_workers(database: Database, queue: Queue) -> None:
     for _ in range(2):
         queue.enqueue(make_request())
     set_quota(database, EVERYBODY, Quota(max_running=1))
@@ -89,9 +79,8 @@ def test_workers_are_live_for_15_seconds_and_lost_for_a_day(database: Database) 
 
 
 def test_recent_answers_are_those_that_were_measured_within_the_last_hour(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = Queue(database)
     with database.read() as connection:
         now = database.now(connection)
     day = 86_400

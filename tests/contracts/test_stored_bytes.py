@@ -50,8 +50,7 @@ def texts(database: Database) -> int:
     return total
 
 
-def test_all_that_belongs_to_a_job_is_counted(database: Database) -> None:
-    queue = Queue(database)
+def test_all_that_belongs_to_a_job_is_counted(database: Database, queue: Queue) -> None:
     queue.enqueue(make_request(fresh=True, labels={"team": "größe"}))
     assert count(database) == texts(database)
     claim = claim_one(queue)
@@ -66,8 +65,7 @@ def test_all_that_belongs_to_a_job_is_counted(database: Database) -> None:
     assert count(database) == 0
 
 
-def test_an_owner_that_stores_its_quota_adds_nothing_until_it_deletes(database: Database) -> None:
-    queue = Queue(database)
+def test_an_owner_that_stores_its_quota_adds_nothing_until_it_deletes(database: Database, queue: Queue) -> None:
     a, b = (Caller(name, USUAL_SCOPES) for name in "ab")
     one = [queue.enqueue(make_request(fresh=True), by=a)[0].id]
     queue.request_cancel(one[0])
@@ -139,9 +137,8 @@ def test_a_sum_is_too_old_after_a_while_and_void_with_another_quota(
 
 
 def test_reports_of_real_runs_and_reused_answers_count_as_well(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = Queue(database)
     queue.enqueue(make_request())
     claim = claim_one(queue)
     queue.record(claim.lease, make_progress(0))
@@ -179,8 +176,7 @@ def test_one_submission_counts_some_jobs_that_are_not_counted_and_the_next_goes_
             assert sum_stored_bytes(database, connection, LOCAL.owner, int(enough)) == (total, True)
 
 
-def test_what_an_owner_did_is_kept_up_to_a_number(database: Database) -> None:
-    queue = Queue(database)
+def test_what_an_owner_did_is_kept_up_to_a_number(database: Database, queue: Queue) -> None:
     other, _ = queue.enqueue(make_request(fresh=True), by=Caller("other", USUAL_SCOPES))
     done = [queue.enqueue(make_request(fresh=True))[0].id for _ in range(5)]
     assert prune_most_recorded(database, 2, at_most=1) == 1

@@ -18,8 +18,7 @@ from tests.contracts.jobs import codes
 from tests.contracts.samples import make_request
 
 
-def test_the_same_key_and_request_give_the_same_job(database: Database) -> None:
-    queue = Queue(database)
+def test_the_same_key_and_request_give_the_same_job(database: Database, queue: Queue) -> None:
     first, _ = queue.enqueue(make_request(), idempotency_key="k")
     again, is_new = queue.enqueue(make_request(), idempotency_key="k")
     assert (again.id, is_new) == (first.id, False)
@@ -30,8 +29,7 @@ def test_the_same_key_and_request_give_the_same_job(database: Database) -> None:
     assert codes(database, first.id) == [101]
 
 
-def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(database: Database) -> None:
-    queue = Queue(database)
+def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(database: Database, queue: Queue) -> None:
     first, _ = queue.enqueue(make_request(notices=("noted by an earlier version",)), idempotency_key="k")
     earlier = make_request().model_dump(mode="json")
     del earlier["fresh"]  # a field that version did not have
@@ -47,8 +45,7 @@ def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(databas
         queue.enqueue(make_request(), idempotency_key="k")
 
 
-def test_an_id_that_is_taken_is_refused_with_a_key_too(database: Database) -> None:
-    queue = Queue(database)
+def test_an_id_that_is_taken_is_refused_with_a_key_too(queue: Queue) -> None:
     taken, _ = queue.enqueue(make_request())
     for key in (None, "k"):
         with pytest.raises(sa.exc.IntegrityError):
@@ -56,9 +53,8 @@ def test_an_id_that_is_taken_is_refused_with_a_key_too(database: Database) -> No
 
 
 def test_a_key_whose_faster_job_is_deleted_meanwhile_makes_another(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = Queue(database)
     faster, _ = queue.enqueue(make_request(), idempotency_key="k")
     find_first, read, seen = submission._find_first, database.read, []
 
@@ -79,9 +75,8 @@ def test_a_key_whose_faster_job_is_deleted_meanwhile_makes_another(
 
 
 def test_a_key_that_another_takes_meanwhile_stands_for_its_job(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = Queue(database)
     for key in "abcd":
         queue.enqueue(make_request(seed=2), idempotency_key=key)
     faster, _ = queue.enqueue(make_request(), idempotency_key="k")
@@ -95,8 +90,7 @@ def test_a_key_that_another_takes_meanwhile_stands_for_its_job(
     assert len(list_jobs(database)[0]) == 5
 
 
-def test_a_key_makes_one_job_when_used_at_once(database: Database) -> None:
-    queue = Queue(database)
+def test_a_key_makes_one_job_when_used_at_once(database: Database, queue: Queue) -> None:
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: queue.enqueue(make_request(), idempotency_key="k"), range(8)))
     assert len({job.id for job, _ in results}) == 1

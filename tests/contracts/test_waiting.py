@@ -13,10 +13,10 @@ from bexp.storage import waiting
 from bexp.storage.claims import ClaimQuota
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import QueueSettings
+from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.matching import needs_of
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs, workers
 from bexp.storage.waiting import describe_duration, find_waiting, list_waiting_ids
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
@@ -38,8 +38,7 @@ def reasons(database: Database, job_id: str) -> list[str | None]:
     return [event.data["reason"] for event in read_events(database, job_id) if event.code == 105]
 
 
-def test_a_job_says_once_what_it_waits_for(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_says_once_what_it_waits_for(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(device_kind="cuda"))
     for _ in range(3):
         queue.note_waiting(grace=NO_GRACE)
@@ -59,8 +58,7 @@ def test_a_job_says_once_what_it_waits_for(database: Database) -> None:
     assert len(reasons(database, job.id)) == 4
 
 
-def test_the_same_reason_of_many_jobs_is_noted_in_few_statements(database: Database) -> None:
-    queue = Queue(database)
+def test_the_same_reason_of_many_jobs_is_noted_in_few_statements(database: Database, queue: Queue) -> None:
     told = [queue.enqueue(make_request(device_kind=kind))[0].id for kind in ("cuda", "cpu", "cuda", "cpu")]
     add_worker(database)
     changes: list[str] = []
@@ -76,8 +74,7 @@ def test_the_same_reason_of_many_jobs_is_noted_in_few_statements(database: Datab
     assert len(changes) == 2
 
 
-def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database: Database, queue: Queue) -> None:
     wide = make_request(num_devices=4096, context_parallel={"sizes": [16]}, batch_size=4096)
     too_large, _ = queue.enqueue(wide, job_id="m" * 16)
     busy, _ = queue.enqueue(make_request())
@@ -115,9 +112,7 @@ def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
     assert describe_duration(timedelta(seconds=seconds)) == text
 
 
-def test_a_job_that_comes_after_the_clock_was_read_is_given_time(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_job_that_comes_after_the_clock_was_read_is_given_time(database: Database, queue: Queue, job: Job) -> None:
     for seconds, noted in ((1, []), (90, ["none is running"])):  # the clock was set back since
         with database.begin() as connection:
             connection.execute(sa.update(jobs).values(queued_at=database.clock(timedelta(seconds=seconds))))
@@ -125,9 +120,7 @@ def test_a_job_that_comes_after_the_clock_was_read_is_given_time(database: Datab
         assert [event.data["reason"] for event in read_events(database, job.id)[1:]] == noted
 
 
-def test_a_fresh_job_is_given_time(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_fresh_job_is_given_time(database: Database, queue: Queue, job: Job) -> None:
     taken = claim_one(queue)
     other, _ = queue.enqueue(make_request())
     for seconds, noted in ((-29, []), (-31, ["none is running"])):  # since it was queued, or since its lease ran out
@@ -139,9 +132,7 @@ def test_a_fresh_job_is_given_time(database: Database) -> None:
         assert reasons(database, job.id) == reasons(database, other.id) == noted
 
 
-def test_a_worker_that_went_silent_serves_nobody(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_worker_that_went_silent_serves_nobody(database: Database, queue: Queue, job: Job) -> None:
     add_worker(database)
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == []
@@ -149,8 +140,7 @@ def test_a_worker_that_went_silent_serves_nobody(database: Database) -> None:
     assert reasons(database, job.id) == ["none is running"]
 
 
-def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_names_the_target_that_it_waits_for(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(model=None, target="my-gpt"))
     add_worker(database, "reference")
     queue.note_waiting(grace=NO_GRACE)
@@ -163,9 +153,7 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
     assert get_job(database, job.id).waiting_reason is None
 
 
-def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database, queue: Queue, job: Job) -> None:
     register_worker(database, make_worker("r", device_name="A, replayed", fingerprint=FINGERPRINT))
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == [
@@ -176,8 +164,7 @@ def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database)
     assert get_job(database, job.id).waiting_reason is None
 
 
-def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> None:
-    queue = Queue(database)
+def test_a_job_of_transformers_says_how_to_install_it(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(model=None, hf_config={"model_type": "llama"}, hf_seq_length=64))
     add_worker(database)
     queue.note_waiting(grace=NO_GRACE)
@@ -204,9 +191,7 @@ def test_a_pinned_job_names_its_hardware(database: Database) -> None:
     assert get_job(database, job.id).waiting_reason is None
 
 
-def test_a_job_pinned_by_another_version_waits_like_any_other(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_job_pinned_by_another_version_waits_like_any_other(database: Database, queue: Queue, job: Job) -> None:
     with database.begin() as connection:
         connection.execute(sa.update(jobs).values(report={"hardware": {}}, fingerprint="f"))
     add_worker(database)
@@ -214,18 +199,8 @@ def test_a_job_pinned_by_another_version_waits_like_any_other(database: Database
     assert "hardware that this exploration started on" in (reasons(database, job.id)[0] or "")
 
 
-def test_a_running_job_does_not_wait(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
-    assert queue.claim(make_worker(fingerprint=FINGERPRINT)) is not None
-    queue.note_waiting(grace=NO_GRACE)
-    assert reasons(database, job.id) == []
-
-
-def test_a_worker_that_was_frozen_and_goes_on_ends_the_reason(database: Database) -> None:
+def test_a_worker_that_was_frozen_and_goes_on_ends_the_reason(database: Database, queue: Queue, job: Job) -> None:
     """Its next trial may take minutes, and the log would end with what holds no more."""
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
     lease = claim_one(queue).lease
     expire(database, job.id)
     queue.note_waiting(grace=NO_GRACE)
@@ -237,9 +212,7 @@ def test_a_worker_that_was_frozen_and_goes_on_ends_the_reason(database: Database
     assert queue.record(lease, make_progress(0), after_seq=2) == 5, "the worker knows of neither"
 
 
-def test_a_reason_changes_although_the_clock_was_set_back(database: Database) -> None:
-    queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
+def test_a_reason_changes_although_the_clock_was_set_back(database: Database, queue: Queue, job: Job) -> None:
     register_worker(database, make_worker("silent"))
     with database.begin() as connection:
         later = database.clock(timedelta(hours=1))

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels_digest import kernels_digest
+from benchmarks.environment import kernels_digest
 from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
 from tests.gpu.sanitizer_races import MARK, hazards, num_of_warp_specialize, only_of_warp_specialize
 

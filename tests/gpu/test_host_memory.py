@@ -16,7 +16,7 @@ from bexp.explorer.cost.composition import Composition
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.measure.memory import measure_memory
+from bexp.measure.memory_meters import measure_memory
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.gpu.needs import one_gpu

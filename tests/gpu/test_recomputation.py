@@ -14,7 +14,7 @@ from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
-from bexp.measure.memory import ActivationBytes, measure_memory
+from bexp.measure.memory_meters import ActivationBytes, measure_memory
 from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import sqlite3
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -11,8 +13,15 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, DatabaseLimits, describe_trouble, open_database
-from bexp.storage.schema import is_current
+from bexp.storage.database import (
+    SQLITE_WAL_IS_SAFE,
+    Database,
+    DatabaseLimits,
+    WriterTurns,
+    describe_trouble,
+    open_database,
+)
+from tests.waits import PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg", "postgres"])
@@ -73,20 +82,6 @@ def test_a_process_opens_no_more_connections_than_its_limit(tmp_path: Path) -> N
     database.dispose()
 
 
-def test_a_password_is_not_in_an_error() -> None:
-    with pytest.raises(ValueError, match="database") as caught:
-        open_database("mysql://me:secret@host/name")
-    assert "secret" not in str(caught.value)
-
-
-def test_the_folder_of_a_file_is_created(tmp_path: Path) -> None:
-    database = open_database(f"sqlite:///{tmp_path}/a/b/bexp.db")
-    is_current(database)
-    assert (tmp_path / "a" / "b" / "bexp.db").exists()
-    assert database.sqlite_path == tmp_path / "a" / "b" / "bexp.db"
-    database.dispose()
-
-
 def test_sqlite_checks_foreign_keys_and_avoids_the_unsafe_journal(sqlite_database: Database) -> None:
     with sqlite_database.read() as connection:
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
@@ -143,3 +138,44 @@ def test_a_postgresql_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyP
     kept["tcp_user_timeout"] = 4000
     shortest = {**kept, "connect_timeout": 2}  # libpq takes no less
     assert given == [{**kept, "connect_timeout": 3}, kept, shortest]
+
+
+def _start_waiting(turns: WriterTurns, served: list[int], number: int) -> threading.Thread:
+    """Start a thread that waits for a turn, and return it once it waits."""
+
+    def wait() -> None:
+        assert turns.acquire(PATIENCE_SECONDS)
+        served.append(number)
+        turns.release()
+
+    before = turns.num_waiting
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while turns.num_waiting == before:
+        time.sleep(0.001)
+    return thread
+
+
+def test_threads_get_their_turn_in_the_order_in_which_they_asked() -> None:
+    turns = WriterTurns()
+    served: list[int] = []
+    assert turns.acquire(0)
+    threads = [_start_waiting(turns, served, number) for number in range(6)]
+    turns.release()
+    assert turns.acquire(PATIENCE_SECONDS)  # behind all of them, although this thread has just had a turn
+    assert served == list(range(6))
+    for thread in threads:
+        thread.join()
+
+
+def test_a_thread_that_waits_for_too_long_leaves_the_queue_to_the_others() -> None:
+    turns = WriterTurns()
+    served: list[int] = []
+    assert turns.acquire(0)
+    assert not turns.acquire(0.01)
+    thread = _start_waiting(turns, served, 1)
+    turns.release()
+    thread.join()
+    assert served == [1]
+    assert turns.num_waiting == 0
+    assert turns.acquire(0)

@@ -58,7 +58,7 @@ class Net(nn.Module):
         self.sizes.append(len(x))
         if self.is_other:
             time.sleep(self.options.slower)
-            self.held = [torch.ones(self.options.fuller, 1 << 20, dtype=torch.uint8)]
+            self.held = self.held or [torch.ones(self.options.fuller, 1 << 20, dtype=torch.uint8)]
             if len(x) >= self.options.fail_from:
                 FAULTS[self.options.fault]()
         return {"loss": (self.net(x) - x).square().mean()}

@@ -17,7 +17,7 @@ from bexp.workers.process.interface import ProfilerError
 def a_host_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without GPUs, and with device locks that no other process here holds."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("bexp.measure.visible_gpus._gpu_uuids", list)
+    monkeypatch.setattr("bexp.measure.nvml._gpu_uuids", list)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

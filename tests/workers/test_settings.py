@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bexp.api.settings import read_environment
-from bexp.storage.leases import read_queue_settings
+from bexp.storage.queue_settings import read_queue_settings
 from bexp.workers.settings import read_settings
 
 

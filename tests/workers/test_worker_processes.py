@@ -70,7 +70,7 @@ class Workers:
 
     def start(self, *options: str, module: str = "workers") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, "--device", "cpu", *options]
-        process = subprocess.Popen(command, env=self._environment, stdin=subprocess.PIPE, cwd=ROOT)
+        process = subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL, cwd=ROOT)
         self._started.append(process)
         return process
 
@@ -90,8 +90,6 @@ class Workers:
         for process in self._started:
             process.kill()
             process.wait(PATIENCE_SECONDS)
-            if process.stdin is not None:
-                process.stdin.close()
 
 
 @pytest.fixture
@@ -218,11 +216,3 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
         composed.candidate,
         composed.composed_tokens_per_second,
     )
-
-
-def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
-    worker = workers.start("--job", "none", "--name", "none")
-    wait_until(lambda: profilers(worker) != [])
-    assert worker.stdin is not None
-    worker.stdin.close()
-    assert worker.wait(PATIENCE_SECONDS) == 0

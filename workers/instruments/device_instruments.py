@@ -99,15 +99,6 @@ class Instruments:
         return torch.cuda.memory_allocated(self.device)
 
 
-def freeze_imports() -> None:
-    """Exempt the hundreds of thousands of objects of an import from the collections before timings.
-
-    Call this while no job's objects are alive, because garbage among exempt objects stays for ever.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def clear_workspaces() -> None:
     """Free the memory that cuBLAS keeps for each thread and stream that it was used on."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

@@ -12,8 +12,8 @@ import psutil
 
 from bexp.explorer.records.measurement import SLOWDOWNS, Conditions
 from bexp.measure.gpu_processes import ForeignProcesses, GpuProcessMonitor
-from bexp.measure.host_time import CoreWatch
 from bexp.measure.nvml import Gpu
+from bexp.measure.timestamps import CoreWatch
 
 POLL_SECONDS = 0.05
 POLL_SHARE = 0.05

@@ -16,9 +16,8 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.experts import ExpertParallel
 from bexp.kernels.expert_parallel.peers import GroupPeers, Peers, Splits
 from bexp.kernels.experts.registry import expert_backend
-from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.routes import device_routes
-from bexp.workers.targets.reference.weights import Weights
+from bexp.workers.targets.reference.ffn_block import MoEFFN
+from bexp.workers.targets.reference.weights import Weights, device_routes
 
 
 def build_spread_experts(

@@ -22,12 +22,9 @@ from torch.autograd.function import once_differentiable
 from bexp.explorer.model.model import ModelSpec
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
-from bexp.workers.targets.reference.embedding import Embedding
-from bexp.workers.targets.reference.ffn_block import DenseFFN
-from bexp.workers.targets.reference.head import Head
-from bexp.workers.targets.reference.mlp import MLP
-from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.shared_norm import norm_over_ranks
+from bexp.workers.targets.reference.ffn_block import MLP, DenseFFN, MoEFFN
+from bexp.workers.targets.reference.head import Embedding, Head
+from bexp.workers.targets.reference.norm import norm_over_ranks
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -37,13 +37,11 @@ from bexp.workers.targets.reference.decoder import (
     share_rotary,
     share_routes,
 )
-from bexp.workers.targets.reference.embedding import Embedding
 from bexp.workers.targets.reference.factory import build_block, random_tokens
-from bexp.workers.targets.reference.head import Head
-from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.routes import device_routes
-from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import DataParallel, SingleProcess, spread_parameters
+from bexp.workers.targets.reference.ffn_block import MoEFFN
+from bexp.workers.targets.reference.head import Embedding, Head
+from bexp.workers.targets.reference.weights import device_routes
+from bexp.workers.training.data_parallel import DataParallel, SingleProcess, data_parallel, spread_parameters
 from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 

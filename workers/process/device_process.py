@@ -233,7 +233,6 @@ class DeviceProcess:
             starter.shutdown()
 
     def _take_spare(self) -> ProfilerProcess | None:
-        """The spare, if there is one and it is alive."""
         if self._spare is not None and not self._spare.alive:
             self._drop_spare()
         spare, self._spare = self._spare, None

@@ -16,9 +16,10 @@ from bexp.kernels.attention import attention_support
 from bexp.kernels.experts.registry import expert_backends
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from bexp.measure.gpu_processes import GpuProcessMonitor
+from bexp.measure.heap import freeze_imports
 from bexp.workers.devices.discovery import open_gpu
 from bexp.workers.instruments.compilation import start_compiler
-from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
+from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.failures import is_poisoned
 from bexp.workers.process.protocol import Command, Hello, Open, Refused

@@ -7,7 +7,6 @@ import platform
 import statistics
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 import pynvml
 import torch
@@ -15,7 +14,8 @@ import torch
 from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType
 from bexp.measure import host_limits as host
-from bexp.measure.host_time import HostMark
+from bexp.measure.timestamps import HostMark, synchronize
+from bexp.targets.registry import version_of
 from bexp.workers.instruments.device_instruments import clear_workspaces
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
@@ -144,7 +144,7 @@ def _launch_seconds(device: torch.device) -> float:
     x = torch.zeros(16, device=device)
     seconds = []
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         started = HostMark()
         for _ in range(TINY_OPERATIONS):
             x.add_(1.0)
@@ -181,11 +181,6 @@ def _median_device_seconds(device: torch.device, run: Callable[[], object], warm
     return statistics.median(float(a.elapsed_time(b)) / 1e3 for a, b in itertools.pairwise(events))
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def used_bytes(device: torch.device) -> int | None:
     """Return the bytes of a CUDA device that all processes use; None if NVML cannot say. No context is made."""
     try:
@@ -204,7 +199,7 @@ def _versions(device: torch.device | None) -> SoftwareVersions:
         cuda=torch.version.cuda,
         cudnn=None if cudnn is None else f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
         driver=_driver_version(),
-        triton=_package_version("triton"),
+        triton=version_of("triton"),
     )
 
 
@@ -216,11 +211,4 @@ def _driver_version() -> str | None:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        return None
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
         return None

@@ -13,8 +13,9 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.measure.heap import freeze_imports
 from bexp.workers.instruments.compilation import missing_compiler
-from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
+from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.instruments.rank_group import RankGroup, single_rank
@@ -31,9 +32,8 @@ from bexp.workers.process.protocol import (
     TrialFinished,
 )
 from bexp.workers.profiler.hardware import measure_hardware
-from bexp.workers.profiler.trials.component import measure_component
+from bexp.workers.profiler.trials.component import measure_component, measure_optimizer
 from bexp.workers.profiler.trials.data_parallel_communication import measure_data_parallel_communication
-from bexp.workers.profiler.trials.optimizer import measure_optimizer
 from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.choice import import_target, open_target
 from bexp.workers.targets.extensions import extension_for

@@ -30,8 +30,7 @@ from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.workers import REPLAYED
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
-from bexp.workers.replay.recording import Recording
-from bexp.workers.replay.rows import ComponentRow, WholeModelRow
+from bexp.workers.replay.recording import ComponentRow, Recording, WholeModelRow
 
 PREFIX = "replay:"
 SAME = ("mode", "routing", "plain_execution", "training")

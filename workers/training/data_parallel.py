@@ -1,12 +1,21 @@
-"""The interface of data parallelism, and its implementation for a process that trains alone."""
+"""Data parallelism: its interface, the choice of its way by the request, and the ways that do not shard."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bexp.explorer.model.training import Sharding
+from bexp.graphs.graphed_loss import GraphedLoss
+from bexp.workers.instruments.failures import UnsupportedTrialError
 
 Step = Callable[[], None]
 
@@ -87,3 +96,142 @@ class SingleProcess:
 
     def finish(self) -> None:
         """Do nothing."""
+
+
+def require_captured(loss: GraphedLoss) -> None:
+    """Check that a micro-step that has run was captured.
+
+    Raises:
+        UnsupportedTrialError: it was not captured; the message says why.
+        torch.OutOfMemoryError: memory ran out in the attempt.
+    """
+    if isinstance(loss.error, torch.OutOfMemoryError):
+        raise loss.error
+    if loss.problem is not None or not loss.num_captures:
+        raise UnsupportedTrialError(f"the micro-step cannot be replayed as CUDA graphs: {loss.problem}")
+
+
+def data_parallel(
+    members: dist.ProcessGroup | None,
+    device: torch.device,
+    sharding: Sharding,
+    parameter_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+) -> DataParallel:
+    """Return how the processes of `members` train together with this sharding; None if one process trains alone."""
+    if members is None:
+        return SingleProcess()
+    separate = gradient_dtype is not parameter_dtype
+    if sharding is not Sharding.NONE:
+        from bexp.workers.training.fully_sharded import FullySharded  # noqa: PLC0415 - takes half a second
+
+        return FullySharded(members, device, sharding, gradient_dtype if separate else None)
+    return ReplicatedMain(members) if separate else Replicated(members)
+
+
+WATCHDOG_SECONDS = 0.3
+"""NCCL's process groups check ten times a second which operations have ended."""
+
+
+class Replicated:
+    """torch's DistributedDataParallel: gradients live in its buckets, which are reduced in the last micro-step."""
+
+    def __init__(self, members: dist.ProcessGroup) -> None:
+        self._members = members
+        self._model: DistributedDataParallel | None = None
+
+    def take(self, unit: nn.Module, *, is_last: bool) -> None:
+        """Leave the unit as it is."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model as a replica. All replicas have equal parameters already."""
+        with warnings.catch_warnings():
+            # Deprecated in torch 2.13, but its successor would still broadcast buffers at first.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            self._model = DistributedDataParallel(
+                model,
+                process_group=self._members,
+                broadcast_buffers=False,
+                init_sync=False,
+                gradient_as_bucket_view=True,
+            )
+        return self._model
+
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
+        """Run two micro-steps, because torch builds the buckets again in the order of the first backward.
+
+        Gradients are dropped before each, so that every gradient is in a new bucket afterwards. The old buckets are no
+        part of a step, and are freed.
+        """
+        for _ in range(2):
+            for parameter in optimizer.parameters:
+                parameter.grad = None
+            micro_step()
+        self._free_buckets()
+
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Reduce gradients only in the last micro-step."""
+        assert self._model is not None
+        context: AbstractContextManager[None] = nullcontext() if is_last else self._model.no_sync()
+        return context
+
+    def finish(self) -> None:
+        """Free the buckets."""
+        self._free_buckets()
+
+    def _free_buckets(self) -> None:
+        """Make NCCL's process group free the reduced buckets, which it holds because nobody waits for them.
+
+        The group frees a bucket when a new collective begins after the watchdog has seen the end of the reduction.
+        """
+        if dist.get_backend(self._members) == "nccl":
+            time.sleep(WATCHDOG_SECONDS)
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._members)
+
+
+class ReplicatedMain:
+    """Main gradients in another dtype than the parameters, which DistributedDataParallel does not support.
+
+    In the last micro-step, each gradient is reduced as soon as backward has added to it, while backward goes on.
+    """
+
+    def __init__(self, members: dist.ProcessGroup) -> None:
+        self._members = members
+        self._reduces = False
+        self._works: list[Any] = []
+        self._reduced: list[Tensor] = []
+
+    def take(self, unit: nn.Module, *, is_last: bool) -> None:
+        """Leave the unit as it is."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
+        """Reduce each gradient after its accumulation."""
+        for parameter, gradient in zip(optimizer.parameters, optimizer.gradients, strict=True):
+            assert gradient is not None, "main gradients exist from the start"
+            parameter.register_post_accumulate_grad_hook(self._reduce_after(gradient))
+
+    @contextmanager
+    def micro_step(self, *, is_last: bool) -> Iterator[None]:
+        """Reduce in the last micro-step, which ends when all gradients are reduced."""
+        self._reduces = is_last
+        yield
+        for work in self._works:
+            work.wait()
+        if self._reduced:
+            torch._foreach_div_(self._reduced, float(self._members.size()))
+        self._works, self._reduced = [], []
+
+    def finish(self) -> None:
+        """Do nothing, because each reduction was waited for."""
+
+    def _reduce_after(self, gradient: Tensor) -> Callable[[Tensor], None]:
+        def reduce(_: Tensor) -> None:
+            if self._reduces:
+                self._works.append(dist.all_reduce(gradient, group=self._members, async_op=True))
+                self._reduced.append(gradient)
+
+        return reduce

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from bexp.api.cli import app
@@ -17,21 +22,41 @@ from bexp.explorer.records.recommendation import Answer
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
-from tests.api.cli.samples import ANSWER, EVENTS, RECOMMENDATION
+from tests.api.cli.samples import ANSWER, EVENTS, RECOMMENDATION, TINY
 from tests.api.serving import start
 from tests.contracts.samples import make_worker
 from tests.waits import PATIENCE_SECONDS
 
 Run = Callable[..., "Finished"]
+Started = list[tuple[list[str], dict[str, str]]]
+"""Command lines with their environments."""
 
 
+@dataclass(frozen=True)
 class Finished:
     """What a command left behind."""
 
-    def __init__(self, code: int, stdout: str, stderr: str) -> None:
-        self.code = code
-        self.stdout = stdout
-        self.stderr = stderr
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a configuration: that of a small model, with other fields, or a document."""
+
+    def write(document: dict[str, Any] | None = None, **changes: Any) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({**(TINY if document is None else document), **changes}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def config(configure: Callable[..., Path]) -> Path:
+    """The configuration of a small model."""
+    return configure()
 
 
 @pytest.fixture
@@ -90,6 +115,20 @@ def bexp(request: pytest.FixtureRequest, stored_at: str, tmp_path: Path, monkeyp
         return Finished(result.exit_code, result.stdout, result.stderr)
 
     return run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """The commands that this process would have become."""
+    started: Started = []
+
+    def become(program: str, arguments: list[str], environment: dict[str, str]) -> None:
+        assert program == arguments[0]
+        started.append((arguments, environment))
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return started
 
 
 class ScriptedWorker:

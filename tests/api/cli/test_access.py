@@ -1,4 +1,4 @@
-"""`bexp token`, `bexp quota`, `bexp audit`, and the audit's part of `bexp prune`."""
+"""`bexp token`, `bexp quota`, `bexp audit` and `bexp prune`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from bexp.api.cli import app
 from bexp.api.cli.errors import ExitCode
 from bexp.storage.audit import Action, read_audit
 from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, list_jobs
 from bexp.storage.owners import Scope
+from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, Quota, list_quotas
 from bexp.storage.tokens import list_tokens, verify_token
+from tests.contracts.samples import make_request
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,12 @@ def test_a_token_without_options_is_local_for_the_usual_scopes_and_does_not_end(
     (listed,) = json.loads(bexp("token", "list", "--json").stdout)
     assert (listed["expires_at"], listed["prefix"]) == (None, secret[: len(listed["prefix"])])
     assert datetime.fromisoformat(listed["created_at"]) <= datetime.now(UTC)
+    assert secret not in bexp("token", "list", "--json").stdout
+    again = bexp("token", "create", "laptop")
+    assert (again.exit_code, "'laptop' exists" in again.stderr) == (ExitCode.USAGE, True)
     assert bexp("token", "revoke", "laptop").stderr == "token laptop is revoked\n"
+    unknown = bexp("token", "revoke", "laptop")
+    assert (unknown.exit_code, "no token named 'laptop'" in unknown.stderr) == (ExitCode.USAGE, True)
 
 
 def test_quotas_are_set_listed_and_removed(sqlite_database: Database) -> None:
@@ -113,3 +121,39 @@ def test_a_user_without_a_name_is_audited_by_the_number(monkeypatch: pytest.Monk
     bexp("token", "create", "t")
     (latest,) = json.loads(bexp("audit", "--json").stdout)
     assert latest["origin"] == f"{os.getuid()}@{socket.gethostname()}"
+
+
+def test_explorations_are_pruned_by_count(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    for _ in range(3):
+        job, _ = queue.enqueue(make_request())
+        queue.request_cancel(job.id)
+    waiting, _ = queue.enqueue(make_request())
+    assert bexp("prune").exit_code == ExitCode.USAGE
+    assert "2 explorations would be deleted" in bexp("prune", "--keep", "1", "--dry-run").stderr
+    assert "1 exploration would be deleted" in bexp("prune", "--keep", "2", "--dry-run").stderr
+    assert bexp("prune", "--keep", "1", "--older-than-days", "30", "--studies").exit_code == 0
+    left = list_jobs(sqlite_database)[0]
+    assert sorted(job.state for job in left) == [JobState.CANCELLED, JobState.QUEUED]
+    assert left[0].id == waiting.id
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--keep 0", ["deleted 2 explorations"]),
+        ("--keep 1", ["deleted 1 exploration"]),
+        ("--older-than-days 30", ["deleted 0 explorations", "measured components deleted: 0"]),
+        ("--older-than-days 0", ["deleted 2 explorations", "measured components deleted: 0"]),
+        ("--components", ["measured components deleted: 0"]),
+        ("--studies", ["Optuna studies dropped: 0"]),
+        ("--audit-older-than-days 0", ["records of the audit deleted: 4"]),
+        ("--audit-older-than-days 1", []),
+    ],
+)
+def test_only_what_is_named_is_deleted_and_told(sqlite_database: Database, options: str, said: list[str]) -> None:
+    queue = Queue(sqlite_database)
+    for _ in range(2):
+        queue.request_cancel(queue.enqueue(make_request())[0].id)
+    done = bexp("prune", *options.split())
+    assert (done.exit_code, done.stdout, done.stderr.splitlines()) == (0, "", said)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import yaml
 
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
@@ -30,14 +29,12 @@ Worker = Callable[..., AbstractContextManager[None]]
 
 
 @pytest.fixture
-def explored(bexp: Run, worker: Worker, tmp_path: Path) -> Callable[..., str]:
+def explored(bexp: Run, worker: Worker, configure: Callable[..., Path]) -> Callable[..., str]:
     """Explores, with fields in place of the request's own, and returns the id."""
 
     def explore(answer: Answer = ANSWER, **fields: Any) -> str:
-        path = tmp_path / "tiny.yaml"
-        path.write_text(yaml.safe_dump({**TINY, **fields}))
         with worker(answer):
-            done = bexp("submit", path, "--set", "fresh=true", "--watch", "--json")
+            done = bexp("submit", configure(**fields), "--set", "fresh=true", "--watch", "--json")
         assert done.code == 0, done.stderr
         job_id: str = json.loads(done.stdout)["job"]["id"]
         return job_id
@@ -278,6 +275,13 @@ def test_further_runs_take_as_long_as_those_that_were() -> None:
     assert needed["advice"].startswith(f"{needed['runs_of_each']} more runs of each, about {needed['seconds']:.1f} s, ")
 
 
+@pytest.mark.parametrize(("other", "count"), [(0.0, 1), (0.01, 0), (0.19, 0), (0.25, 1)])
+def test_the_load_of_the_host_is_a_difference_from_ten_percent_on(other: float, count: int) -> None:
+    known = Known(a=(100.0,), b=(100.0,))
+    known.loads = {"a": 0.1, "b": other}
+    assert len(known.compare("a", "b")[0]["differences"]) == count
+
+
 @pytest.mark.parametrize(
     ("needed", "seconds", "begin"),
     [
@@ -291,13 +295,6 @@ def test_what_to_measure_next_is_said_in_runs_and_seconds(
     needed: int | None, seconds: float | None, begin: str
 ) -> None:
     assert _advice(needed, seconds).startswith(begin)
-
-
-@pytest.mark.parametrize(("other", "count"), [(0.0, 1), (0.01, 0), (0.19, 0), (0.25, 1)])
-def test_the_load_of_the_host_is_a_difference_from_ten_percent_on(other: float, count: int) -> None:
-    known = Known(a=(100.0,), b=(100.0,))
-    known.loads = {"a": 0.1, "b": other}
-    assert len(known.compare("a", "b")[0]["differences"]) == count
 
 
 def test_up_to_three_fields_of_a_model_are_told_one_by_one() -> None:

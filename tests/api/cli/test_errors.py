@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from filelock import Timeout
+from typer.testing import CliRunner
 
 from bexp.api.cli import main
+from bexp.api.cli.commands import GuardedGroup, TerminatedError
 from bexp.api.cli.connection import database_errors
-from bexp.api.cli.errors import CommandError
+from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.failures import describe_failure
 from bexp.api.local_worker import WorkerEndedError
 from bexp.client.errors import ProblemError
 from bexp.explorer.formats.document import FormatError
-from bexp.storage.queue import Queue
-from bexp.storage.tokens import list_tokens
 from tests.api.cli.conftest import Finished, Run
 from tests.api.cli.samples import TINY
 
@@ -53,25 +57,12 @@ def test_a_configuration_that_breaks_rules_names_field_and_rule(bexp: Run, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"a: [1", "not valid YAML"),
-        (b"", "is empty"),
-        (b"- 1\n", "mapping"),
-        (b"\xff\xfe\x00\x00", "not a text file"),
-        (b"a: 1\nb: *x\n", "anchor"),
-        (b"target: bexp\narchitectures: [ViTModel]\nmodel_type: vit\n", "language model"),
-    ],
+    ("content", "expected"), [(b"a: [1", "not valid YAML"), (b"\xff\xfe\x00\x00", "not a text file")]
 )
 def test_a_file_that_is_none(bexp: Run, tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     assert_usage(bexp("submit", path), expected)
-
-
-def test_a_missing_file_and_a_folder(bexp: Run, tmp_path: Path) -> None:
-    assert_usage(bexp("submit", tmp_path / "none.yaml"), "No such file or directory", "none.yaml")
-    assert_usage(bexp("submit", tmp_path), "Is a directory")
 
 
 def test_what_is_no_file_but_looks_like_something_else_is_answered_with_the_command_to_use(
@@ -113,11 +104,7 @@ def test_a_path_that_cannot_be_read_is_told_with_what_it_may_have_meant(
     [
         ("--micro-batch-size", "many", "--micro-batch-size 'many'"),
         ("--micro-batch-size", "8-2", "min (8) exceeds max (2)"),
-        ("--micro-batch-size", "2,4,0", "micro_batch_size: "),
         ("--device", "tpu", "--device 'tpu'"),
-        ("--device", "asic", "--device 'asic'"),
-        ("--batch-size", "0", "batch_size: "),
-        ("--memory-limit-gib", "nan", "memory_limit_gib: "),
         ("--confidence-target", "100", "budget.confidence_target: "),
     ],
 )
@@ -146,17 +133,15 @@ def test_a_port_that_is_none_is_exit_2(bexp: Run, monkeypatch: pytest.MonkeyPatc
     assert_usage(bexp("list"), "BEXP_PORT")
 
 
-@pytest.mark.parametrize("url", ["mysql://localhost/x", "nonsense", "sqlite:///:memory:"])
-def test_a_database_that_is_not_supported_is_exit_2(bexp: Run, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+@pytest.mark.parametrize("url", ["mysql://me:secret@localhost/x", "nonsense", "sqlite:///:memory:"])
+@pytest.mark.parametrize("command", ["db upgrade", "list"])
+def test_a_database_that_is_not_supported_is_exit_2(
+    bexp: Run, monkeypatch: pytest.MonkeyPatch, url: str, command: str
+) -> None:
     monkeypatch.setenv("BEXP_DATABASE_URL", url)
-    assert_usage(bexp("db", "upgrade"), "database")
-
-
-def test_a_reading_command_refuses_a_database_that_is_not_supported(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BEXP_DATABASE_URL", "mysql://me:secret@localhost/x")
     monkeypatch.delenv("BEXP_API_URL", raising=False)
-    done = bexp("list")
-    assert_usage(done, "database 'mysql' is not supported")
+    done = bexp(*command.split())
+    assert_usage(done, "database")
     assert "secret" not in done.stderr
 
 
@@ -227,21 +212,6 @@ def test_an_unexpected_error_is_a_line_and_a_file(
     assert "ZeroDivisionError" in file.read_text()
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(PermissionError(13, "Permission denied", "a.log"), "Permission denied: a.log"), (OSError("too odd"), "too odd")],
-)
-def test_a_file_that_fails_in_the_middle_of_a_command_is_named(
-    bexp: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("bexp.api.cli.jobs.connect", fail)
-    done = bexp("list")
-    assert (done.code, done.stderr) == (3, f"bexp: {said}\n")
-
-
 @pytest.mark.parametrize(("status", "code"), [(2, 2), (1, 3), (3, 3), (-9, 3)])
 def test_a_worker_that_ended_by_itself_is_exit_2_only_if_its_device_cannot_be_used(status: int, code: int) -> None:
     failure = describe_failure(WorkerEndedError("the worker ended", status))
@@ -276,24 +246,9 @@ def test_version(bexp: Run) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", bexp("--version").stdout)
 
 
-def test_tokens(bexp: Run, queue: Queue) -> None:
-    secret = bexp("token", "create", "ci").stdout.strip()
-    assert secret.startswith("bexp_")
-    assert [token.name for token in list_tokens(queue.database)] == ["ci"]
-    assert_usage(bexp("token", "create", "ci"), "'ci' exists")
-    assert_usage(bexp("token", "create", "a b"), "letters")
-    listed = json.loads(bexp("token", "list", "--json").stdout)
-    assert [token["name"] for token in listed] == ["ci"]
-    assert secret not in json.dumps(listed)
-    assert bexp("token", "revoke", "ci").code == 0
-    assert_usage(bexp("token", "revoke", "ci"), "no token named 'ci'")
-    assert bexp("token", "list").stdout.splitlines()[1:] == []
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("12\n0\n", "'0' in line 2 must be a whole number from 1 on"),
         ("12\nmany\n", "'many' in line 2 must be a whole number from 1 on"),
         ("\n", "it has no lengths"),
         (None, "No such file or directory: lengths.txt"),
@@ -314,3 +269,52 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(bexp: Run) -
     assert done.code == 2
     assert "'jit' is not one of 'eager', 'compile'," in done.stderr
     assert "Value error" not in done.stderr
+
+
+def run(raised: BaseException | int) -> tuple[int, str]:
+    """The exit status and the errors of a command that raises this, or is sent this signal."""
+    app = typer.Typer(cls=GuardedGroup)
+    app.callback()(lambda: None)
+
+    @app.command()
+    def act() -> None:
+        if isinstance(raised, BaseException):
+            raise raised
+        os.kill(os.getpid(), raised)
+
+    done = CliRunner().invoke(app, ["act"])
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (CommandError(ExitCode.NO_ANSWER, "nothing fits", "ask again"), 1, "bexp: nothing fits\n  ask again\n"),
+        (CommandError(ExitCode.USAGE, "no such id"), 2, "bexp: no such id\n"),
+        (CommandError(ExitCode.SERVICE, "it is away"), 3, "bexp: it is away\n"),
+        (FileNotFoundError(2, "No such file", "a.yaml"), 3, "bexp: No such file: a.yaml\n"),
+        (OSError(28, "No space left"), 3, "bexp: [Errno 28] No space left\n"),
+        (OSError("no strerror"), 3, "bexp: no strerror\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (TerminatedError(15), 143, ""),
+        (typer.Exit(7), 7, ""),
+    ],
+    ids=str,
+)
+def test_each_failure_has_its_lines_and_its_status(raised: BaseException, status: int, said: str) -> None:
+    assert run(raised) == (status, said)
+
+
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN])
+def hangup(request: pytest.FixtureRequest) -> Iterator[signal.Handlers]:
+    before = signal.signal(signal.SIGHUP, request.param)
+    yield request.param
+    assert signal.signal(signal.SIGHUP, before) is request.param, "the handler from before is back"
+
+
+def test_a_signal_ends_the_command_unless_it_was_ignored(hangup: signal.Handlers) -> None:
+    """As by `nohup`: a terminal that is closed does not end the command."""
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(signal.SIGHUP) == ((0, "") if hangup is signal.SIG_IGN else (129, ""))
+    assert run(signal.SIGTERM) == (143, "")
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -13,13 +13,12 @@ from typing import Any
 import psutil
 import pytest
 import sqlalchemy as sa
-import yaml
 
 from bexp.api.cli import local_run
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.errors import CommandError
 from bexp.api.cli.local_run import usable_device_counts
-from bexp.api.cli.options import device_kind, parse_micro_batch_size, read_request
+from bexp.api.cli.options import parse_micro_batch_size, read_request
 from bexp.api.cli.submit import missing_target
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration
@@ -51,18 +50,6 @@ def refused(bexp: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> Refused
         return done.stderr
 
     return run
-
-
-@pytest.fixture
-def configure(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a configuration."""
-
-    def write(document: dict[str, Any] | None = None, **changes: Any) -> Path:
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump({**(TINY if document is None else document), **changes}))
-        return path
-
-    return write
 
 
 @in_the_database
@@ -151,9 +138,8 @@ def test_a_field_that_is_set_has_a_value(bexp: Run, refused: Refused, configure:
     assert "--set 'tolerance= ' has no value" in refused("submit", configure(), "--set", "tolerance= ")
     assert "--set 'tolerance' is not of the form" in refused("submit", configure(), "--set", "tolerance")
     settings = ("--set", "memory_limit_gib=null", "--set", "budget.max_trials=1")
-    document = json.loads(bexp("submit", configure(memory_limit_gib=3), *settings, "--json").stdout)
-    assert (document["request"]["memory_limit_gib"], document["request"]["budget"]["max_trials"]) == (None, 1)
-    bexp("cancel", document["id"])
+    request = json.loads(bexp("submit", configure(memory_limit_gib=3), *settings, "--json").stdout)["request"]
+    assert (request["memory_limit_gib"], request["budget"]["max_trials"]) == (None, 1)
 
 
 @pytest.mark.parametrize(
@@ -170,24 +156,17 @@ def test_a_field_that_is_set_has_a_value(bexp: Run, refused: Refused, configure:
     ],
 )
 def test_a_submission_says_if_no_worker_has_its_target(
-    bexp: Run, queue: Queue, tmp_path: Path, name: str, targets: list[dict[str, str]], note: str | None
+    bexp: Run, queue: Queue, configure: Callable[..., Path], name: str, targets: list[dict[str, str]], note: str | None
 ) -> None:
     """The id is printed whatever is said of the workers; a lost worker has no target."""
-    with queue.database.begin() as connection:
-        connection.execute(sa.delete(workers))
     for number, each in enumerate([{name: "1"}, *targets]):
         register_worker(queue.database, make_worker(f"h-{number}-cpu", targets=each))
     with queue.database.begin() as connection:
         hour_ago = queue.database.clock(-timedelta(hours=1))
         connection.execute(sa.update(workers).where(workers.c.id == "h-0-cpu").values(last_seen_at=hour_ago))
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(TINY if name == "bexp" else {"target": name}))
-    done = bexp("submit", config)
+    done = bexp("submit", configure(None if name == "bexp" else {"target": name}))
     assert re.fullmatch(r"[0-9a-f]{16}\n", done.stdout)
     assert re.search(note, done.stderr) if note else done.stderr == ""
-    bexp("cancel", done.stdout.strip())
-    with queue.database.begin() as connection:
-        connection.execute(sa.delete(workers))
 
 
 @pytest.mark.parametrize("error", [ProblemError(403, {"title": "Forbidden"}), ServiceError("it is away")])
@@ -245,21 +224,6 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
-
-
-@pytest.mark.parametrize(
-    ("device", "kind"),
-    [(None, None), ("cpu", "cpu"), ("cuda:0-3", "cuda"), ("cuda,cpu", "cuda"), ("replay:table.jsonl", None)],
-)
-def test_a_device_says_its_kind(device: str | None, kind: str | None) -> None:
-    assert device_kind(device) == kind
-
-
-@pytest.mark.parametrize("device", ["", "all:0", "cpus", "gpu:0", "tpu"])
-def test_what_is_no_device_is_refused_with_what_is(device: str) -> None:
-    with pytest.raises(CommandError, match="is none of cpu, cuda:0, cuda:0-3 and replay:TABLE") as refused:
-        device_kind(device)
-    assert refused.value.code == 2
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:0-3", "cpu,cpu", "replay:table.jsonl"])

@@ -60,49 +60,6 @@ def test_a_group_without_a_command_shows_its_commands(group: str) -> None:
     assert all(re.search(rf"^│ {name} ", done.output, re.MULTILINE) for name in inner)
 
 
-def flags_of(command: tuple[str, ...]) -> dict[str, object]:
-    found = load_command(command[0])
-    for name in command[1:]:
-        found = getattr(found, "commands", {})[name]
-    return {name: each.default for each in found.params if getattr(each, "is_flag", False) for name in each.opts}
-
-
-@pytest.mark.parametrize("command", [each for each in commands() if flags_of(each)], ids=" ".join)
-def test_a_flag_is_off_unless_it_is_given(command: tuple[str, ...]) -> None:
-    assert not any(flags_of(command).values()), flags_of(command)
-
-
-@pytest.mark.parametrize(
-    ("command", "option", "default"),
-    [
-        ("list", "--limit", "20"),
-        ("audit", "--limit", "50"),
-        ("submit", "--priority", "0"),
-        ("mcp", "--port", "8643"),
-        ("mcp", "--host", "127.0.0.1"),
-        ("report", "--out", "report.html"),
-        ("serve", "--max-wait-hours", "168.0"),
-        ("token create", "--owner", "local"),
-    ],
-)
-def test_what_holds_without_an_option_is_shown_beside_it(command: str, option: str, default: str) -> None:
-    text = " ".join(CliRunner().invoke(app, [*command.split(), "-h"], env={"COLUMNS": "250"}).output.split())
-    assert re.search(rf"{option} [^│]*\[default: {re.escape(default)}\]", text)
-
-
-def test_the_defaults_of_a_request_are_shown() -> None:
-    text = " ".join(CliRunner().invoke(app, ["explore", "-h"], env={"COLUMNS": "250"}).output.split())
-    for default in (
-        "over all devices. Default: none.",
-        "or explore. Default: auto with a batch size, else explore.",
-        "Default: 600.",
-        "Default: 95.",
-        "Default: explore on a GPU, eager on a CPU.",
-        "Default: all of it.",
-    ):
-        assert default in text
-
-
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_options_of_an_exploration_are_in_groups_with_room_for_their_texts(columns: int) -> None:
     text = CliRunner().invoke(app, ["explore", "-h"], env={"COLUMNS": str(columns)}).output

@@ -69,27 +69,20 @@ def test_over_stdio_an_agent_explores_on_this_machine(tmp_path: Path) -> None:
     talk(server, conversation)
 
 
-def test_a_command_that_goes_on_ends_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BEXP_DATABASE_URL", f"sqlite:///{tmp_path}/bexp.db")
-    with Commands() as commands:
-        endless = commands.start("serve", "--port", "0")
-        with pytest.raises(CommandError, match="no exploration yet"):
-            commands.start("best", "latest", "--json").wait(PATIENCE_SECONDS)
-        assert endless.wait(0.0) is None
-        assert commands.exploration("latest") == "latest"
-        with pytest.raises(CommandError, match="command-1 has begun no exploration yet; ask again"):
-            commands.exploration("command-1")
-        with pytest.raises(CommandError, match="there is no exploration yet"):  # what it has said
-            commands.exploration("command-2")
-    assert endless._process.returncode is not None
-
-
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
     """Starts Python with a program in place of `bexp`."""
     monkeypatch.setattr("bexp.api.agents.commands.module_command", lambda _, *arguments: [sys.executable, *arguments])
     with Commands() as started:
         yield started
+
+
+def test_a_command_that_goes_on_ends_with_the_server(commands: Commands) -> None:
+    endless = commands.start("-c", "import time; time.sleep(99)")
+    assert endless.wait(0.0) is None
+    assert commands.exploration("latest") == "latest"
+    commands.__exit__(None, None, None)
+    assert endless._process.returncode is not None
 
 
 def test_a_command_is_known_by_a_number_until_it_has_an_exploration(commands: Commands, tmp_path: Path) -> None:

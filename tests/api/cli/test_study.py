@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import optuna
 import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner
@@ -15,7 +14,6 @@ from bexp.api.cli.errors import ExitCode
 from bexp.explorer.records.event import Progress
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
-from bexp.storage.tables import jobs
 from tests.api.cli.samples import REQUEST
 from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial, make_worker
 
@@ -67,22 +65,6 @@ def test_the_storage_and_every_study_of_the_exploration_are_printed(
     assert f"optuna-dashboard --host 127.0.0.1 '{url}'" in stderr
 
 
-def test_optuna_opens_what_is_printed(
-    study: Callable[..., tuple[int, str, str]], job_id: str, database_url: str
-) -> None:
-    """On PostgreSQL the password is left to the person; the rest of the URL is the database's own."""
-    _, stdout, _ = study(job_id)
-    printed = sa.make_url(stdout.split()[1])
-    expected = sa.make_url(database_url)
-    assert (printed.host, printed.port, printed.database) == (expected.host, expected.port, expected.database)
-    storage = optuna.storages.RDBStorage(database_url)
-    names = [line.split()[1] for line in stdout.splitlines()[1:]]
-    values = [optuna.load_study(study_name=name, storage=storage).best_value for name in names]
-    storage.remove_session()
-    storage.engine.dispose()
-    assert values == [make_trial(0).tokens_per_second] * 2
-
-
 def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[int, str, str]], job_id: str) -> None:
     code, stdout, _ = study(job_id, "--json")
     assert code == 0
@@ -92,28 +74,11 @@ def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[i
     assert found["studies"] == [job_id, f"{job_id}/num_query_groups=1"]
 
 
-def test_an_exploration_is_found_by_the_beginning_of_its_id_and_as_the_latest(
-    study: Callable[..., tuple[int, str, str]], job_id: str, database: Database
-) -> None:
-    for given in (job_id, job_id[:-1], job_id[:4], "latest"):
-        code, stdout, _ = study(given)
-        assert (code, stdout.splitlines()[1]) == (0, f"study    {job_id}")
-    alike = ["madeup1", "madeup2"]  # drawn ids are hexadecimal: none begins so
-    with database.begin() as connection:
-        row = dict(connection.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()._mapping)
-        connection.execute(sa.insert(jobs), [row | {"id": each} for each in alike])
-    code, stdout, stderr = study("made")
-    assert (code, stdout) == (ExitCode.USAGE, "")
-    assert "several explorations begin with 'made': madeup2, madeup1" in " ".join(stderr.split())
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ("nothing", "no exploration begins with 'nothing'; `bexp list` shows them"),
-        ("%%%%", "no exploration begins with '%%%%'"),
         ("", "There is no exploration with this id"),
-        ("latest", "there is no exploration yet"),
     ],
 )
 def test_an_unknown_exploration_has_no_study(

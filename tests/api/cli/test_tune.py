@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from bexp.api.cli.tune import _read_try, check_startable, hide_secrets, name_com
 from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer
 from bexp.api.cli.tuned_command import TunedCommand
 from bexp.tune import link
+from tests.api.cli.conftest import Started
 from tests.api.cli.samples import BEST
 
 
@@ -109,17 +108,7 @@ def test_a_setting_to_try_has_a_name_and_values(wrong: str) -> None:
         _read_try(wrong, ["train.py"])
 
 
-Started = list[tuple[list[str], dict[str, str]]]
 SPEED = Speed(BEST, 100.0, None, 1)
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    """The commands that this process would have become."""
-    started: Started = []
-    monkeypatch.setattr(os, "execvpe", lambda _, arguments, environment: started.append((arguments, environment)))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return started
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from bexp.tune import link
 from bexp.tune.placeholders import APPLY, APPLY_VALUES
 from bexp.workers.targets.custom.command import CommandProcess
 from bexp.workers.targets.custom.training_command import TrainingCommand
-from tests.api.cli.conftest import Run
+from tests.api.cli.conftest import Run, Started
 from tests.contracts.samples import make_recommendation, make_worker
 
 pytestmark = pytest.mark.parametrize("bexp", ["database"], indirect=True)
@@ -67,20 +65,6 @@ def trials(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> type[Trials]:
     monkeypatch.setattr(tune, "LocalRun", Trials)
     monkeypatch.setattr(Trials, "queue", queue, raising=False)
     return Trials
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """The commands that this process would have become."""
-    started: list[tuple[list[str], dict[str, str]]] = []
-
-    def become(program: str, arguments: list[str], environment: dict[str, str]) -> None:
-        assert program == arguments[0]
-        started.append((arguments, environment))
-
-    monkeypatch.setattr(os, "execvpe", become)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return started
 
 
 def test_the_worker_alone_learns_the_command(bexp: Run, trials: type[Trials], tmp_path: Path) -> None:
@@ -142,7 +126,7 @@ def test_several_devices_are_those_of_the_command(
 
 
 def test_the_command_is_run_and_written_only_with_an_answer(
-    bexp: Run, trials: type[Trials], started: list[Any], monkeypatch: pytest.MonkeyPatch
+    bexp: Run, trials: type[Trials], started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("own.yaml").write_text("micro_batch_size: 1\n")
     Path("own.yaml").chmod(0o600)

@@ -24,7 +24,7 @@ from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.tune.lengths import Lengths
 from bexp.tune.micro_batches import MicroBatches
 from tests.explorer.exports.samples import PARTS, candidate
-from tests.tune_commands.with_trainer import Texts
+from tests.tune_commands.texts import Texts
 
 
 def known(number: int, size: int) -> tuple[np.ndarray, SampleLengths]:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bexp.measure import host_time
-from bexp.measure.host_time import CoreWatch, HostMark, waited_seconds
-from bexp.measure.timestamps import CudaMark, mark_of
+from bexp.measure import timestamps
+from bexp.measure.timestamps import CoreWatch, CudaMark, HostMark, mark_of, waited_seconds
 
 
 class Host:
@@ -38,8 +37,8 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     found = Host()
-    monkeypatch.setattr(host_time, "time", found)
-    monkeypatch.setattr(host_time, "waited_seconds", found.waited_seconds)
+    monkeypatch.setattr(timestamps, "time", found)
+    monkeypatch.setattr(timestamps, "waited_seconds", found.waited_seconds)
     return found
 
 
@@ -72,13 +71,13 @@ def test_a_watch_adds_up_its_intervals(host: Host) -> None:
 
 
 def test_the_kernel_counts_the_waits_of_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_time, "TASKS", tmp_path)
+    monkeypatch.setattr(timestamps, "TASKS", tmp_path)
     for thread, text in {"1": "7 1500000000 3\n", "2": "8 500000000 3\n", "3": ""}.items():
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(text)
     (tmp_path / "4").mkdir()  # it has ended
     assert waited_seconds() == 2.0
-    monkeypatch.setattr(host_time, "TASKS", tmp_path / "none")
+    monkeypatch.setattr(timestamps, "TASKS", tmp_path / "none")
     assert waited_seconds() == 0.0
 
 

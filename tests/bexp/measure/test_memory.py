@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.measure.memory import ActivationBytes, measure_memory
+from bexp.measure.memory_meters import ActivationBytes, measure_memory
 from bexp.measure.passes import ModulePasses
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses

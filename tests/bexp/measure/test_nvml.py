@@ -7,8 +7,7 @@ import pynvml
 import pytest
 
 from bexp.explorer.records.measurement import SLOWDOWNS
-from bexp.measure.nvml import CLOCK_REASONS, Gpu
-from bexp.measure.visible_gpus import visible_gpus
+from bexp.measure.nvml import CLOCK_REASONS, Gpu, visible_gpus
 
 
 def refuse(*_: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.measure import host_time
+from bexp.measure import timestamps
 from bexp.measure import timing as timing_module
 from bexp.measure.timing import HostTimer, PassSample, Timing, TimingBudget, standard_error, summarize
 from tests.waits import PATIENCE_SECONDS, Clock
@@ -34,7 +34,7 @@ def test_one_disturbed_repeat_does_not_move_the_result() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(timing_module, "time", found)
-    monkeypatch.setattr(host_time, "time", found)
+    monkeypatch.setattr(timestamps, "time", found)
     return found
 
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 import bexp
 from bexp.explorer.records.measurement import Outcome
 from bexp.step import agreement
-from bexp.step.outcomes import attempt
+from bexp.step.agreement import attempt
 from tests.bexp.step.exploration_ranks import NUM_RANKS
 from tests.forked_ranks import run_ranks
 from tests.waits import PATIENCE_SECONDS, Clock, wait_until

@@ -18,7 +18,7 @@ from bexp.kernels import triton_support
 from bexp.kernels.experts import registry
 from bexp.transformers import experts
 from bexp.transformers.layers import decoder_layers
-from bexp.transformers.offload import OnHost
+from bexp.transformers.recompute import OnHost
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
 from tests.bexp.kernels.references import assert_same_values

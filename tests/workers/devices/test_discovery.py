@@ -5,17 +5,17 @@ from typing import Any
 import pynvml
 import pytest
 
-from bexp.measure import visible_gpus
+from bexp.measure import nvml
 from bexp.measure.device_names import parse_devices
 from bexp.workers.devices import discovery as devices
-from bexp.workers.devices.selection import default_devices, parse_counts
+from bexp.workers.devices.discovery import default_devices, parse_counts
 
 UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: UUIDS)
+    monkeypatch.setattr(nvml, "_gpu_uuids", lambda: UUIDS)
 
 
 @pytest.mark.parametrize(("visible", "keys"), [(None, UUIDS), ("2,0", [UUIDS[2], UUIDS[0]]), ("", [])])

@@ -12,11 +12,12 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
-from bexp.storage.leases import Claim, HeartbeatStatus, Lease, QueueSettings
+from bexp.storage.leases import Claim, HeartbeatStatus, Lease
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
-from bexp.workers.jobs import heartbeat as beating
-from bexp.workers.jobs.heartbeat import Interruption, LeaseHeartbeat
+from bexp.workers.jobs import runner
+from bexp.workers.jobs.runner import Interruption, LeaseHeartbeat
 from tests.contracts.samples import make_request, make_worker
 from tests.waits import PATIENCE_SECONDS, wait_until
 
@@ -53,7 +54,7 @@ def test_a_lease_is_extended_to_its_full_length_three_times_in_its_length(
         asked.set()
         return now
 
-    monkeypatch.setattr(beating, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=monotonic))
     queue = Queue(sqlite_database, QueueSettings(lease=length))
     held = claim(queue)
     with keeping(queue, held.lease) as (keeper, interrupted):

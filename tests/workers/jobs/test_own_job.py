@@ -17,9 +17,9 @@ from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.waiting import find_reason
 from bexp.storage.workers import register_worker
-from bexp.workers.jobs import own_job
-from bexp.workers.jobs.own_job import OwnJob
+from bexp.workers import serving
 from bexp.workers.jobs.worker import JobWorker
+from bexp.workers.serving import OwnJob
 from tests.contracts.jobs import expire, store
 from tests.contracts.samples import make_report, make_request, make_worker
 from tests.waits import PATIENCE_SECONDS
@@ -39,7 +39,7 @@ def worker(queue: Queue) -> JobWorker:
 @pytest.fixture
 def own(worker: JobWorker, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
     for name in ("CHECK_SECONDS", "PATIENCE_SECONDS", "CLAIM_SECONDS", "KEEP_SECONDS"):
-        monkeypatch.setattr(own_job, name, 0.01)
+        monkeypatch.setattr(serving, name, 0.01)
     return OwnJob(worker, "own")
 
 
@@ -125,7 +125,7 @@ def test_a_job_that_the_worker_cannot_run_is_refused(
     register_worker(queue.database, make_worker("own-1-cpu", name="me", fingerprint="f"))
     own._worker.hardware = make_report().hardware
     with monkeypatch.context() as patience:
-        patience.setattr(own_job, "CLAIM_SECONDS", 60.0)
+        patience.setattr(serving, "CLAIM_SECONDS", 60.0)
         assert not ends(own.watch, 0.2)
     assert ends(own.watch)
     assert own.is_refused
@@ -178,7 +178,7 @@ class Ending(threading.Event):
 def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
     """In place of the module's clock."""
     ending = Ending()
-    monkeypatch.setattr(own_job, "time", ending)
+    monkeypatch.setattr(serving, "time", ending)
     return ending
 
 

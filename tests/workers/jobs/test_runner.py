@@ -16,8 +16,9 @@ from bexp.explorer.records.trial import Trial
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState, get_job
-from bexp.storage.leases import Claim, QueueSettings
+from bexp.storage.leases import Claim
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from bexp.workers.jobs import runner

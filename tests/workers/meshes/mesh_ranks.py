@@ -32,7 +32,7 @@ from bexp.measure.passes import Passes
 from bexp.measure.timing import HostTimer
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.meshes.exchange import measure_exchange
+from bexp.workers.meshes.extension import measure_exchange
 from bexp.workers.meshes.training_run import MeshTrainingRun
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials.component import measure_component

@@ -20,14 +20,13 @@ from bexp.explorer.model.model import DType, LayerKind, ModelSpec, MoESpec
 from bexp.explorer.model.training import LossSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.expert_parallel.peers import GroupPeers
-from bexp.measure.memory import measure_memory
-from bexp.measure.memory_meters import byte_meter
+from bexp.measure.memory_meters import byte_meter, measure_memory
 from bexp.workers.meshes.spread_experts import build_busiest_rank, build_spread_experts
 from bexp.workers.meshes.tensor_parallel import TensorParallel, spread_loss_alone, whole_parameters
 from bexp.workers.meshes.training_run import DecoderStage
 from bexp.workers.targets.reference.factory import build_block, example_inputs
+from bexp.workers.targets.reference.ffn_block import MoEFFN
 from bexp.workers.targets.reference.head import Head
-from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.target import BlockPasses
 
 CPU = torch.device("cpu")

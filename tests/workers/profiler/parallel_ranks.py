@@ -19,8 +19,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
-from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import DataParallel, SingleProcess
+from bexp.workers.training.data_parallel import DataParallel, SingleProcess, data_parallel
 from bexp.workers.training.optimizer import build_optimizer
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.profiler.samples import MODEL, candidate

@@ -19,7 +19,7 @@ from bexp.measure.memory_meters import LiveStorages
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
-from bexp.workers.training.choice import data_parallel
+from bexp.workers.training.data_parallel import data_parallel
 from bexp.workers.training.optimizer import build_optimizer
 from tests.forked_ranks import SHARDING, fork_ranks
 

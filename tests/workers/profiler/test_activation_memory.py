@@ -13,7 +13,7 @@ from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKi
 from bexp.explorer.cost.step import gathered_bytes, static_parts
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.measure.memory import ActivationBytes, measure_memory
+from bexp.measure.memory_meters import ActivationBytes, measure_memory
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses
 from tests.forked_ranks import run_ranks

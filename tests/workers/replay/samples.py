@@ -13,8 +13,7 @@ from bexp.explorer.records.measurement import ComponentFigures, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import PrunedSpace
-from bexp.workers.replay.recording import Recording
-from bexp.workers.replay.rows import ComponentRow, RecordingHeader
+from bexp.workers.replay.recording import ComponentRow, Recording, RecordingHeader
 from tests.simulated_tables import h200_report, simulate
 
 MODEL: dict[str, Any] = {

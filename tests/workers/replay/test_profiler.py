@@ -23,10 +23,9 @@ from bexp.storage.trials import read_trials
 from bexp.workers.jobs.runner import JobEnd, run_job
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerInterruptedError
-from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import RecordedDevice, ReplayProfiler, VirtualClock, mismatch
-from bexp.workers.replay.recording import Recording
-from bexp.workers.replay.rows import WholeModelRow
+from bexp.workers.replay.recording import Recording, WholeModelRow
+from bexp.workers.serving import AnswerableJobs
 from tests.contracts.samples import make_worker
 from tests.simulated_tables import write
 from tests.workers.replay.samples import MODEL, empty, figures, plan, recording, request, row, table_of

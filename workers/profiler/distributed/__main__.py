@@ -8,7 +8,7 @@ from bexp.workers.profiler.parent import connect_to_parent
 def main() -> int:
     """Start a rank for each device and answer for them, until one of them or the parent ends."""
     parent = connect_to_parent("bexp.workers.profiler.distributed")
-    from bexp.workers.profiler.distributed.launch import serve_group  # noqa: PLC0415 - it imports torch, which takes seconds
+    from bexp.workers.profiler.distributed.coordinator import serve_group  # noqa: PLC0415 - it imports torch, which takes seconds
 
     return serve_group(parent)
 

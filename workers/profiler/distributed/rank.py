@@ -18,7 +18,7 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     gc.disable()  # collections amid an import visit all objects, and free next to nothing
-    from bexp.workers.profiler.distributed.rank_device import serve_rank  # noqa: PLC0415 - it imports torch
+    from bexp.workers.profiler.distributed.process_groups import serve_rank  # noqa: PLC0415 - it imports torch
 
     gc.enable()
     return serve_rank(arguments.rank, arguments.devices.split(","), arguments.port)

@@ -44,7 +44,6 @@ def _step_seconds(instruments: Instruments, training: _Stepped) -> float:
 
 
 def _micro_steps(moments: Sequence[Mark]) -> list[float]:
-    """Seconds of each micro-step of a step."""
     return [start.seconds_until(end) for start, end in pairwise(moments[:-1])]
 
 
@@ -165,7 +164,6 @@ def run_steps(
 
 
 def _step_error(marks: Sequence[Sequence[Mark]], micro_steps: list[float], batches: TextBatches | None) -> float:
-    """The standard error of a micro-step, from one step if there are no more."""
     each = [_micro_steps(moments) for moments in marks]
     scatter = standard_error(micro_steps) if len(each) > 1 else standard_error(each[0][:2])
     if batches is None or not batches.varies:

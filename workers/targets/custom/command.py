@@ -426,7 +426,6 @@ class CommandProcess:
         raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
 
     def _stop(self) -> None:
-        """End the processes of this start."""
         popen, self._popen, self._coming = self._popen, None, None
         self._line.hang_up()
         if popen is None:

@@ -19,8 +19,7 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.recomputation import recomputed
 from bexp.kernels.selective_recompute import recomputable
 from bexp.workers.instruments.kernel_shapes import torch_dtype
-from bexp.workers.targets.reference.block import ResidualBlock
-from bexp.workers.targets.reference.compilation import left_eager
+from bexp.workers.targets.reference.block import ResidualBlock, left_eager
 from bexp.workers.targets.reference.norm import RMSNorm, build_norm
 from bexp.workers.targets.reference.weights import Weights
 

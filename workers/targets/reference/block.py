@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import ClassVar, cast
+from typing import ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,30 @@ from bexp.explorer.cost.components import BlockRecompute
 from bexp.kernels.recomputation import recomputed
 from bexp.kernels.selective_recompute import selective_recompute
 from bexp.kernels.tiling import tiled
-from bexp.workers.targets.reference.compilation import compiled
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RECOMPILE_LIMIT = 1 << 12
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` under torch.compile with static shapes.
+
+    A profile compiles the same code for many shapes. torch's limit of a few is lifted, because beyond it code silently
+    runs eagerly.
+    """
+    import torch._dynamo.config as dynamo  # noqa: PLC0415 - takes seconds, and eager runs do not need it
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, _RECOMPILE_LIMIT)
+    return torch.compile(function, dynamic=False)
+
+
+def left_eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, kept out of the graph of a compiled caller."""
+    wrapped: Callable[P, R] = torch.compiler.disable(function)
+    return wrapped
 
 
 class ResidualBlock(nn.Module, ABC):

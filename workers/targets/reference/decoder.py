@@ -16,11 +16,10 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.recomputation import recomputed, recomputed_group
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
-from bexp.workers.targets.reference.embedding import Embedding
 from bexp.workers.targets.reference.factory import build_block
-from bexp.workers.targets.reference.head import Head
-from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.ffn_block import MoEFFN
+from bexp.workers.targets.reference.head import Embedding, Head
+from bexp.workers.targets.reference.weights import device_routes
 
 
 class TakeUnit(Protocol):

@@ -13,11 +13,9 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.extensions import extension_for
 from bexp.workers.targets.reference.attention_block import AttentionBlock
-from bexp.workers.targets.reference.embedding import Embedding
-from bexp.workers.targets.reference.ffn_block import DenseFFN
-from bexp.workers.targets.reference.head import Head
-from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.ffn_block import DenseFFN, MoEFFN
+from bexp.workers.targets.reference.head import Embedding, Head
+from bexp.workers.targets.reference.weights import device_routes
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
 

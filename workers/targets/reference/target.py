@@ -22,6 +22,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.graphs.graphed_loss import GraphedLoss
 from bexp.kernels.attention import attention_backend
+from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.passes import ModulePasses
 from bexp.measure.timestamps import Mark, mark_of
@@ -29,14 +30,11 @@ from bexp.workers.instruments.back_ends import report_device
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape, torch_dtype
-from bexp.workers.instruments.ring import find_ring
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
 from bexp.workers.targets.target import Miniature, OptimizerPart
-from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
-from bexp.workers.training.graphs import require_captured
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel, require_captured
 from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 
@@ -425,3 +423,25 @@ class ReferenceTrainingRun:
             if self._trains:
                 (loss / len(self._batches)).backward()
             del loss
+
+
+def find_ring(
+    instruments: Instruments, model: ModelSpec, size: int, layout: str | None, backend: str | None
+) -> ContextParallel | None:
+    """The ring of this rank; None if there is no layout, because components without one need no other rank.
+
+    Raises:
+        UnsupportedTrialError: the sequences cannot be shared by so many, or not with this attention back end.
+    """
+    reason: str | None = None
+    if model.seq_length % size:
+        reason = f"{size} devices cannot share sequences of {model.seq_length} tokens equally"
+    elif layout is not None:
+        assert backend is not None, "attention has a back end"
+        try:
+            reason = context_parallel_reason(attention_shape(model), size, layout, backend, instruments.device)
+        except ValueError as error:
+            reason = str(error)
+    if reason is not None:
+        raise UnsupportedTrialError(reason)
+    return None if layout is None else instruments.rank_group.context_parallel(size, layout)

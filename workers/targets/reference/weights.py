@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.routes import draw_batch_routes
+from bexp.explorer.model.routing import RoutingSpec
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 _STANDARD_DEVIATION = 0.02  # as in GPT-2 and its successors
@@ -42,3 +44,11 @@ class Weights:
     def zeros(self, *shape: int) -> nn.Parameter:
         """Return a parameter of zeros, for the offset of a norm."""
         return nn.Parameter(torch.zeros(shape, dtype=self.dtype, device=self.device), requires_grad=self.trained)
+
+
+def device_routes(model: ModelSpec, routing: RoutingSpec, num_tokens: int, seed: int, device: torch.device) -> Tensor:
+    """Return expert indices (num_tokens, top_k) int64 for `model` on `device`, which repeat for many tokens."""
+    assert model.moe is not None, "a model with experts"
+    drawn = torch.from_numpy(draw_batch_routes(model.moe, routing, num_tokens, seed)).to(device)
+    repeats = -(-num_tokens // drawn.shape[0])
+    return drawn.repeat(repeats, 1)[:num_tokens].contiguous()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bexp.explorer.cost.text_batches import TextBatch
+from bexp.workers.targets.transformers.config import is_int
 
 _SPECIAL = re.compile(r".*(token_id|token_index|_index)")
 _IGNORED_LABEL = -100
@@ -68,7 +69,7 @@ def _ordinary_tokens(config: Any) -> Tensor:
     for values in (config.to_dict(), text_config.to_dict()):
         for name, value in values.items():
             if _SPECIAL.fullmatch(name):
-                special.update(one for one in (value if isinstance(value, (list, tuple)) else [value]) if _is_int(one))
+                special.update(one for one in (value if isinstance(value, (list, tuple)) else [value]) if is_int(one))
     allowed = torch.ones(int(text_config.vocab_size), dtype=torch.bool)
     allowed[[token for token in special if 0 <= token < len(allowed)]] = False
     return allowed.nonzero().flatten()
@@ -76,8 +77,4 @@ def _ordinary_tokens(config: Any) -> Tensor:
 
 def _padding_token(config: Any) -> int:
     token = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
-    return token if _is_int(token) and token >= 0 else 0
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return token if is_int(token) and token >= 0 else 0

@@ -14,12 +14,10 @@ from bexp.explorer.cost.text_batches import TextBatch
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.layers import BuiltLayer
-from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.layers import BuiltLayer, ShellPart
+from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.quantized import held_tensors, storage_bytes
-from bexp.workers.targets.transformers.shell import ShellPart
-from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states
-from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
+from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states, map_tensors, tensors_of
 
 
 class PartsBuilder:
@@ -74,11 +72,6 @@ class PartsBuilder:
     def shell(self, texts: TextBatch | int) -> ShellPart:
         """Return embedding, norm, head and loss, ready to run."""
         return ShellPart(self.skeleton, self.batch(texts))
-
-    def whole(self) -> Any:
-        """Return the whole model on the device, after the parts are dropped."""
-        self.release()
-        return build_model(self.resolved, self.settings, self.device)
 
     def rest(self) -> int:
         """Drop gradients; return the bytes of the weights that stay on the device."""

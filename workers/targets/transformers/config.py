@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
@@ -122,6 +122,11 @@ def _without_cache(config: Any) -> Any:
     config.use_cache = False
     config.get_text_config(decoder=True).use_cache = False
     return config
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Return whether a value is a number, and not a flag."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def one_line(error: BaseException) -> str:

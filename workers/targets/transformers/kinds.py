@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from bexp.transformers.layers import decoder_layers
-from bexp.workers.targets.transformers.config import UnsupportedModelError
+from bexp.workers.targets.transformers.config import UnsupportedModelError, is_int
 
 _OWN_NUMBER = re.compile(r".*(layer|block|depth).*(idx|ids?|index|number|num)|idx|layer")
 
@@ -64,7 +64,7 @@ def _counting(attributes: list[dict[str, Hashable]]) -> set[str]:
         return set()
     names = set().union(*attributes)
     values = {name: [one.get(name) for one in attributes] for name in names}
-    return {name for name, by_layer in values.items() if _is_int(by_layer[0]) and len(set(by_layer)) == len(by_layer)}
+    return {name for name, by_layer in values.items() if is_int(by_layer[0]) and len(set(by_layer)) == len(by_layer)}
 
 
 def _attributes(layer: nn.Module) -> dict[str, Hashable]:
@@ -97,7 +97,3 @@ def _label(layer: nn.Module, index: int, config: Any) -> str:
     if isinstance(layer_types, (list, tuple)) and index < len(layer_types) and len(set(layer_types)) > 1:
         return f"{type(layer).__name__}[{layer_types[index]}]"
     return type(layer).__name__
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

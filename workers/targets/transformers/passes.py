@@ -4,18 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from bexp.explorer.cost.components import BackEnd, BlockRecompute, Component, ComponentKind, marked_values
+from bexp.explorer.cost.part_costs import part_of
+from bexp.explorer.cost.step import GIB
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
+from bexp.explorer.dimensions.dimension import CodePart
+from bexp.explorer.dimensions.execution import EXECUTION
+from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.measure import host_limits
 from bexp.measure.passes import ModulePasses
-from bexp.transformers.offload import OnHost
+from bexp.transformers.recompute import OnHost
 from bexp.transformers.set_up import Applied, set_up
-from bexp.transformers.settings import Settings
-from bexp.workers.targets.transformers.layers import BuiltLayer
+from bexp.transformers.settings import Float8, Settings
+from bexp.workers.instruments.failures import TrialFailedError
+from bexp.workers.targets.transformers.layers import BuiltLayer, ShellPart
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.quantized import scales_of
-from bexp.workers.targets.transformers.shell import ShellPart
+
+BY_OPERATION = {
+    BlockRecompute.SELECTIVE: "selective",
+    BlockRecompute.ACTIVATIONS: "activations",
+    BlockRecompute.PROJECTIONS: "projections",
+    BlockRecompute.OFFLOAD: Recompute.OFFLOAD,
+}
+WHOLE_LAYER = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
+"""What recomputes a layer alone as a whole; a group runs to its end."""
+
+
+def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
+    """What a candidate sets on a whole model."""
+    values = {choice.name: getattr(candidate, choice.fields[0]) for choice in CHOICES}
+    own = {name: value for name, value in values.items() if value is not None}
+    return Settings.of(
+        {EXECUTION.name: request.plain_execution} | own,
+        attention=candidate.attention_backend,
+        experts=candidate.expert_backend,
+        recompute=candidate.recompute.value,
+        bta_tile=candidate.bta_tile,
+        allocator=request.allocator,
+        float8=float8_of(request),
+    )
+
+
+def settings_of_component(component: Component, request: ExplorationRequest) -> Settings:
+    """What a component sets on the shell or on a layer; recomputation of a layer as a whole is left out."""
+    backend = component.backend or BackEnd()
+    if component.kind is ComponentKind.SHELL:
+        found = marked_values(CodePart.SHELL, (backend.setting or "").split("+"))
+        return Settings.of({choice.name: value for choice, value in found if value is not None})
+    found = marked_values(CodePart.LAYER, backend.marks)
+    stated = {EXECUTION.name: request.plain_execution.captured}
+    return Settings.of(
+        stated | {choice.name: value for choice, value in found if value is not None},
+        attention=component.attention,
+        experts=component.experts,
+        recompute=BY_OPERATION.get(component.recompute, "none"),
+        bta_tile=component.bta_tile,
+        float8=float8_of(request),
+    )
+
+
+def float8_of(request: ExplorationRequest) -> Float8 | None:
+    """Return the recipe by which linear layers are computed in float8; None if they are not."""
+    return cast(Float8 | None, request.training.float8_recipe)
 
 
 class LayerPasses(ModulePasses):
@@ -141,3 +200,33 @@ def _place(part: BuiltLayer) -> int | str | None:
         if value is part.hidden:
             return position
     return next((name for name, value in part.kwargs.items() if value is part.hidden), None)
+
+
+def require_host_memory(passes: LayerPasses, component: Component, model: ExploredModel) -> None:
+    """Run a layer forward, and check that the host could hold the activations of all layers.
+
+    Layers of other kinds count in proportion to their expected bytes.
+
+    Raises:
+        TrialFailedError: the host could not hold them; the outcome is a lack of memory.
+    """
+    assert isinstance(model, ModelParts), "this target describes its model by its parts"
+    passes.prepare_forward()
+    passes.forward()
+    taken = passes.host_bytes
+    passes.release()
+    expected = sum(model.kind(name).saved_bytes_per_token for name in model.layers)
+    full = full_host(round(taken * expected / part_of(component, model).saved_bytes_per_token), "the activations need")
+    if full is not None:
+        raise TrialFailedError(Outcome.OUT_OF_MEMORY, full)
+
+
+def full_host(num_bytes: int, need: str) -> str | None:
+    """Return why `num_bytes` do not fit in the host's memory, in words that begin with `need`; None if they do."""
+    release = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
+    if release is not None and torch.accelerator.is_available():
+        release()  # memory that earlier trials pinned
+    free = host_limits.available_bytes()
+    if num_bytes <= free:
+        return None
+    return f"{need} {num_bytes / GIB:.2f} GiB of the host's memory, of which {free / GIB:.2f} GiB are free"

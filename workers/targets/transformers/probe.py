@@ -32,11 +32,10 @@ from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.batch import arranged, is_flattened
 from bexp.workers.targets.transformers.builder import PartsBuilder
-from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.quantized import keeps_inputs
 from bexp.workers.targets.transformers.resolved import ResolvedModel
-from bexp.workers.targets.transformers.results import require_alike, results_of, results_of_shell
+from bexp.workers.targets.transformers.results import DifferenceError, require_alike, results_of, results_of_shell
 
 _NAMES = {
     SDPBackend.MATH.value: "math",
@@ -135,9 +134,6 @@ class SettingsProbe:
             )
         return tuple(map(self._kept_apart, supports)) if self._request.batching in PACKED else tuple(supports)
 
-    def _arranged(self, attention: str) -> TextBatch:
-        return arranged(self._texts, attention, flattens=self._request.flattens)
-
     def _kept_apart(self, support: BackendSupport) -> BackendSupport:
         """A back end that can be had, unless packed texts see one another with it."""
         reason = (
@@ -156,13 +152,9 @@ class SettingsProbe:
 
     def expert_supports(self) -> tuple[BackendSupport, ...]:
         """The library's implementations and, on a GPU, ours; empty for a model without experts."""
-        return tuple(self._expert_support(name) for name in self._expert_names())
-
-    def _expert_names(self) -> list[str]:
-        known = self._resolved.experts_implementations
-        if not known:
-            return []
-        return [*STOCK_EXPERTS, *(OURS if self._device.type == "cuda" else ())]
+        if not self._resolved.experts_implementations:
+            return ()
+        return tuple(map(self._expert_support, (*STOCK_EXPERTS, *(OURS if self._device.type == "cuda" else ()))))
 
     def _expert_support(self, name: str) -> BackendSupport:
         """Whether the model can have one; the slow ones are tried when they are named."""
@@ -276,7 +268,8 @@ class SettingsProbe:
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""
         for kind in dict.fromkeys(self._resolved.kinds):
-            part = self._builder.layer(kind, self._arranged(settings.attention or self.default_attention))
+            attention = settings.attention or self.default_attention
+            part = self._builder.layer(kind, arranged(self._texts, attention, flattens=self._request.flattens))
             if settings.experts is not None and not expert_modules(part.module):
                 continue
             try:

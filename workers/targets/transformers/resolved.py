@@ -34,8 +34,7 @@ from bexp.workers.targets.transformers.parts import (
     shell_part,
 )
 from bexp.workers.targets.transformers.self_check import FEATURES, SelfCheck, find_group_problem, self_check
-from bexp.workers.targets.transformers.shrink import shrink
-from bexp.workers.targets.transformers.tiny import tiny_config
+from bexp.workers.targets.transformers.shrink import shrink, tiny_config
 
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token, where nothing better is known (Korthikanti et al., 2022)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,17 @@ from bexp.transformers.recompute import chosen_layers
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.targets.transformers.batch import make_batch
-from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
 from bexp.workers.targets.transformers.config import ResolvedConfig, one_line, quiet_library
 from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
-from bexp.workers.targets.transformers.parts_comparison import CPU, OtherLayerError, PartsComparison
-from bexp.workers.targets.transformers.reference_run import run_plain, taken_gradients
+from bexp.workers.targets.transformers.parts_comparison import (
+    CPU,
+    OtherLayerError,
+    PartsComparison,
+    run_plain,
+    taken_gradients,
+)
+from bexp.workers.targets.transformers.results import DifferenceError, require_all_equal, require_equal
 
 PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # needed to measure by parts
 FEATURES = (*PARTS, "uniform_layers", "padded_text", "checkpointing", "batch_tiles", "experts_interface")
@@ -105,9 +111,10 @@ class _Check:
         self._try("runs", self._check_whole)
         self._try("layers", self._check_layers, needs=("runs",))
         self._try("layer_replay", self._check_replay, needs=("runs", "layers"))
-        self._try("shell", self._check_shell, needs=("runs", "layers"))
-        self._try("sum_of_parts", self._check_sum, needs=("layer_replay", "shell"))
-        self._try("padded_text", self._check_padded, needs=("layer_replay", "shell"))
+        self._try("shell", lambda: self._for_sizes(self.comparison.require_shell), needs=("runs", "layers"))
+        replayed = ("layer_replay", "shell")
+        self._try("sum_of_parts", lambda: self._for_sizes(self.comparison.require_sum), needs=replayed)
+        self._try("padded_text", lambda: self.comparison.require_sum(_padded(self.tiny)), needs=replayed)
         needed = ("runs", "layers")
         self._try(
             "checkpointing", lambda: check_checkpointing(self.model, self.comparison.layers, self._batch(2)), needed
@@ -119,6 +126,10 @@ class _Check:
             needs=("runs",),
         )
         return self.found
+
+    def _for_sizes(self, check: Callable[[int], None]) -> None:
+        for size in _SIZES:
+            check(size)
 
     def _try(self, name: str, check: Callable[[], None], needs: tuple[str, ...] = ()) -> None:
         missing = [one for one in needs if one in self.found.failures]
@@ -180,17 +191,6 @@ class _Check:
                 self.comparison.replay_all(size)
         self.found.saved_bytes_per_token = self.comparison.saved_bytes_per_token
 
-    def _check_shell(self) -> None:
-        for size in _SIZES:
-            self.comparison.require_shell(size)
-
-    def _check_sum(self) -> None:
-        for size in _SIZES:
-            self.comparison.require_sum(size)
-
-    def _check_padded(self) -> None:
-        self.comparison.require_sum(_padded(self.tiny))
-
 
 def _padded(tiny: ResolvedConfig) -> TextBatch:
     """Two texts, of which one is padded."""
@@ -210,7 +210,9 @@ def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[
     counts = [0] * len(layers)
     inner = [next(iter(layer.children()), None) for layer in layers]
     hooks = [
-        module.register_forward_pre_hook(_counter(counts, i)) for i, module in enumerate(inner) if module is not None
+        module.register_forward_pre_hook(partial(_count, counts, i))
+        for i, module in enumerate(inner)
+        if module is not None
     ]
     try:
         actual = _run_with(model, settings, batch)
@@ -275,7 +277,7 @@ def check_experts_interface(
 
 
 def _with_experts(tiny: ResolvedConfig, settings: BuildSettings, model: Any) -> Any:
-    changed = build_model(tiny, settings, torch.device("cpu"))
+    changed = build_model(tiny, settings, CPU)
     changed.load_state_dict(model.state_dict())
     return changed
 
@@ -296,8 +298,5 @@ def _require_same_run(
     require_all_equal("gradient", ((name, actual[1].get(id(p)), expected[1].get(id(p))) for name, p in names))
 
 
-def _counter(counts: list[int], index: int) -> Callable[..., None]:
-    def count(*_: Any) -> None:
-        counts[index] += 1
-
-    return count
+def _count(counts: list[int], index: int, *_: Any) -> None:
+    counts[index] += 1

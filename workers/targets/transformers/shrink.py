@@ -1,12 +1,50 @@
-"""A tiny configuration of the same type: the first layers, small sizes, everything else as it is."""
+"""The same type of model at a size that a CPU checks in seconds: the first layers, small sizes, the rest as it is."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from bexp.transformers.layers import DEPTH_NAMES, depth_of
+from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, is_int, with_values
+from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+
+TINY_SEQ_LENGTH = 16  # longer than the windows of a shrunk configuration, so that masks differ
+_FEWEST_LAYERS = 4
+_MOST_LAYERS = 12
+
+
+def tiny_config(resolved: ResolvedConfig, kinds: Sequence[str] = ()) -> ResolvedConfig:
+    """Return `resolved` with small sizes and the first layers, enough of them to have every kind that `kinds` names.
+
+    `kinds` is the kind of each layer of the full model. At most twelve layers are kept. Raises UnsupportedModelError if
+    the class refuses the small sizes.
+    """
+    values = shrink(resolved.config.to_dict(), num_layers_for(kinds))
+    derived = {name: value for name, value in values.items() if name != "rope_parameters"}
+    try:
+        return _buildable(resolved, values)
+    except UnsupportedModelError:
+        if derived == values:
+            raise
+        return _buildable(resolved, derived)  # a class may state rotary parameters only in its own defaults
+
+
+def num_layers_for(kinds: Sequence[str]) -> int:
+    """Return how many of the first layers have every kind, from four to twelve."""
+    firsts = [kinds.index(kind) for kind in set(kinds)]
+    return min(max([_FEWEST_LAYERS, *(first + 1 for first in firsts)]), _MOST_LAYERS)
+
+
+def _buildable(resolved: ResolvedConfig, values: dict[str, Any]) -> ResolvedConfig:
+    tiny = replace(resolved, config=with_values(resolved.config, values), seq_length=TINY_SEQ_LENGTH)
+    build_model(tiny, BuildSettings(dtype=torch.float32), META)
+    return tiny
+
 
 _WIDTH = 64
 _HEAD_DIM = 16
@@ -75,7 +113,7 @@ def _value(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, num
         return _sequence(name, value, raw, depth, num_layers)
     if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0
-    if not _is_int(value):
+    if not is_int(value):
         return value
     return _size(name, value, raw, num_layers)
 
@@ -93,7 +131,7 @@ def _sequence(name: str, value: Any, raw: Mapping[str, Any], depth: int | None, 
         return [min(token, _VOCABULARY - 1) for token in value]
     if depth is not None and len(value) == depth:
         return [_value(name, one, raw, depth, num_layers) for one in value[:num_layers]]
-    if name.endswith(("layers", "layer_ids", "idxs")) and all(_is_int(one) for one in value):
+    if name.endswith(("layers", "layer_ids", "idxs")) and all(is_int(one) for one in value):
         return [one for one in value if one < num_layers]
     return [dict(one) if isinstance(one, Mapping) else one for one in value]
 
@@ -110,7 +148,7 @@ def _size(name: str, value: int, raw: Mapping[str, Any], num_layers: int) -> int
     for pattern, size in _PATTERNS:
         if pattern.fullmatch(name):
             return min(value, size)
-    width: int | None = next((raw[key] for key in _WIDTH_NAMES if _is_int(raw.get(key))), None)
+    width: int | None = next((raw[key] for key in _WIDTH_NAMES if is_int(raw.get(key))), None)
     if width is None or value < _WIDTH or width <= _WIDTH:
         return min(value, _WIDTH) if name in _WIDTH_NAMES else value
     return max(value * _WIDTH // width // 8, 1) * 8  # a size that scales with the width, a multiple of 8
@@ -118,7 +156,7 @@ def _size(name: str, value: int, raw: Mapping[str, Any], num_layers: int) -> int
 
 def _fit_heads(raw: Mapping[str, Any], shrunk: dict[str, Any]) -> None:
     """Set as many key and value heads as query heads, where the full configuration has that."""
-    heads = next((name for name in ("num_attention_heads", "n_heads", "num_heads") if _is_int(raw.get(name))), None)
+    heads = next((name for name in ("num_attention_heads", "n_heads", "num_heads") if is_int(raw.get(name))), None)
     for name in ("num_key_value_heads", "num_kv_heads", "num_query_groups"):
         if heads is not None and name in raw and raw[name] in (None, raw[heads]):
             shrunk[name] = shrunk[heads]
@@ -127,7 +165,7 @@ def _fit_heads(raw: Mapping[str, Any], shrunk: dict[str, Any]) -> None:
     if "qk_rope_head_dim" in raw and raw.get("head_dim") == raw["qk_rope_head_dim"]:
         shrunk["head_dim"] = shrunk["qk_rope_head_dim"]
     nope, rope = raw.get("qk_nope_head_dim"), raw.get("qk_rope_head_dim")
-    if _is_int(nope) and _is_int(rope) and raw.get("head_dim") == nope + rope:
+    if is_int(nope) and is_int(rope) and raw.get("head_dim") == nope + rope:
         shrunk["head_dim"] = shrunk["qk_nope_head_dim"] + shrunk["qk_rope_head_dim"]
 
 
@@ -139,7 +177,7 @@ def _fit_state_space(shrunk: dict[str, Any]) -> None:
         ("num_heads", "head_dim", "expand"),
         ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
     ):
-        if all(_is_int(shrunk.get(name)) for name in (heads, head_dim, expand)):
+        if all(is_int(shrunk.get(name)) for name in (heads, head_dim, expand)):
             width = shrunk.get("mamba_d_ssm") or shrunk["hidden_size"] * shrunk[expand]
             shrunk[heads] = width // shrunk[head_dim]
 
@@ -159,13 +197,9 @@ def _fit_rotary(shrunk: dict[str, Any]) -> None:
         sections = rotary.get("mrope_section")
         if isinstance(sections, list):
             rotary["mrope_section"] = _sections(len(sections), half)
-        if _is_int(rotary.get("original_max_position_embeddings")):
+        if is_int(rotary.get("original_max_position_embeddings")):
             rotary["original_max_position_embeddings"] = min(rotary["original_max_position_embeddings"], 128)
 
 
 def _sections(count: int, total: int) -> list[int]:
     return [total // count + (1 if index < total % count else 0) for index in range(count)]
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -31,36 +31,34 @@ from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
-from bexp.workers.targets.transformers.adapters import adapted_weights, add_adapters
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.float8 import compare_float8
-from bexp.workers.targets.transformers.host_memory import full_host, require_host_memory
-from bexp.workers.targets.transformers.materialize import build_by_layers
-from bexp.workers.targets.transformers.measured_settings import (
+from bexp.workers.targets.transformers.model import BuildSettings, build_by_layers, build_model
+from bexp.workers.targets.transformers.packing import LEAK
+from bexp.workers.targets.transformers.parts import PartWeights, WeightsByKind, add_up, count_quantized, num_bytes
+from bexp.workers.targets.transformers.passes import (
     BY_OPERATION,
     WHOLE_LAYER,
+    LayerPasses,
+    ShellPasses,
     float8_of,
+    full_host,
+    require_host_memory,
     settings_of,
     settings_of_component,
 )
-from bexp.workers.targets.transformers.model import BuildSettings, build_model
-from bexp.workers.targets.transformers.packing import LEAK
-from bexp.workers.targets.transformers.parts import num_bytes
-from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
-from bexp.workers.targets.transformers.quantized import require_library
+from bexp.workers.targets.transformers.quantized import adapted_weights, add_adapters, require_library
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
-from bexp.workers.targets.transformers.tiny import num_layers_for
+from bexp.workers.targets.transformers.results import compare_float8
+from bexp.workers.targets.transformers.shrink import num_layers_for
 from bexp.workers.targets.transformers.training_run import (
     TrainerOptimizer,
     TransformersTrainingRun,
     embeddings_of,
 )
-from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up, count_quantized
-from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel
 
 
 class TransformersTarget:

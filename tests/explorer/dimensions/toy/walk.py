@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from torch import nn
+from typer.testing import CliRunner
 
 import bexp
+from bexp.api.cli import app
 from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.answers.lines import render
 from bexp.explorer.cost.components import ComponentKind
@@ -52,6 +54,7 @@ def main() -> None:
     assert ExplorationRequest.model_json_schema()["properties"]["toys"]["description"] == (
         "Whether layers have a toy. Null: both."
     )
+    assert "toys" in CliRunner().invoke(app, ["explore", "--help"], env={"COLUMNS": "200"}).output
     assert "toys" in IRRELEVANT
     one = {"recompute": ["none"], "attention_backends": ["flash"], "expert_backends": ["grouped_mm"]}
     asked = described.request(toys=["off", "on"], micro_batch_size=[1, 2], batch_size=4, **one)

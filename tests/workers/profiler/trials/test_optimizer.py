@@ -12,7 +12,7 @@ from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingPasses
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.trials.optimizer import measure_optimizer
+from bexp.workers.profiler.trials.component import measure_optimizer
 from bexp.workers.targets.reference.target import ReferenceTarget
 from bexp.workers.training.optimizer import TrainingOptimizer
 from tests.workers.profiler.samples import MODEL, candidate

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from bexp.workers.targets.custom.accumulation import AGREES, DIFFERS, FAILED, USAGE, main
-from tests.forked_trainings import SCRIPTS
+from tests.forked_trainings import SCRIPTS, TORCHRUN
 
 LOSSES = str(SCRIPTS / "with_losses.py")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 pytestmark = [pytest.mark.slow(together="trainings"), pytest.mark.usefixtures("forked_trainings")]
 

@@ -88,13 +88,13 @@ def test_all_optimizers_of_a_loop_count(commands: Commands) -> None:
 
 @pytest.mark.parametrize(("steps", "accumulate"), [(12, 1), (3, 2)])
 def test_a_loop_that_ends_early_gives_what_it_gave(commands: Commands, steps: int, accumulate: int) -> None:
-    process = commands("-u", *LOOP, "--steps", str(steps), "--accumulate", str(accumulate))
+    process = commands(*LOOP, "--steps", str(steps), "--accumulate", str(accumulate))
     open_(process)
     assert 2 <= measure(process, 4).repeats <= (steps - 1) * accumulate
 
 
 def test_a_loop_that_fails_early_gives_nothing(commands: Commands) -> None:
-    process = commands("-u", *LOOP, "--raise-at", "5")
+    process = commands(*LOOP, "--raise-at", "5")
     open_(process)
     with pytest.raises(TrialFailedError, match="no such step") as caught:
         measure(process, 4)

@@ -20,7 +20,8 @@ from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, CommandProcess
 from bexp.workers.targets.custom.training_command import TrainingCommand, locks_of
 from tests.forked_trainings import SCRIPTS
-from tests.tune_commands import with_a_loader, with_trainer
+from tests.tune_commands import texts as of_a_trainer
+from tests.tune_commands import with_a_loader
 from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers.targets.custom.commands import Commands, measure, open_
 
@@ -31,7 +32,7 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
     out = commands.folder / "out"
     script = str(SCRIPTS / "with_trainer.py")
     slowly = ("--seconds_per_token", "5e-4")
-    process = commands("-u", script, *slowly, "--output_dir", str(out), gradient_checkpointing=[False, True])
+    process = commands(script, *slowly, "--output_dir", str(out), gradient_checkpointing=[False, True])
     assert open_(process, gradient_checkpointing=True) == {"dimensions": {"gradient_checkpointing": [False, True]}}
     described = process.ask("describe", PATIENCE_SECONDS)
     assert described["class_name"] == "GPT2LMHeadModel"
@@ -60,7 +61,7 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
     ("texts", "arguments", "per_token", "sizes"),
     [
         (
-            with_trainer.Texts(200, long_tail=True),
+            of_a_trainer.Texts(200, long_tail=True),
             ("with_trainer.py", "--long_tail", "--per_device_train_batch_size", "4", "--output_dir", "out"),
             4e-4,
             [4],
@@ -76,7 +77,7 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
 )
 def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
     commands: Commands,
-    texts: with_trainer.Texts | with_a_loader.Texts,
+    texts: of_a_trainer.Texts | with_a_loader.Texts,
     arguments: tuple[str, ...],
     per_token: float,
     sizes: list[int],

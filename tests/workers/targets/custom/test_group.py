@@ -14,9 +14,11 @@ from bexp.explorer.records.measurement import Outcome
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import CommandProcess, cause_of
 from bexp.workers.targets.custom.training_command import TrainingCommand
+from tests.forked_trainings import SCRIPTS, TORCHRUN
 from tests.waits import PATIENCE_SECONDS
 
-SCRIPT = Path(__file__).parents[4] / "tests" / "tune_commands" / "with_ranks.py"
+pytestmark = [pytest.mark.slow(together="trainings"), pytest.mark.usefixtures("forked_trainings")]
+
 SIZES = ("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}")
 
 
@@ -24,7 +26,7 @@ class Training(CommandProcess):
     """A command of two processes."""
 
     def __init__(self, folder: Path, loop: str, *given: str) -> None:
-        launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT))
+        launched = (sys.executable, *TORCHRUN, str(SCRIPTS / "with_ranks.py"))
         sizes = SIZES if loop == "plain" else ()
         batch_size = 8 if sizes else None
         arguments = (*launched, loop, *sizes, *given, "--output", str(folder / "out"))
@@ -54,8 +56,7 @@ def test_the_slowest_and_the_fullest_process_count_and_one_without_memory_ends_a
     assert figures["micro_step_seconds"] > 0.1
     assert figures["peak_bytes"] > 500 * 2**20
     assert (caught.value.outcome, str(caught.value)) == (Outcome.OUT_OF_MEMORY, "rank 1: MemoryError: out of memory")
-    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in lines if str(tmp_path) in " ".join(line)]
+    assert str(tmp_path) not in [process.info["cwd"] for process in psutil.process_iter(["cwd"])], "none is left"
     assert not (tmp_path / "out").exists()
 
 

@@ -18,8 +18,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.decoder import DecoderLayer, DecoderModel
-from bexp.workers.targets.reference.ffn_block import DenseFFN
-from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.ffn_block import DenseFFN, MoEFFN
 from tests.bexp.kernels.references import assert_same_values, relative_error
 from tests.workers.targets.reference import references
 from tests.workers.targets.reference.models import CPU, outcome, shake, small_model, small_moe

@@ -11,7 +11,7 @@ import torch
 
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.workers.targets.reference import compilation
+from bexp.workers.targets.reference import block
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from tests.bexp.kernels.references import relative_error
@@ -79,5 +79,5 @@ def test_compiled_equals_eager(loss: str, fields: dict[str, Any], choice: dict[s
 def test_the_limit_of_recompilations_is_lifted() -> None:
     import torch._dynamo.config as dynamo
 
-    compilation.compiled(lambda x: x)
+    block.compiled(lambda x: x)
     assert dynamo.recompile_limit >= 1000

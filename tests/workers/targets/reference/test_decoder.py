@@ -15,8 +15,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.measure.memory import measure_memory
-from bexp.measure.memory_meters import byte_meter
+from bexp.measure.memory_meters import byte_meter, measure_memory
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
 from bexp.workers.targets.reference.target import BlockPasses

@@ -13,8 +13,8 @@ from bexp.explorer.model.routes import draw_routes
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.ffn_block import MoEFFN
+from bexp.workers.targets.reference.weights import device_routes
 from tests.workers.targets.reference.models import CPU, small_model, small_moe
 
 MODEL = small_model(moe=small_moe(first_k_dense=1), num_query_groups=2, dtype="bfloat16")

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bexp.workers.targets.reference.norm import EPSILON
-from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
+from bexp.workers.targets.reference.norm import EPSILON, norm_over_ranks, total_alone
 from tests.bexp.kernels.references import relative_error
 from tests.waits import PATIENCE_SECONDS
 

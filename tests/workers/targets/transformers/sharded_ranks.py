@@ -25,7 +25,7 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials import data_parallel_communication
-from bexp.workers.targets.transformers.measured_settings import settings_of
+from bexp.workers.targets.transformers.passes import settings_of
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from bexp.workers.targets.transformers.target import TransformersTarget, describe_parts
 from bexp.workers.training.optimizer import own

@@ -18,8 +18,7 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.trials.component import measure_component
-from bexp.workers.profiler.trials.optimizer import measure_optimizer
+from bexp.workers.profiler.trials.component import measure_component, measure_optimizer
 from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.workers.profiler import samples

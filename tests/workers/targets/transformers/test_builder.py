@@ -21,7 +21,7 @@ from bexp.workers.targets.transformers.config import (
     quiet_library,
     resolve_config,
 )
-from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import describe_parts
 
@@ -58,7 +58,7 @@ def test_layers_that_differ_by_their_mask_alone_are_different_kinds(resolved: Re
 def test_parts_hold_every_parameter_of_the_model_once(resolved: ResolvedModel) -> None:
     parts = describe_parts(resolved, tiles=None, checkpointing=None, named={})
     inside = sum(parts.layers.count(kind.name) * kind.num_parameters for kind in parts.kinds)
-    whole = resolved.builder(CPU).whole()
+    whole = build_model(resolved.config, resolved.settings, CPU)
     assert inside + parts.shell.num_parameters == parts.num_parameters == sum(p.numel() for p in whole.parameters())
     assert resolved.check.by_parts
 
@@ -204,7 +204,7 @@ def _resolved(model_type: str) -> ResolvedModel:
 def test_a_layer_alone_spreads_tokens_over_experts_as_the_layers_of_its_model_do(model_type: str) -> None:
     resolved = _resolved(model_type)
     builder = resolved.builder(CPU)
-    model = builder.whole()
+    model = build_model(builder.resolved, builder.settings, CPU)
     with _busiest(model) as whole, torch.no_grad(), quiet_library():
         model(**builder.batch(2), use_cache=False)
     typical = statistics.median(whole)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bexp.workers.instruments.failures import UnsupportedTrialError
-from bexp.workers.targets.transformers.float8 import compare_float8
+from bexp.workers.targets.transformers.results import compare_float8
 from tests.bexp.transformers import fake_torchao
 from tests.workers.targets.transformers.targets import HARDWARE, QWEN_MOE, candidate, open_target, request_for
 

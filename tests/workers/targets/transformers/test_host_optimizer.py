@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.model.optimizers import OptimizerName
 from bexp.measure import host_limits
-from bexp.transformers.offload import pinned_bytes
+from bexp.transformers.recompute import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.training_run import LEARNING_RATE, TrainerOptimizer
 from tests.bexp.kernels.references import assert_same_values
@@ -59,7 +59,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 @pytest.fixture(autouse=True)
 def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     package = SimpleNamespace(CPUOffloadOptimizer=CPUOffloadOptimizer)
-    monkeypatch.setattr("bexp.workers.targets.transformers.optimizers.import_module", lambda _: package)
+    monkeypatch.setattr("bexp.workers.targets.transformers.training_run.import_module", lambda _: package)
 
 
 def test_the_device_holds_the_state_of_small_parameters_alone() -> None:

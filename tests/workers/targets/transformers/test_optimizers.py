@@ -17,8 +17,7 @@ from torch import nn
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES
 from bexp.workers.instruments.failures import UnsupportedTrialError
-from bexp.workers.targets.transformers.optimizers import make_optimizer, state_bytes
-from bexp.workers.targets.transformers.training_run import TrainerOptimizer
+from bexp.workers.targets.transformers.training_run import TrainerOptimizer, make_optimizer, state_bytes
 from tests.workers.targets.transformers.targets import HARDWARE, candidate, open_target, opened
 
 transformers = pytest.importorskip("transformers")
@@ -109,7 +108,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
     def fail(name: str) -> None:
         raise ModuleNotFoundError(f"No module named '{name}'")
 
-    monkeypatch.setattr("bexp.workers.targets.transformers.optimizers.import_module", fail)
+    monkeypatch.setattr("bexp.workers.targets.transformers.training_run.import_module", fail)
     for name, package in (("lion_8bit", "bitsandbytes"), ("adamw_torch_4bit", "torchao")):
         with pytest.raises(UnsupportedTrialError, match=rf"needs {package}: pip install 'bexp\[{package}\]'"):
             make_optimizer(name, [nn.Parameter(torch.ones(2))], 1e-4)

@@ -19,8 +19,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.builder import PartsBuilder
-from bexp.workers.targets.transformers.measured_settings import settings_of
-from bexp.workers.targets.transformers.passes import LayerPasses
+from bexp.workers.targets.transformers.passes import LayerPasses, settings_of
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import describe_parts

@@ -17,7 +17,7 @@ from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.quantization import ARGUMENTS, describe_weights
-from bexp.measure.memory import measure_memory
+from bexp.measure.memory_meters import measure_memory
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.quantized import held_tensors, keeps_inputs, scales_of, storage_bytes
 from tests.workers.targets.transformers.targets import (

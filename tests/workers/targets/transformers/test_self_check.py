@@ -14,7 +14,7 @@ from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.parts_comparison import PartsComparison
 from bexp.workers.targets.transformers.self_check import PARTS, self_check
-from bexp.workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
+from bexp.workers.targets.transformers.shrink import TINY_SEQ_LENGTH, tiny_config
 
 pytest.importorskip("transformers")
 

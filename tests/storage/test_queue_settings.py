@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from bexp.storage.leases import QueueSettings, read_queue_settings
+from bexp.storage.queue_settings import QueueSettings, read_queue_settings
 
 DEFAULT = QueueSettings()
 
