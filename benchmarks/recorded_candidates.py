@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.composition import Composition, Floats, Ints
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Composition, Floats, Ints, required_table
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.measurement import ComponentMeasurement

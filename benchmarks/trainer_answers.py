@@ -31,8 +31,7 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import SearchTruth, read_truth
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.truth import draw_truth
-from bexp.explorer.cost.composition import Floats
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Floats, required_table
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.experts import DEFAULT_EXPERTS
 from bexp.explorer.dimensions.place import EmptySpaceError

@@ -17,8 +17,7 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from bexp.explorer.model.hardware import HardwareSpec
-from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
+from bexp.explorer.records.device_report import DeviceReport, EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest

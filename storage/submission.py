@@ -14,8 +14,7 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.request_key import request_key
+from bexp.explorer.request.request import ExplorationRequest, request_key
 from bexp.storage.audit import Action, note_action
 from bexp.storage.changes import change_job
 from bexp.storage.database import Database

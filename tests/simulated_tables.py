@@ -19,8 +19,7 @@ from benchmarks.environment import ROOT
 from benchmarks.recording_file import encode_row
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Composition, required_table
 from bexp.explorer.cost.roofline import roofline_seconds
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.candidate import Candidate

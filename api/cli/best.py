@@ -16,8 +16,7 @@ from bexp.api.cli.job_ids import LATEST, MOST_SEARCHED, find_job
 from bexp.api.cli.results import document, print_json, terminal_width
 from bexp.client.explorations import Exploration, Explorations, Export
 from bexp.explorer.answers.alternatives import no_dividing_text
-from bexp.explorer.answers.lines import render
-from bexp.explorer.answers.runs import render_run_report
+from bexp.explorer.answers.lines import render, render_run_report
 from bexp.explorer.answers.uses import is_provisional
 from bexp.explorer.model.amounts import slower_text
 from bexp.explorer.model.target import describe_target

@@ -10,8 +10,8 @@ import typer
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.explorer.formats.document import load_document
-from bexp.explorer.formats.lengths import is_distribution, parse_lengths
 from bexp.explorer.formats.training_files import base_model, find_trainer
+from bexp.explorer.model.lengths import is_distribution, parse_lengths
 
 HF_CONFIG = "config.json"
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}

@@ -19,7 +19,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds, WholeModelMeasurement
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.legal_space import PrunedSpace
 from bexp.workers.replay.profiler import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import ComponentRow, Recording, RecordingError, WholeModelRow
 

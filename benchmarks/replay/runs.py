@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
 from benchmarks.replay.ground_truth import DrawnTruth, GroundTruth
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import required_table
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.bta_tile import BTA_TILE
 from bexp.explorer.dimensions.candidate import Candidate
@@ -27,7 +27,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.legal_space import PrunedSpace
 from bexp.explorer.search.samplers import STOCK_SAMPLERS
 from bexp.workers.replay.profiler import VirtualClock
 

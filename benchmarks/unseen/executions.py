@@ -33,8 +33,7 @@ from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.models import STATE_SHARE, draw_report, draw_request
 from benchmarks.unseen.truth import FEWEST_CANDIDATES, MOST_DRAWS, UnseenTruth, complete, draw_truth
-from bexp.explorer.cost.back_end import BackEnd
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BackEnd, BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost.parameters import count_layer, count_parameters
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.execution import Execution
@@ -47,7 +46,7 @@ from bexp.explorer.model.parts import LayerPart, ModelParts, Part
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.pruned_space import prune_space
+from bexp.explorer.search.legal_space import prune_space
 from bexp.workers.replay.profiler import VirtualClock
 
 ATTENTION = {"sdpa": "cudnn", "sdpa:flash": "flash", "sdpa:efficient": "efficient"}

@@ -13,8 +13,7 @@ from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.composition import Composition, Floats, Mask
-from bexp.explorer.cost.required_memory import predict_memory, required_table
+from bexp.explorer.cost.composition import Composition, Floats, Mask, predict_memory, required_table
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.candidate import Candidate
@@ -24,7 +23,7 @@ from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
 
 MEMORY_MODEL_STD, MEMORY_OWN_STD = 0.012, 0.016
 """Relative errors of a composed peak: one that a model's candidates share, and a candidate's own; 2% together."""

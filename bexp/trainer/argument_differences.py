@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bexp.explorer.model.optimizers import ALIASES, LIBRARY_NAMES
-from bexp.explorer.trainers.half_names import HALF_NAMES
+from bexp.explorer.trainers.document import HALF_NAMES
 from bexp.trainer.recommended_setup import RecommendedSetup
 
 CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")

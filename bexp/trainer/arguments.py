@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bexp.explorer.model.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES, ON_HOST_NOTE
-from bexp.explorer.trainers.half_names import HALF_NAMES
+from bexp.explorer.trainers.document import HALF_NAMES
 from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
     argument_differences,

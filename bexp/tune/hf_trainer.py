@@ -19,7 +19,7 @@ from transformers.trainer_callback import EarlyStoppingCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import PredictionOutput
 
-from bexp.explorer.cost.epochs import Epoch
+from bexp.explorer.cost.text_batches import Epoch
 from bexp.measure.heap import freeze_imports
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.lengths import WORST_TIMES, Lengths

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from bexp.explorer.cost.epochs import Epoch, Places, cut_epochs
-from bexp.explorer.cost.expectation import Figures, expect
+from bexp.explorer.cost.text_batches import Epoch, Figures, Places, cut_epochs, expect
 from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
 
 if TYPE_CHECKING:

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from bexp.explorer.answers.rows import Row, detail, main, part
-from bexp.explorer.answers.text import joined, steps_text
+from bexp.explorer.answers.text import joined
 from bexp.explorer.dimensions.parallelism import expert_sharing
 from bexp.explorer.model.amounts import bytes_text, rate_text, slower_text
-from bexp.explorer.records.recommendation import (
-    WITHIN,
-    Alternative,
-    NoteCode,
-    Recommendation,
-    Role,
-    WholeModelCheck,
-)
+from bexp.explorer.records.recommendation import WITHIN, Alternative, NoteCode, Recommendation, Role, WholeModelCheck
 from bexp.explorer.request.request import ExplorationRequest
 
 
@@ -77,7 +70,7 @@ def _steps(count: int, request: ExplorationRequest | None) -> str:
     """Return a number of accumulation steps, or of micro-batches of an evaluation."""
     if request is not None and request.mode == "eval":
         return f"{count} micro-batch{'' if count == 1 else 'es'}"
-    return steps_text(count)
+    return f"{count} accumulation step{'' if count == 1 else 's'}"
 
 
 def memory_rows(best: Recommendation) -> Iterable[Row]:
@@ -147,10 +140,6 @@ def _expert_mode(best: Recommendation, other: Alternative) -> str:
     return f"{expert_sharing(own)}: {other.ratio:.2f}x over {expert_sharing(other.mesh)}, {_in_short(best, other)}"
 
 
-def _other_parallelism(best: Recommendation, other: Alternative) -> str:
-    return f"{other.ratio:.2f}x over {_in_short(best, other)}"
-
-
 def _in_short(best: Recommendation, other: Alternative) -> str:
     """Return what distinguishes an alternative of devices that share the model, with its tokens/s."""
     sizes = "" if other.mesh is None else other.mesh.describe()
@@ -178,6 +167,6 @@ TEXTS: dict[Role, Callable[[Recommendation, Alternative], str]] = {
     **dict.fromkeys((Role.LARGEST_WITHOUT_RECOMPUTE, Role.LARGEST_MICRO_BATCH, Role.STOCK, Role.UNDIVIDED), _compared),
     Role.RUNNER_UP: _runner_up,
     Role.EXPERT_MODE: _expert_mode,
-    Role.OTHER_MESH: _other_parallelism,
+    Role.OTHER_MESH: lambda best, other: f"{other.ratio:.2f}x over {_in_short(best, other)}",
 }
 """The functions that describe an alternative in a row of its own."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bexp.explorer.answers.alternatives import alternative_rows, batch_rows, composed_off, describe_tiling, memory_rows
-from bexp.explorer.answers.rows import AnswerText, Row, detail, main, part
+from bexp.explorer.answers.rows import AnswerText, Row, Table, detail, main, part
 from bexp.explorer.answers.uses import is_provisional, next_rows, surer_text
-from bexp.explorer.answers.variants import variant_table
 from bexp.explorer.cost.step import MemoryParts
 from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.model.amounts import bytes_text, rate_text, seconds_text
@@ -23,6 +22,7 @@ from bexp.explorer.records.recommendation import (
     Relaxation,
     Role,
     TextFigures,
+    VariantAnswer,
 )
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.registry import FILES
@@ -194,17 +194,9 @@ def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:
 
 def _step(best: Recommendation) -> str:
     whole = best.whole_model
-    step, micro, optimizer, communication = (
-        (best.step_seconds, best.micro_step_seconds, best.optimizer_seconds, best.communication_seconds)
-        if whole is None
-        else (
-            whole.step_seconds,
-            whole.measurement.micro_step_seconds,
-            whole.measurement.optimizer_seconds,
-            whole.measurement.communication_seconds,
-        )
-    )
-    parts = f"{seconds_text(micro)} per micro-batch"
+    step, timed = (best.step_seconds, best) if whole is None else (whole.step_seconds, whole.measurement)
+    optimizer, communication = timed.optimizer_seconds, timed.communication_seconds
+    parts = f"{seconds_text(timed.micro_step_seconds)} per micro-batch"
     if best.optimizer_seconds == 0:  # there is no training
         return parts
     if optimizer > 0:  # some runs of whole models leave it out
@@ -296,3 +288,36 @@ def _time_spent(timings: Mapping[str, float]) -> str:
     listed = ", ".join(f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in parts.items() if s > least)
     total = timings.get(TOTAL, 0.0)
     return f"{seconds_text(total)} in total: {listed}" if total > max(parts.values(), default=0.0) else listed
+
+
+def variant_table(variants: Sequence[VariantAnswer]) -> Table:
+    """Return a table; the note of a row is its candidate, or the reason why there is none.
+
+    Variants with a capacity factor show their memory and dropped tokens, in place of their parameters.
+    """
+    drops = any(variant.capacity_factor is not None for variant in variants)
+    compared = "num_query_groups and capacity_factor" if drops else "num_query_groups"
+    head = ("groups", "capacity" if drops else "parameters", "micro_batch_size", "tokens/s", "confidence")
+    return Table(
+        title=f"Variants by {compared} (separate models, not ranked)",
+        head=(*head, *["peak", "dropped"] * drops),
+        rows=tuple(_cells(variant, drops=drops) for variant in variants),
+        notes=tuple(map(_below, variants)),
+    )
+
+
+def _cells(variant: VariantAnswer, *, drops: bool) -> tuple[str, ...]:
+    best = variant.recommendation
+    capacity = "none" if variant.capacity_factor is None else f"{variant.capacity_factor:g}"
+    head = (str(variant.num_query_groups), capacity if drops else f"{variant.num_parameters:,}")
+    if best is None:
+        return (*head, *("-",) * (5 if drops else 3))
+    speed = f"{best.expected_tokens_per_second:,.0f}"
+    figures = (str(best.candidate.micro_batch_size), speed, str(best.confidence))
+    memory = (bytes_text(best.expected_peak_bytes), f"{best.dropped_share or 0.0:.1%}") if drops else ()
+    return (*head, *figures, *memory)
+
+
+def _below(variant: VariantAnswer) -> str:
+    best = variant.recommendation
+    return variant.reason or "nothing fits" if best is None else best.candidate.describe()

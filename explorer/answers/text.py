@@ -43,11 +43,6 @@ def clock_text(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-def steps_text(count: int) -> str:
-    """Return a number of accumulation steps."""
-    return f"{count} accumulation step{'' if count == 1 else 's'}"
-
-
 def joined(sizes: Iterable[int]) -> str:
     """Return numbers in a row."""
     return " and ".join(map(str, sizes))

@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost.parameters import (
-    count_attention,
-    count_dense_ffn,
-    count_embedding,
-    count_head,
-    count_moe_ffn,
-)
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentBytes, ComponentKind
+from bexp.explorer.cost.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
 from bexp.explorer.cost.part_costs import predict_part_bytes
-from bexp.explorer.cost.work import ComponentBytes
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.request.request import ExplorationRequest
@@ -82,7 +75,7 @@ def _inference(component: Component, model: ModelSpec, request: ExplorationReque
             scores = 2 * batch * model.num_attention_heads * length**2 * FLOAT32_BYTES
         inside = rows * model.hidden_size * item + query + 2 * key + max(query + key, query + scores)
         if component.communicates:
-            inside += _ring_bytes(query, key, item, scores).forward
+            inside += _ring_bytes(query, key, item, scores)[0]
         return ComponentBytes(hidden, inside + (hidden if component.bta_tile else 0), 0)
     if component.kind is ComponentKind.DENSE_FFN:
         wide = tokens * model.ffn_hidden_size * item
@@ -159,31 +152,24 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
             between += 2 * query  # keys and values for every query head
     kept = _Kept(between, products, core + query + hidden)
     saved = kept.saved(component.recompute)
-    ring = _ring_bytes(query, key, item, scores) if component.communicates else _RingBytes(0, 0)
-    forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + ring.forward
+    around, back = _ring_bytes(query, key, item, scores) if component.communicates else (0, 0)
+    forward = max(saved + hidden + scores + (scores if again else 0), kept.live) + around
     # The gradients of the projections, and the buffer in which a fused kernel accumulates those of the queries.
     gradients = projections + (scores + projections if scores else query)
-    return ComponentBytes(saved, forward, kept.live + again + gradients + ring.backward)
+    return ComponentBytes(saved, forward, kept.live + again + gradients + back)
 
 
-@dataclass(frozen=True, slots=True)
-class _RingBytes:
-    """Bytes of the keys and values that pass around a ring, and of the sums of its blocks' results."""
+def _ring_bytes(query: int, key: int, item: int, scores: int) -> tuple[int, int]:
+    """Return the bytes of a ring in forward and in backward.
 
-    forward: int
-    backward: int
-
-
-def _ring_bytes(query: int, key: int, item: int, scores: int) -> _RingBytes:
-    """Return the bytes of a ring: keys and values twice, because one pair is in transfer, and sums in float32.
-
+    They are keys and values twice, because one pair is in transfer, and the sums of its blocks' results in float32.
     Forward sums outputs. Backward sums the gradients of queries, keys and values; those of keys and values are also in
     transfer. `query` and `key` are the bytes of a device's queries and keys, and `item` those of one number in them.
     `scores` are the bytes of a block's scores, which plain attention also holds as probabilities.
     """
     wide = FLOAT32_BYTES / item
-    passing = 4 * key
-    return _RingBytes(passing + scores + round(wide * query), passing + scores + round(wide * (query + 4 * key)))
+    passing = 4 * key + scores
+    return passing + round(wide * query), passing + round(wide * (query + 4 * key))
 
 
 def _dense_ffn(component: Component, model: ModelSpec, _: ExplorationRequest) -> ComponentBytes:
@@ -249,7 +235,7 @@ def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationReq
         return fullest if factor is None else min(fullest, factor)
     if factor is None:
         return 1.0
-    from bexp.explorer.cost.token_dropping import dropped_share  # noqa: PLC0415 - NumPy takes long to import
+    from bexp.explorer.model.routes import dropped_share  # noqa: PLC0415 - NumPy takes long to import
 
     return 1.0 - dropped_share(model.moe, request.routing, local_tokens(component, model), request.seed)
 

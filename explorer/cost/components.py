@@ -1,16 +1,122 @@
-"""A component: one block of a model under one setting, which is timed once and shared between candidates."""
+"""A component: one block of a model under one setting and the code of it, timed once and shared between candidates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import CoreSchema, core_schema
 
-from bexp.explorer.cost.back_end import BackEnd
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
+from bexp.explorer.dimensions.dimension import Choice, CodePart
+from bexp.explorer.dimensions.execution import COMPILED
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.base import Frozen, is_null
+from bexp.explorer.model.base import Frozen, is_null, is_zero
 from bexp.explorer.model.training import Sharding
+
+
+class BackEnd(NamedTuple):
+    """The code of a component, of any shapes; as text, `sdpa+grouped_mm+liger+compiled`.
+
+    `attention` and `experts` name kernels. `marks` are those of the choices that change the code of a layer. `setting`
+    is the loss of a shell, or the choice that the target itself offers for a model that is measured whole.
+    """
+
+    attention: str | None = None
+    experts: str | None = None
+    marks: tuple[str, ...] = ()
+    setting: str | None = None
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        """Write it as text. Its component reads that text, because the meaning depends on the component's kind."""
+        return core_schema.no_info_plain_validator_function(
+            cls._check,
+            serialization=core_schema.to_string_ser_schema(when_used="always"),
+            json_schema_input_schema=core_schema.str_schema(),
+        )
+
+    @classmethod
+    def _check(cls, given: Any) -> BackEnd:
+        if not isinstance(given, cls):
+            raise ValueError("must be text")  # noqa: TRY004 - a broken rule to pydantic
+        return given
+
+    @classmethod
+    def of_layer(cls, text: str) -> BackEnd:
+        """Return the back end of a layer, which names its attention first."""
+        attention, *others = text.split("+")
+        experts = [name for name in others if not _is_mark(name)]
+        return cls(attention, experts[0] if experts else None, tuple(filter(_is_mark, others)))
+
+    @classmethod
+    def of_block(cls, text: str, *, has_experts: bool) -> BackEnd:
+        """Return the back end of a reference block, which names its experts or its attention, and the compiler."""
+        names = text.split("+")
+        own = next((name for name in names if not _is_mark(name)), None)
+        kernels = cls(experts=own) if has_experts else cls(attention=own)
+        return kernels._replace(marks=tuple(filter(_is_mark, names)))
+
+    @property
+    def plain(self) -> BackEnd:
+        """The same kernels without the compiler."""
+        return self._replace(marks=tuple(mark for mark in self.marks if mark != COMPILED))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiler makes the code."""
+        return COMPILED in self.marks
+
+    @property
+    def unmarked(self) -> BackEnd:
+        """The same kernels of attention and experts, in the plain code."""
+        return self._replace(marks=())
+
+    def __str__(self) -> str:
+        """Return the text that recordings contain."""
+        return "+".join(filter(None, (self.attention, self.experts, *self.marks, self.setting)))
+
+
+def marks_of(candidate: Candidate, part: CodePart) -> tuple[str, ...]:
+    """Return the marks of a part of a candidate, in the order of the list of choices."""
+    return tuple(
+        mark
+        for choice in CHOICES
+        if choice.part is part and (value := getattr(candidate, choice.fields[0])) is not None
+        if (mark := choice.mark(value)) is not None
+    )
+
+
+def marked_values(part: CodePart, marks: Iterable[str]) -> Iterator[tuple[Choice[Any], Any]]:
+    """Yield each choice that changes a part, with its value in a component of these marks; None for the plain code."""
+    known = tuple(marks)
+    for choice in CHOICES:
+        if choice.part is part:
+            yield choice, next((value for mark in known if (value := choice.of_mark(mark)) is not None), None)
+
+
+def _is_mark(name: str) -> bool:
+    return any(value is not None for _, value in marked_values(CodePart.LAYER, (name,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations and bytes moved of one pass."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentBytes:
+    """Bytes above the level before the component's forward pass, as `ComponentMeasurement` defines them."""
+
+    saved: int
+    forward_peak: int
+    backward_peak: int
 
 
 class ComponentKind(StrEnum):
@@ -123,10 +229,6 @@ def _is_one(size: int) -> bool:
     return size == 1
 
 
-def _is_zero(number: int) -> bool:
-    return number == 0
-
-
 class Component(Frozen):
     """One block of the model under one setting; equal components of different candidates are measured once.
 
@@ -157,7 +259,7 @@ class Component(Frozen):
     context_parallel_layout: str | None = None
     sharding: Sharding | None = None
     overlap_degree: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
-    shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=_is_zero)
+    shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=is_zero)
     tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     exchange: ExchangeSpec | None = Field(None, exclude_if=is_null)
@@ -229,33 +331,23 @@ class Component(Frozen):
     @property
     def key(self) -> str:
         """A text that names the component, unique within a job."""
-        parts = [] if self.part is None else [self.part]
-        if self.micro_batch_size:
-            parts.append(f"m={self.micro_batch_size}")
-        if self.bta_tile is not None:
-            parts.append(f"tile={self.bta_tile}")
-        if self.recompute is not BlockRecompute.NONE:
-            parts.append(f"recompute={self.recompute}")
-        if self.backend is not None:
-            parts.append(str(self.backend))
-        if self.num_query_groups is not None:
-            parts.append(f"groups={self.num_query_groups}")
-        if self.capacity_factor is not None:
-            parts.append(f"capacity={self.capacity_factor:.15g}")
-        if self.context_parallel_size > 1:
-            layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
-            parts.append(f"cp={self.context_parallel_size}{layout}")
-        if self.tensor_parallel_size > 1:
-            parts.append(f"tp={self.tensor_parallel_size}")
-        if self.expert_parallel_size > 1:
-            parts.append(f"ep={self.expert_parallel_size}")
-        if self.overlap_degree > 1:
-            parts.append(f"chunks={self.overlap_degree}")
-        if self.shadowed_experts:
-            parts.append(f"shadowed={self.shadowed_experts}")
-        if self.sharding is not None:
-            parts.append(str(self.sharding))
-        if self.exchange is not None:
-            asked = self.exchange
-            parts.append(f"{asked.operation},{asked.size}x{asked.stride},{asked.num_bytes}")
+        size, layout, asked = self.context_parallel_size, self.context_parallel_layout, self.exchange
+        named = {
+            "part": self.part,
+            "m": self.micro_batch_size or None,
+            "tile": self.bta_tile,
+            "recompute": None if self.recompute is BlockRecompute.NONE else self.recompute,
+            "backend": self.backend,
+            "groups": self.num_query_groups,
+            "capacity": None if self.capacity_factor is None else f"{self.capacity_factor:.15g}",
+            "cp": (f"{size}" if layout is None else f"{size}:{layout}") if size > 1 else None,
+            "tp": self.tensor_parallel_size if self.tensor_parallel_size > 1 else None,
+            "ep": self.expert_parallel_size if self.expert_parallel_size > 1 else None,
+            "chunks": self.overlap_degree if self.overlap_degree > 1 else None,
+            "shadowed": self.shadowed_experts or None,
+            "sharding": self.sharding,
+            "exchange": asked and f"{asked.operation},{asked.size}x{asked.stride},{asked.num_bytes}",
+        }
+        plain = {"part", "backend", "sharding", "exchange"}
+        parts = [f"{value}" if name in plain else f"{name}={value}" for name, value in named.items() if value]
         return f"{self.kind}({','.join(parts)})"

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.collectives import Overlap, ShardingCommunication
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.decomposition import Decomposer, Decomposition
-from bexp.explorer.cost.part_costs import PartsDecomposer
-from bexp.explorer.cost.request_texts import tokens_per_sequence, widest
-from bexp.explorer.cost.step import MemoryParts, gathered_bytes, static_parts
+from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence, widest
+from bexp.explorer.cost.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.request.request import ExplorationRequest
-
-if TYPE_CHECKING:
-    from bexp.explorer.cost.varied_texts import VariedTexts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-
-
-def decomposer_of(
-    model: ExploredModel, *, training: bool, communicates: bool = False
-) -> Callable[[Candidate], Decomposition]:
-    """Return the function that splits the steps of the model's candidates into components."""
-    if isinstance(model, ModelParts):
-        # A model that is measured whole, on one device, has no layers that could be sharded.
-        return PartsDecomposer(model, training=training, communicates=communicates and bool(model.layers))
-    return Decomposer(model, training=training, communicates=communicates)
 
 
 class Composition:
@@ -65,9 +53,8 @@ class Composition:
         self.request = request
         self.training = request.mode == "train"
         if decompositions is None:
-            decompositions = map(
-                decomposer_of(model, training=self.training, communicates=communicates), self.candidates
-            )
+            decompose = Decomposer(model, training=self.training, communicates=communicates)
+            decompositions = map(decompose, self.candidates)
         self.decompositions: tuple[Decomposition, ...] = tuple(decompositions)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}
@@ -166,11 +153,7 @@ class Composition:
         return np.asarray(seconds / seconds.sum(axis=1, keepdims=True))
 
     def micro_step_seconds(
-        self,
-        device_NK: Floats,
-        host_K: Floats,
-        rows: Ints | slice = slice(None),
-        texts: VariedTexts | None = None,
+        self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None), texts: VariedTexts | None = None
     ) -> Floats:
         """Return the seconds of a forward and backward pass over the whole model, shape (N, C).
 
@@ -333,3 +316,53 @@ class Composition:
     def missing(self, row: int, known_K: Mask) -> tuple[Component, ...]:
         """Return the components of a candidate that are not known yet, in the order of a step."""
         return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])
+
+
+def predict_component_table(table: Composition) -> Floats:
+    """Return the predicted saved, forward-peak and backward-peak bytes of the table's components, shape (3, K)."""
+    sizes = [predict_component_bytes(c, table.model, table.request) for c in table.components]
+    return np.array([[getattr(s, name) for s in sizes] for name in ("saved", "forward_peak", "backward_peak")], float)
+
+
+def predict_memory(table: Composition, hardware: HardwareSpec, *, activation_share: float = 1.0) -> Floats:
+    """Return the bytes that every candidate requires, shape (C,): reserved, context and margin.
+
+    `activation_share` scales the activations. A share below 1 shows what would fit if the prediction were too high.
+    """
+    saved, transient = table.activation_bytes(*predict_component_table(table))
+    return required_table(table, activation_share * (saved + transient), hardware)
+
+
+def required_table(
+    table: Composition, activations: Floats, hardware: HardwareSpec, rows: Ints | slice = slice(None)
+) -> Floats:
+    """Return the bytes that candidates require with these activations at the peak; the last axis is the rows."""
+    peak = table.static_bytes_C[rows] + activations
+    reserved = peak * (1 + FRAGMENTATION[table.request.allocator])
+    return np.asarray(reserved + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])
+
+
+@dataclass(frozen=True, slots=True)
+class VariedTexts:
+    """Axes: B usual micro-batches, C candidates, K components.
+
+    `drawn_BK` are the device seconds of usual micro-batches, as shares of their mean. `new_width_C` are the seconds
+    that the first micro-batches of a width add to a micro-batch in the mean over an epoch.
+    """
+
+    drawn_BK: Floats  # noqa: N815 - axes are in names
+    new_width_C: Floats  # noqa: N815 - axes are in names
+
+    @classmethod
+    def of(cls, table: Composition, drawn_BK: Floats, new_width_K: Floats) -> VariedTexts:
+        """Return the effects, given the additional seconds of a component when a process first runs rows of a width.
+
+        These occur once for all layers of a kind, however they are recomputed.
+        """
+        batches = {int(size): text_batches(table.request, int(size)) for size in np.unique(table.micro_batch_C)}
+        share = {size: 0.0 if texts is None else texts.new_width_share for size, texts in batches.items()}
+        found_C = np.zeros(len(table.candidates))
+        for part in {component.part for component in table.components}:
+            of_part_K = np.array([component.part == part for component in table.components])
+            found_C += (table.uses_CK * np.where(of_part_K, new_width_K, 0.0)).max(axis=1)
+        return cls(drawn_BK, found_C * np.array([share[int(size)] for size in table.micro_batch_C]))

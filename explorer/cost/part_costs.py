@@ -1,27 +1,20 @@
-"""Components of a model that a target describes by its parts, and their expected seconds and bytes.
+"""The expected seconds and bytes of components of a model that a target describes by its parts.
 
 The estimates follow from the target's counts. They only decide what is measured first; measured figures replace them.
 """
 
 from __future__ import annotations
 
-from bexp.explorer.cost.back_end import BackEnd, marks_of
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, whole_recompute
-from bexp.explorer.cost.decomposition import (
-    Decomposition,
-    LayerGroup,
-    SharedComponents,
-    equal_layers,
-    stepped_level,
+from bexp.explorer.cost.components import (
+    BlockRecompute,
+    Component,
+    ComponentBytes,
+    ComponentKind,
+    Work,
 )
-from bexp.explorer.cost.layer_groups import EqualLayers
 from bexp.explorer.cost.parameters import master_bytes
 from bexp.explorer.cost.request_texts import text_batches, widest
-from bexp.explorer.cost.work import ComponentBytes, Work
-from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.dimension import CodePart
 from bexp.explorer.dimensions.loss import function_of
-from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.parts import ModelParts, Part
 from bexp.explorer.request.request import ExplorationRequest
 
@@ -40,70 +33,6 @@ KEPT_SHARES = {
 
 A layer that is recomputed as a whole keeps everything while it runs again.
 """
-_BY_OPERATION = {
-    Recompute.SELECTIVE: BlockRecompute.SELECTIVE,
-    Recompute.ACTIVATIONS: BlockRecompute.ACTIVATIONS,
-    Recompute.PROJECTIONS: BlockRecompute.PROJECTIONS,
-    Recompute.OFFLOAD: BlockRecompute.OFFLOAD,
-}
-
-
-class PartsDecomposer:
-    """Splits the steps of one model's candidates into shell, layers and optimizer, sharing equal components.
-
-    With `communicates`, the steps contain the exchange of gradients and parameters.
-    """
-
-    def __init__(self, parts: ModelParts, *, training: bool, communicates: bool = False) -> None:
-        self._parts = parts
-        self._training = training
-        self._communicates = communicates
-        self._share = SharedComponents()
-        self._groups: dict[Recompute, tuple[EqualLayers[str], ...]] = {}
-
-    def __call__(self, candidate: Candidate) -> Decomposition:
-        """Return the components of one step of `candidate`."""
-        m = candidate.micro_batch_size
-        policy = _BY_OPERATION.get(candidate.recompute, BlockRecompute.NONE)
-        layers = []
-        for equal in self._layer_groups(candidate.recompute):
-            experts = candidate.expert_backend if self._parts.kind(equal.kind).has_experts else None
-            backend = BackEnd(candidate.attention_backend, experts, marks_of(candidate, CodePart.LAYER))
-            recompute = whole_recompute(candidate.recompute) if equal.recomputed else policy
-            block = self._share(
-                kind=ComponentKind.LAYER,
-                micro_batch_size=m,
-                part=equal.kind,
-                backend=backend,
-                recompute=recompute,
-                bta_tile=candidate.bta_tile,
-            )
-            layers.append(LayerGroup(equal, (block,)))
-        return Decomposition(
-            embedding=None,
-            layers=tuple(layers),
-            head=self._share(kind=ComponentKind.SHELL, micro_batch_size=m, backend=_shell_setting(candidate)),
-            optimizer=(
-                self._share(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, sharding=stepped_level(candidate))
-                if self._training
-                else None
-            ),
-            communication=(
-                self._share(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, sharding=candidate.sharding)
-                if self._communicates
-                else None
-            ),
-        )
-
-    def _layer_groups(self, recompute: Recompute) -> tuple[EqualLayers[str], ...]:
-        if recompute not in self._groups:
-            chosen = recomputed_layers(self._parts, recompute)
-            self._groups[recompute] = equal_layers(self._parts.layers, recompute, chosen)
-        return self._groups[recompute]
-
-
-def _shell_setting(candidate: Candidate) -> str | None:
-    return candidate.settings or "+".join(marks_of(candidate, CodePart.SHELL)) or None
 
 
 def part_of(component: Component, parts: ModelParts) -> Part:

@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bexp.explorer.cost.activation_memory import (
-    FLOAT32_BYTES,
-    local_tokens,
-    predict_component_bytes,
-    rows_of_pair,
-)
+from bexp.explorer.cost.activation_memory import FLOAT32_BYTES, local_tokens, predict_component_bytes, rows_of_pair
 from bexp.explorer.cost.collectives import CommunicationUnits, buffered_dtype
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, Work
 from bexp.explorer.cost.parameters import (
     count_attention,
     count_dense_ffn,
@@ -27,7 +22,6 @@ from bexp.explorer.cost.parameters import (
     master_bytes,
 )
 from bexp.explorer.cost.part_costs import again_work, part_work
-from bexp.explorer.cost.work import Work
 from bexp.explorer.dimensions.context_parallel import Sharing, busiest_pairs
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import ModelSpec
@@ -107,12 +101,12 @@ def roofline_seconds(
         link = LINK_BYTES_PER_SECOND[hardware.device_kind]
         communicated = _communicated_bytes(model, request.sharded(component.sharding))
         return _with_host(communicated / link, OPERATIONS[component.kind] * model.num_layers, hardware)
+    if component.kind is ComponentKind.OPTIMIZER:
+        stepped = _stepped_bytes(model, request) if isinstance(model, ModelParts) else _optimizer_bytes(model, request)
+        moved = Work(0.0, stepped / request.sharded(component.sharding).devices.optimizer_shards)
+        return _with_host(seconds(moved), OPERATIONS[component.kind], hardware)
     if isinstance(model, ModelParts):
         return _part_seconds(component, model, request, hardware, seconds)
-    if component.kind is ComponentKind.OPTIMIZER:
-        shards = request.sharded(component.sharding).devices.optimizer_shards
-        moved = Work(0.0, _optimizer_bytes(model, request) / shards)
-        return _with_host(seconds(moved), OPERATIONS[component.kind], hardware)
     training = request.mode == "train"
     forward = _forward_work(component, model, request)
     hops = component.context_parallel_size - 1 if component.communicates else 0
@@ -143,10 +137,6 @@ def _part_seconds(
     seconds: Callable[[Work], float],
 ) -> PredictedSeconds:
     operations = OPERATIONS[component.kind]
-    if component.kind is ComponentKind.OPTIMIZER:
-        shards = request.sharded(component.sharding).devices.optimizer_shards
-        moved = Work(0.0, _stepped_bytes(parts, request) / shards)
-        return _with_host(seconds(moved), operations, hardware)
     forward = part_work(component, parts, request)
     device = seconds(forward)
     if request.mode == "eval":

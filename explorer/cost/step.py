@@ -41,14 +41,7 @@ class MemoryParts(Frozen):
     @property
     def total(self) -> int:
         """Allocated bytes at the peak."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.master_weights
-            + self.optimizer_states
-            + self.activations
-            + self.transient
-        )
+        return sum(size for _, size in self)
 
 
 @dataclass(frozen=True, slots=True)

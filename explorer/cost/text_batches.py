@@ -1,21 +1,129 @@
 """Micro-batches of texts of unequal length: those that are measured, and the mean over an epoch.
 
 Attention computes pairs of tokens, and everything else tokens. By these two amounts the seconds of a few micro-batches
-give those of all.
+give those of all. Epochs are cut as training draws them. Axes: N micro-batches, M texts of one.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bexp.explorer.cost.epochs import FEWEST_SIMULATED, Places, cut_epochs, fill, grouped_epoch, pack
-from bexp.explorer.cost.expectation import Figures, expect
 from bexp.explorer.model.lengths import Batching, CutLengths
+
+FEWEST_SIMULATED = 400
+GROUPED_TOGETHER = 50
+"""The steps that transformers' LengthGroupedSampler sorts by length together, if an epoch has four times as many."""
+
+Places = NDArray[np.int64]
+Epoch = Callable[[int], Sequence[int] | Places]
+"""Returns the places of samples in the order of an epoch with this seed."""
+
+
+def cut_epochs(epoch: Epoch, size: int, fewest: int = FEWEST_SIMULATED) -> Places:
+    """Return enough epochs, cut into micro-batches of `size`, shape (N, M)."""
+    cut: list[Places] = []
+    while sum(map(len, cut)) < fewest:
+        order = np.asarray(epoch(len(cut)), np.int64)
+        order = order[: len(order) // size * size] if len(order) >= size else np.resize(order, size)
+        cut.append(order.reshape(-1, size))
+    return np.concatenate(cut)
+
+
+def grouped_epoch(lengths: Places, size: int) -> Epoch:
+    """Return the order of transformers' LengthGroupedSampler: shuffled, and then sorted within many steps of `size`.
+
+    The `size` of the Trainer is that of an optimizer step on one device, accumulation included.
+    """
+    together = size * max(1, min(len(lengths) // (size * 4), GROUPED_TOGETHER))
+
+    def order(seed: int) -> Places:
+        shuffled = np.random.default_rng(seed).permutation(len(lengths))
+        parts = [shuffled[i : i + together] for i in range(0, len(shuffled), together)]
+        return np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+
+    return order
+
+
+def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return rows of whole texts in the given order, each with as many as fit in `budget` tokens; no text is longer."""
+    rows: list[list[int]] = []
+    left = 0
+    for length in lengths:
+        if length > left:
+            rows.append([])
+            left = budget
+        rows[-1].append(length)
+        left -= length
+    return rows
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return rows of at most `capacity` tokens: the longest texts first, each whole in the row that it fills best.
+
+    This is best-fit decreasing, as TRL packs; no text is longer than a row.
+    """
+    rows: list[list[int]] = []
+    space: list[tuple[int, int]] = []  # the tokens left in a row, and its place, in ascending order
+    for length in sorted(lengths, reverse=True):
+        at = bisect_left(space, (length, 0))
+        if at == len(space):
+            rows.append([])
+            left, place = capacity, len(rows) - 1
+        else:
+            left, place = space.pop(at)
+        rows[place].append(length)
+        if left > length:
+            insort(space, (left - length, place))
+    return rows
+
+
+LEAST_ERROR = 1e-3
+"""The least standard error, as a share of the mean: a few equal seconds do not prove that there is no noise."""
+
+Figures = NDArray[np.float64]
+
+
+def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], population: Figures) -> tuple[float, float]:
+    """Return the mean seconds over the micro-batches of a `population`, and the standard error of this mean.
+
+    Each row of `work` is one timed micro-step, with amounts to which seconds may be proportional. `population` has the
+    same columns. A micro-step that `is_drawn` stands for the population. Any other only shows the slope. The mean is
+    that of the drawn ones, plus the slope times the difference of the population's mean work from theirs. So it is
+    right for drawn ones that resemble the population, even where seconds are no linear function of work. No factor of
+    the slope is negative. Of the amounts, those are used that leave the least variance.
+    """
+    scale = np.maximum(population.mean(axis=0), 1e-30)
+    columns = np.column_stack([np.ones(len(work)), work / scale])
+    wanted = np.append(1.0, population.mean(axis=0) / scale)
+    noise = columns[:, :2].sum(axis=1)  # a part of it is the same in each micro-step, and a part grows with the work
+    best: tuple[float, NDArray[np.intp]] | None = None
+    every = range(columns.shape[1])
+    for chosen in (np.array(some) for count in every for some in combinations(every, count + 1)):
+        design = columns[:, chosen] / noise[:, None]
+        factors, _, rank, _ = np.linalg.lstsq(design, seconds / noise, rcond=None)
+        freedom = len(seconds) - len(chosen)
+        if rank < len(chosen) or freedom < 1 or (factors < 0).any():
+            continue
+        variance = float(np.square(seconds / noise - design @ factors).sum()) / freedom
+        if best is None or variance < best[0]:
+            best = variance, chosen
+    assert best is not None, "a constant alone always fits"
+    variance, chosen = best
+    drawn = is_drawn / is_drawn.sum()
+    lack = wanted[chosen] - drawn @ columns[:, chosen]
+    slope = np.linalg.pinv(columns[:, chosen] / noise[:, None]).T @ lack / noise
+    weights = drawn + slope  # the mean is linear in the seconds
+    mean = max(0.0, float(weights @ seconds))
+    return mean, max(float(np.sqrt(variance * np.square(weights * noise).sum())), LEAST_ERROR * mean)
+
 
 NUM_DRAWN = 3
 """The number of measured micro-batches of usual length, in addition to the longest."""

@@ -92,7 +92,9 @@ def load_document(text: str) -> dict[str, Any]:
         raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB")])
     try:
         if text.lstrip().startswith("--") and not text.lstrip().startswith("---"):
-            return {"megatron": _checked_flags(text)}
+            if reason := _refuse_text(text):
+                raise FormatError([((), f"contains {reason}")])
+            return {"megatron": text}
         if _TOML.match(text):
             return _parse_toml(text)
         data = _parse_json(text) if re.match(r"\s*{\s*[\"}]", text) else _parse_yaml(text)
@@ -114,12 +116,6 @@ def _without_endless_limit(data: dict[str, Any]) -> dict[str, Any]:
     """Return `data` without `time_step_limit: [0.0, Infinity]`, the default that Mamba's config.json states."""
     nested = {key: _without_endless_limit(data[key]) for key in _CONFIG_KEYS if isinstance(data.get(key), dict)}
     return {key: value for key, value in {**data, **nested}.items() if (key, value) != ("time_step_limit", _NO_LIMIT)}
-
-
-def _checked_flags(text: str) -> str:
-    if reason := _refuse_text(text):
-        raise FormatError([((), f"contains {reason}")])
-    return text
 
 
 def _check_number_of_values(data: Any) -> None:
@@ -257,7 +253,7 @@ def _refuse_duplicates(node: yaml.MappingNode) -> None:
 
 def _parse_yaml(text: str) -> Any:
     try:
-        check = EventCheck(MAX_VALUES, MAX_BYTES, MAX_DEPTH)
+        check = EventCheck()
         for event in yaml.parse(text, Loader=_Loader):
             check.take(event)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
@@ -267,16 +263,10 @@ def _parse_yaml(text: str) -> Any:
         raise FormatError([((), f"not valid YAML{where}: {error.problem or error.context}")]) from None
     except yaml.YAMLError as error:
         raise FormatError([((), f"not valid YAML: {' '.join(str(error).split())}")]) from None
-    except RefusedError as error:
-        raise FormatError([((), str(error))]) from None
     except FormatError:
         raise
     except (ValueError, OverflowError):  # beyond Python's limit for the conversion of text to an integer
         raise FormatError([((), _TOO_MANY_DIGITS)]) from None
-
-
-class RefusedError(Exception):
-    """A document that is too large, or is more than plain data."""
 
 
 @dataclass
@@ -301,9 +291,6 @@ class _Open:
 class EventCheck:
     """Refuses a document by its events, before anything is composed. Each alias counts as the value that it names."""
 
-    max_values: int
-    max_characters: int
-    max_depth: int
     total: _Extent = field(default_factory=_Extent)
     documents: int = 0
     opened: list[_Open] = field(default_factory=list)
@@ -313,7 +300,7 @@ class EventCheck:
         """Count one event.
 
         Raises:
-            RefusedError: a tag, a second document, an alias without an anchor or inside its own value, or too large a
+            FormatError: a tag, a second document, an alias without an anchor or inside its own value, or too large a
                 document.
         """
         line = event.start_mark.line + 1 if event.start_mark else 0
@@ -321,18 +308,18 @@ class EventCheck:
             self._add(self._resolve(str(event.anchor), line), line)
         elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
             if event.tag is not None:
-                raise RefusedError(f"the tag {shortened(event.tag)} in line {line} is not allowed")
+                raise FormatError([((), f"the tag {shortened(event.tag)} in line {line} is not allowed")])
             self._begin(event, line)
         elif isinstance(event, yaml.CollectionEndEvent):
             self._end()
         elif isinstance(event, yaml.DocumentStartEvent):
             self.documents += 1
             if self.documents > 1:
-                raise RefusedError(f"a second document starts in line {line}")
+                raise FormatError([((), f"a second document starts in line {line}")])
 
     def _begin(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent, line: int) -> None:
         if event.anchor is not None and (event.anchor in self.anchors or event.anchor in self._open_anchors()):
-            raise RefusedError(f"the anchor &{shortened(event.anchor)} in line {line} is given a second time")
+            raise FormatError([((), f"the anchor &{shortened(event.anchor)} in line {line} is given a second time")])
         if isinstance(event, yaml.ScalarEvent):
             extent = _Extent(1, len(event.value))
             if event.anchor is not None:
@@ -356,9 +343,9 @@ class EventCheck:
 
     def _resolve(self, anchor: str, line: int) -> _Extent:
         if anchor in self._open_anchors():
-            raise RefusedError(f"the alias *{shortened(anchor)} in line {line} stands for what contains it")
+            raise FormatError([((), f"the alias *{shortened(anchor)} in line {line} stands for what contains it")])
         if anchor not in self.anchors:
-            raise RefusedError(f"the alias *{shortened(anchor)} in line {line} has no anchor before it")
+            raise FormatError([((), f"the alias *{shortened(anchor)} in line {line} has no anchor before it")])
         return self.anchors[anchor]
 
     def _add(self, extent: _Extent, line: int) -> None:
@@ -366,9 +353,9 @@ class EventCheck:
         self.total.characters += extent.characters
         if self.opened:
             self.opened[-1].height = max(self.opened[-1].height, extent.height + 1)
-        if self.total.values > self.max_values:
-            raise RefusedError(f"has more than {self.max_values:,} values")
-        if self.total.characters > self.max_characters:
-            raise RefusedError(f"larger than {self.max_characters // 1024} KiB once its aliases are resolved")
-        if len(self.opened) + extent.height > self.max_depth:
-            raise RefusedError(f"nested deeper than {self.max_depth} levels in line {line}")
+        if self.total.values > MAX_VALUES:
+            raise FormatError([((), _TOO_MANY_VALUES)])
+        if self.total.characters > MAX_BYTES:
+            raise FormatError([((), f"larger than {MAX_BYTES // 1024} KiB once its aliases are resolved")])
+        if len(self.opened) + extent.height > MAX_DEPTH:
+            raise FormatError([((), f"nested deeper than {MAX_DEPTH} levels in line {line}")])

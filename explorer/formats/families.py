@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bexp.explorer.trainers.keys import because
+
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -19,35 +21,32 @@ ACTIVATIONS = {
 
 DTYPES = {prefix + name: name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")}
 
-IGNORED = frozenset(
+IGNORED = because(
     {
-        # dropout, initialisation, epsilons, scalars
-        *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"),
-        *("classifier_dropout", "initializer_range", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
-        *("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
-        # the angles of rotary embeddings, however they are scaled
-        *("rope_theta", "rope_scaling", "rotary_emb_base", "original_max_position_embeddings"),
-        # the router's losses
-        *("router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "router_z_loss_coef"),
-        # generation and tokens
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-        *("use_cache", "n_ctx", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p"),
-        *("typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_return_sequences"),
-        *("no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
-        *("suppress_tokens", "early_stopping", "num_beam_groups", "diversity_penalty"),
-        *("encoder_no_repeat_ngram_size", "remove_invalid_values", "begin_suppress_tokens"),
-        *("exponential_decay_length_penalty",),
-        # book-keeping
-        *("architectures", "transformers_version", "_attn_implementation", "_attn_implementation_autoset"),
-        *("tokenizer_class", "prefix", "gradient_checkpointing", "pretraining_tp", "output_attentions"),
-        *("output_hidden_states", "output_past", "return_dict", "return_dict_in_generate", "output_scores"),
-        *("torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward", "id2label"),
-        *("label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-        *("summary_first_dropout", "unsloth_version", "unsloth_fixed", "tie_encoder_decoder", "is_decoder"),
-        *("cross_attention_hidden_size",),
-        # code that comes with the model, which is never run
-        "auto_map",
+        "dropout, initialisation, epsilons, scalars": (
+            "attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout classifier_dropout initializer_range "
+            "rms_norm_eps layer_norm_eps layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx"
+        ),
+        "the angles of rotary embeddings, however they are scaled": (
+            "rope_theta rope_scaling rotary_emb_base original_max_position_embeddings"
+        ),
+        "the router's losses": ("router_aux_loss_coef router_jitter_noise output_router_logits router_z_loss_coef"),
+        "generation and tokens": (
+            "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id use_cache n_ctx max_length "
+            "min_length do_sample temperature top_k top_p typical_p repetition_penalty length_penalty num_beams "
+            "num_return_sequences no_repeat_ngram_size bad_words_ids forced_bos_token_id forced_eos_token_id "
+            "suppress_tokens early_stopping num_beam_groups diversity_penalty encoder_no_repeat_ngram_size "
+            "remove_invalid_values begin_suppress_tokens exponential_decay_length_penalty"
+        ),
+        "book-keeping": (
+            "architectures transformers_version _attn_implementation _attn_implementation_autoset tokenizer_class "
+            "prefix gradient_checkpointing pretraining_tp output_attentions output_hidden_states output_past "
+            "return_dict return_dict_in_generate output_scores torchscript use_bfloat16 tf_legacy_loss "
+            "chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task task_specific_params "
+            "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
+            "unsloth_version unsloth_fixed tie_encoder_decoder is_decoder cross_attention_hidden_size"
+        ),
+        "code that comes with the model, which is never run": "auto_map",
     }
 )
 
@@ -78,28 +77,23 @@ REFUSED = {
     "audio_config": "exploration is limited to language models",
 }
 
-UNSUPPORTED_TYPES = {
-    "deepseek_v2": "multi-head latent attention",
-    "deepseek_v3": "multi-head latent attention",
-    "kimi_k2": "multi-head latent attention",
-    "minicpm3": "multi-head latent attention",
-    "gemma": "scaled embeddings and a norm of its own",
-    "gemma2": "soft-capping and sliding windows",
-    "gemma3_text": "sliding windows and norms after the blocks",
-    "gpt_oss": "sliding windows and attention sinks",
-    "olmo": "a norm without parameters",
-    "olmo2": "norms after the blocks",
-    "olmo3": "sliding windows and norms after the blocks",
-    "granite": "attention, residual and logit multipliers",
-    "cohere": "scaled logits and a single norm a layer",
-    "falcon": "a single norm a layer",
-    "gptj": "a single norm a layer",
-    "phi": "a single norm a layer",
-    "bloom": "ALiBi positions",
-    "mpt": "ALiBi positions",
-    "mamba": "no attention",
-    "jamba": "state-space layers",
-}
+UNSUPPORTED_TYPES = because(
+    {
+        "multi-head latent attention": "deepseek_v2 deepseek_v3 kimi_k2 minicpm3",
+        "scaled embeddings and a norm of its own": "gemma",
+        "soft-capping and sliding windows": "gemma2",
+        "sliding windows and norms after the blocks": "gemma3_text olmo3",
+        "sliding windows and attention sinks": "gpt_oss",
+        "a norm without parameters": "olmo",
+        "norms after the blocks": "olmo2",
+        "attention, residual and logit multipliers": "granite",
+        "scaled logits and a single norm a layer": "cohere",
+        "a single norm a layer": "falcon gptj phi",
+        "ALiBi positions": "bloom mpt",
+        "no attention": "mamba",
+        "state-space layers": "jamba",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -136,21 +130,16 @@ _BIAS_KEYS = {"qkv_bias": "attention_bias", "attention_output_bias": "attention_
 _MOE_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "norm_topk_prob": "norm_topk_prob"}
 
 
-def _defaults(
-    layers: int, hidden: int, ffn: int, heads: int, groups: int | None, vocab: int, positions: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocab,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        **more,
-    }
+_SHAPES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+
+
+def _defaults(*shapes: int | None, **more: Any) -> dict[str, Any]:
+    """Return the defaults of a config class, given those of `_SHAPES`."""
+    named = dict(zip(_SHAPES, shapes, strict=True))
+    return {**named, "tie_word_embeddings": False, "hidden_act": "silu", **more}
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -217,13 +206,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3": Family(
         defaults=_defaults(
-            32,
-            4096,
-            22016,
-            32,
-            32,
-            151936,
-            32768,
+            *(32, 4096, 22016, 32, 32, 151936, 32768),
             head_dim=128,
             attention_bias=False,
             sliding_window=4096,
@@ -247,13 +230,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": Family(
         defaults=_defaults(
-            16,
-            2048,
-            2048,
-            16,
-            None,
-            50304,
-            4096,
+            *(16, 2048, 2048, 16, None, 50304, 4096),
             attention_bias=False,
             num_experts=64,
             num_experts_per_tok=8,
@@ -266,13 +243,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_moe": Family(
         defaults=_defaults(
-            24,
-            2048,
-            5632,
-            16,
-            16,
-            151936,
-            32768,
+            *(24, 2048, 5632, 16, 16, 151936, 32768),
             qkv_bias=True,
             sliding_window=4096,
             num_experts=60,
@@ -293,13 +264,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": Family(
         defaults=_defaults(
-            24,
-            2048,
-            6144,
-            32,
-            4,
-            151936,
-            32768,
+            *(24, 2048, 6144, 32, 4, 151936, 32768),
             attention_bias=False,
             sliding_window=4096,
             num_experts=128,

@@ -43,16 +43,13 @@ def _has(*keys: str) -> Callable[[Document], bool]:
     return lambda document: all(_at(document, key) is not None for key in keys)
 
 
-def _is_automodel(document: Document) -> bool:
-    return str(_at(document, "model._target_")).startswith("nemo_automodel.") or _has("recipe", "step_scheduler")(
-        document
-    )
-
-
 FOREIGN = (
     ForeignFile(
         "a recipe of NeMo AutoModel",
-        _is_automodel,
+        lambda document: (
+            str(_at(document, "model._target_")).startswith("nemo_automodel.")
+            or _has("recipe", "step_scheduler")(document)
+        ),
         model="model.pretrained_model_name_or_path",
         length="packed_sequence.packed_sequence_size",
         batch="step_scheduler.global_batch_size",

@@ -4,26 +4,25 @@ Fields are read as transformers reads them, including its defaults. Fields that 
 ignored (`IGNORED`). Dropout is one of them: GPT-2's default in transformers is 0.1, and no exploration runs it. So is
 the coefficient of the router's balancing loss, whose time is not measured. Every other field must be known or unset;
 otherwise it is refused by name.
+
+For target `transformers` a config.json stays as it is, with all values that a class of the library may build with. Not
+all such keys are known, because a worker's version of the library may be newer. So short values of any key are kept.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.formats.families import (
-    ACTIVATIONS,
-    DTYPES,
-    FAMILIES,
-    IGNORED,
-    NEUTRAL,
-    REFUSED,
-    UNSUPPORTED_TYPES,
-    Family,
-)
-from bexp.explorer.formats.layers import find_layer_pattern
-from bexp.explorer.formats.model_types import model_types, reserved_positions
-from bexp.explorer.formats.unmeasured import refuse_other_model
+from bexp.explorer.formats import families
+from bexp.explorer.formats.families import FAMILIES, Family
+from bexp.explorer.formats.model_types import model_types, refuse_other_model, reserved_positions
+from bexp.explorer.model.base import FieldPath
+from bexp.explorer.model.config_rules import LABELS, LONGEST_TEXT, TOO_LONG, cleaned
+from bexp.explorer.model.model import find_layer_pattern
+from bexp.explorer.model.optimizers import BITSANDBYTES
+from bexp.explorer.model.quantization import own_method
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP
 from bexp.explorer.model.translation import Location, Section, Translation
@@ -131,7 +130,7 @@ def translate_config(
     model_type = model.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        why = UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
+        why = families.UNSUPPORTED_TYPES.get(model_type) if isinstance(model_type, str) else None
         model.refuse(
             "model_type",
             f"{shortened(repr(model_type))} is not supported by target 'bexp'{f' (it has {why})' if why else ''}"
@@ -140,7 +139,7 @@ def translate_config(
         )
         return
     model.refuse_where_set(
-        {key: reason for key, reason in REFUSED.items() if model.values.get(key) != NEUTRAL.get(key)}
+        {key: reason for key, reason in families.REFUSED.items() if model.values.get(key) != families.NEUTRAL.get(key)}
     )
     model = _rename(model, family)
     defaults = family.defaults
@@ -153,7 +152,7 @@ def translate_config(
     )
     translation.put(
         ("model", "activation"),
-        model.choice(family.activation_key, ACTIVATIONS, defaults[family.activation_key]),
+        model.choice(family.activation_key, families.ACTIVATIONS, defaults[family.activation_key]),
         model.at(family.activation_key),
     )
     _take_name(model, str(model_type))
@@ -166,9 +165,9 @@ def translate_config(
         _take_experts(model, family)
     _take_seq_length(model, family, seq_length)
     _check_windows(model, family)
-    model.ignore(IGNORED)
+    model.ignore(families.IGNORED)
     reason = f"is not a known field of {model_type}; remove it if it changes no shape"
-    model.refuse_unread(reason, {**defaults, **NEUTRAL})
+    model.refuse_unread(reason, {**defaults, **families.NEUTRAL})
 
 
 def _rename(model: Section, family: Family) -> Section:
@@ -192,8 +191,8 @@ def _take_dtype(model: Section) -> None:
     if dtype in (None, "auto"):
         return
     key = "dtype" if "dtype" in model else "torch_dtype"
-    if isinstance(dtype, str) and dtype in DTYPES:
-        model.translation.put(("model", "dtype"), DTYPES[dtype], model.at(key))
+    if isinstance(dtype, str) and dtype in families.DTYPES:
+        model.translation.put(("model", "dtype"), families.DTYPES[dtype], model.at(key))
     else:
         model.refuse(key, f"{shortened(repr(dtype))} is not supported; supported: bfloat16, float16, float32")
 
@@ -299,4 +298,53 @@ def _check_windows(model: Section, family: Family) -> None:
             "sliding_window",
             f"a sliding window ({window}){assumed} shorter than seq_length ({length}) is not supported; "
             "set it to null, or seq_length to the window",
+        )
+
+
+UNREAD = LABELS | {"task_specific_params", "finetuning_task"}
+"""Keys that no causal language model reads, and that are long in published files."""
+
+LONG = TOO_LONG
+NAMES = "the library's own class is measured, and no code, repository or path is passed to it"
+
+LARGEST_BYTES = 32 * 1024
+"""Published files are smaller than this without the values that are left out."""
+
+
+def keep_what_is_read(config: Mapping[str, Any], translation: Translation, *, by_library: bool) -> None:
+    """Leave out of `hf_config` names of code, of a repository or of a path, and long texts; note both.
+
+    `auto_map` names the code of a model that was published before the library had its class. The worker builds the
+    library's class of the same `model_type`, or reports that the library has none.
+
+    For target `transformers`, values that no measurement reads are left out as well, and a file that is large without
+    them is refused. Of a quantisation that is not measured, the name of the method stays.
+    """
+    kept = {key: value for key, value in config.items() if not by_library or key not in UNREAD}
+    method = own_method(kept)
+    if by_library and method not in (None, BITSANDBYTES):
+        kept["quantization_config"] = {"quant_method": None if method == "?" else str(method)[:LONGEST_TEXT]}
+    left_out: dict[str, dict[str, None]] = {LONG: {}, NAMES: {}}
+
+    def note(path: FieldPath, reason: str) -> None:
+        left_out[LONG if reason == TOO_LONG else NAMES][".".join(map(str, path))] = None
+
+    kept = cleaned(kept, note)
+    for reason, places in left_out.items():
+        if places:
+            others = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            translation.notes.append(f"{shortened(next(iter(places)))}{others} of config.json left out: {reason}")
+    if by_library:
+        _refuse_large(kept, translation)
+    translation.put(("hf_config",), kept)
+
+
+def _refuse_large(config: Mapping[str, Any], translation: Translation) -> None:
+    sizes = {key: len(json.dumps(value, default=str)) for key, value in config.items()}
+    if sum(sizes.values()) > LARGEST_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
+        translation.refuse(
+            translation.sources.get(("hf_config",), ("hf_config",)),
+            f"config.json is larger than {LARGEST_BYTES // 1024} KiB, without labels and long texts; "
+            f"{shortened(largest)} alone has {sizes[largest] / 1024:.0f} KiB: leave out what its class does not read",
         )

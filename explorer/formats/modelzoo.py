@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.formats.model_types import refuse_vision
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.translation import Location, Section, Translation
+from bexp.explorer.trainers.keys import because
 
 MARKS = frozenset({"num_heads", "filter_size"})
 """A model section with either of these keys is one of Model Zoo's."""
@@ -166,65 +167,49 @@ NETWORKS = ("gpt2", "gpt3", "llama", "mistral", "mixtral", "starcoder", "santaco
 PARALLEL_NETWORKS = ("gptj", "falcon")
 """Networks of Model Zoo's GPT-J class: attention and FFN read the same input, each through a norm of its own or one."""
 
-_VISION = "is a vision network; exploration is limited to language models"
-_ENCODER = "is an encoder; only decoder-only language models are supported"
-UNSUPPORTED_NETWORKS = {
-    **dict.fromkeys(
-        ("vision_transformer", "vit", "dit", "dino", "dinov2imagemodel", "generic_image_encoders", "fc_mnist", "mnist"),
-        _VISION,
-    ),
-    **dict.fromkeys(
-        ("llava", "multimodal_simple", "multimodalsimple", "mllama"),
-        "reads images; exploration is limited to language models",
-    ),
-    **dict.fromkeys(("bert", "roberta", "esm2", "dpr"), _ENCODER),
-    **dict.fromkeys(
-        ("t5", "transformer"), "is an encoder and a decoder; only decoder-only language models are supported"
-    ),
-    "dpo": "is preference training with two models; only language-model training is supported",
-    **dict.fromkeys(("bloom", "btlm", "jais"), "has ALiBi positions, which are not supported"),
-    "gemma2": "has soft-capping and sliding windows, which are not supported",
-}
+
+UNSUPPORTED_NETWORKS = because(
+    {
+        "is a vision network; exploration is limited to language models": (
+            "vision_transformer vit dit dino dinov2imagemodel generic_image_encoders fc_mnist mnist"
+        ),
+        "reads images; exploration is limited to language models": "llava multimodal_simple multimodalsimple mllama",
+        "is an encoder; only decoder-only language models are supported": "bert roberta esm2 dpr",
+        "is an encoder and a decoder; only decoder-only language models are supported": "t5 transformer",
+        "is preference training with two models; only language-model training is supported": "dpo",
+        "has ALiBi positions, which are not supported": "bloom btlm jais",
+        "has soft-capping and sliding windows, which are not supported": "gemma2",
+    }
+)
 """Networks of Model Zoo that cannot be explored, and why."""
 
-IGNORED = {
-    **dict.fromkeys(
-        (*("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate", "residual_dropout_rate", "embd_pdrop"),),
-        "dropout, which no exploration runs",
-    ),
-    **dict.fromkeys(
-        (
-            *("initializer_range", "initializer", "embedding_initializer", "output_layer_initializer"),
-            *("ffn_initializer", "ffn_output_layer_initializer", "attention_initializer"),
+IGNORED = because(
+    {
+        "dropout, which no exploration runs": (
+            "dropout_rate attention_dropout_rate embedding_dropout_rate residual_dropout_rate embd_pdrop"
         ),
-        "the first values of parameters",
-    ),
-    **dict.fromkeys(
-        (
-            *("lr_adjustment_groups", "mup_base_hidden_size", "mup_base_filter_size", "embeddings_scale"),
-            *("embeddings_alpha", "scale_qk_dot_by_d", "scale_qk_dot_by_layer_idx", "attention_logits_alpha"),
-            *("scale_output_logits_by_d", "output_logits_alpha", "output_logits_scale", "layer_norm_epsilon"),
+        "the first values of parameters": (
+            "initializer_range initializer embedding_initializer output_layer_initializer ffn_initializer "
+            "ffn_output_layer_initializer attention_initializer"
         ),
-        "scalars that a kernel multiplies by anyway",
-    ),
-    **dict.fromkeys(
-        (
-            *("rope_theta", "fold_rope_consts", "pos_scaling_factor", "pos_scaling_type", "pos_scaling_extra_args"),
-            *("position_embedding_offset", "num_relative_attention_buckets"),
+        "scalars that a kernel multiplies by anyway": (
+            "lr_adjustment_groups mup_base_hidden_size mup_base_filter_size embeddings_scale embeddings_alpha "
+            "scale_qk_dot_by_d scale_qk_dot_by_layer_idx attention_logits_alpha scale_output_logits_by_d "
+            "output_logits_alpha output_logits_scale layer_norm_epsilon"
         ),
-        "the angles of rotary embeddings, and positions of kinds that are refused",
-    ),
-    **dict.fromkeys(
-        ("attention_type", "attention_softmax_fp32", "attention_kernel", "boundary_casting", "precision_opt_level"),
-        "how Cerebras computes attention; here the kernel is explored",
-    ),
-    **dict.fromkeys(("loss_scaling", "loss_weight"), "scalars of the loss"),
-    **dict.fromkeys(("compute_eval_metrics",), "what is recorded of an evaluation"),
-    **dict.fromkeys(
-        ("start_token", "loop_dim", "stop_sequences", "max_tokens", "temperature", "top_k", "top_p"), "generation"
-    ),
-    **dict.fromkeys(("dtype",), "set by Model Zoo itself; mixed_precision and fp16_type decide"),
-}
+        "the angles of rotary embeddings, and positions of kinds that are refused": (
+            "rope_theta fold_rope_consts pos_scaling_factor pos_scaling_type pos_scaling_extra_args "
+            "position_embedding_offset num_relative_attention_buckets"
+        ),
+        "how Cerebras computes attention; here the kernel is explored": (
+            "attention_type attention_softmax_fp32 attention_kernel boundary_casting precision_opt_level"
+        ),
+        "scalars of the loss": "loss_scaling loss_weight",
+        "what is recorded of an evaluation": "compute_eval_metrics",
+        "generation": "start_token loop_dim stop_sequences max_tokens temperature top_k top_p",
+        "set by Model Zoo itself; mixed_precision and fp16_type decide": "dtype",
+    }
+)
 """Fields of the model that change neither time nor memory of a training step, and why."""
 
 REFUSED = {
@@ -247,16 +232,14 @@ REFUSED = {
     "extra_ffn_params": "variants of the FFN are not supported",
 }
 
-MOE_IGNORED = {
-    **dict.fromkeys(("load_balancing_loss_coef", "null_expert_bias"), "scalars of the router"),
-    **dict.fromkeys(("gate_initializer", "sinkhorn_n_iters"), "values of the router"),
-    **dict.fromkeys(
-        (
-            *("router_fp32", "router_selection_nonlinearity", "expert_weighting_nonlinearity"),
-            "probability_before_ffn",
+MOE_IGNORED = because(
+    {
+        "scalars of the router": "load_balancing_loss_coef null_expert_bias",
+        "values of the router": "gate_initializer sinkhorn_n_iters",
+        "work for each token and expert, which is small compared with the experts": (
+            "router_fp32 router_selection_nonlinearity expert_weighting_nonlinearity probability_before_ffn"
         ),
-        "work for each token and expert, which is small compared with the experts",
-    ),
-    **dict.fromkeys(("moe_implementation", "moe_optimized_impl"), "how Cerebras computes the experts"),
-}
+        "how Cerebras computes the experts": "moe_implementation moe_optimized_impl",
+    }
+)
 """Fields of `moe` that change neither time nor memory noticeably, and why."""

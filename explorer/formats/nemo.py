@@ -10,6 +10,7 @@ from typing import Any
 from bexp.explorer.formats.megatron import translate_arguments
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.translation import Location, Section, Translation
+from bexp.explorer.trainers.keys import because
 
 MARKS = frozenset(
     {
@@ -42,35 +43,29 @@ PRECISIONS = dict.fromkeys(("bf16", "bf16-mixed", "bf16-true"), "bf16") | {
 SHARDED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 OPTIMIZERS = {**dict.fromkeys(("fused_adam", "adam", "adamw", *SHARDED_OPTIMIZERS), "adam"), "sgd": "sgd"}
 
-IGNORED = {
-    **dict.fromkeys(("tokenizer", "data", "optim", "precision"), "data, and sections that are read by themselves"),
-    **dict.fromkeys(
-        (
-            *("restore_from_path", "nsys_profile", "gc_interval", "dist_ckpt_format", "dist_ckpt_load_strictness"),
-            *("dist_ckpt_parallel_save", "dist_ckpt_parallel_load", "dist_ckpt_torch_dist_multiproc"),
-            *("dist_ckpt_assume_constant_structure", "dist_ckpt_load_on_device", "dist_ckpt_parallel_dist_opt"),
-            *("gradient_as_bucket_view", "native_amp_init_scale", "native_amp_growth_interval", "grad_div_ar_fusion"),
-            *("grad_allreduce_chunk_size_mb", "async_grad_allreduce", "sync_batch_comm"),
-            "nccl_communicator_config_path",
-            *("apex_transformer_log_level", "batch_p2p_comm", "overlap_p2p_comm", "fp32_residual_connection"),
-            "fp16_lm_cross_entropy",
-            *("use_cpu_initialization", "onnx_safe", "memory_efficient_layer_norm", "do_layer_norm_weight_decay"),
-            *("pre_process", "post_process", "persist_layer_norm", "bias_activation_fusion", "bias_dropout_add_fusion"),
-            *("masked_softmax_fusion", "get_attention_mask_from_fusion", "apply_rope_fusion", "use_emha", "target"),
-            *("gradient_accumulation_fusion", "transformer_engine", "mcore_gpt", "megatron_amp_O2"),
-            "tp_comm_atomic_ag",
-            *("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_e4m3", "fp8_hybrid"),
-            *("reduce_amax", "use_te_rng_tracker", "ub_tp_comm_overlap", "ub_tp_comm_overlap_cfg"),
-            "normalize_attention_scores",
-            *("fp16_enabled", "hidden_act", "use_scaled_init_method", "attention_type", "resume_from_checkpoint"),
-            *("num_micro_batches_with_partial_activation_checkpoints", "activations_checkpoint_layers_per_pipeline"),
-            *("pipeline_model_parallel_split_rank", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
-            *("seq_len_interpolation_factor", "barrier_with_L1_time", "fsdp_sharding_strategy"),
-            "fsdp_grad_reduce_dtype",
+IGNORED = because(
+    {
+        "data, and sections that are read by themselves": "tokenizer data optim precision",
+        "how NeMo computes the same, values, and files": (
+            "restore_from_path nsys_profile gc_interval dist_ckpt_format dist_ckpt_load_strictness "
+            "dist_ckpt_parallel_save dist_ckpt_parallel_load dist_ckpt_torch_dist_multiproc "
+            "dist_ckpt_assume_constant_structure dist_ckpt_load_on_device dist_ckpt_parallel_dist_opt "
+            "gradient_as_bucket_view native_amp_init_scale native_amp_growth_interval grad_div_ar_fusion "
+            "grad_allreduce_chunk_size_mb async_grad_allreduce sync_batch_comm nccl_communicator_config_path "
+            "apex_transformer_log_level batch_p2p_comm overlap_p2p_comm fp32_residual_connection fp16_lm_cross_entropy "
+            "use_cpu_initialization onnx_safe memory_efficient_layer_norm do_layer_norm_weight_decay pre_process "
+            "post_process persist_layer_norm bias_activation_fusion bias_dropout_add_fusion masked_softmax_fusion "
+            "get_attention_mask_from_fusion apply_rope_fusion use_emha target gradient_accumulation_fusion "
+            "transformer_engine mcore_gpt megatron_amp_O2 tp_comm_atomic_ag fp8_margin fp8_interval "
+            "fp8_amax_history_len fp8_amax_compute_algo fp8_e4m3 fp8_hybrid reduce_amax use_te_rng_tracker "
+            "ub_tp_comm_overlap ub_tp_comm_overlap_cfg normalize_attention_scores fp16_enabled hidden_act "
+            "use_scaled_init_method attention_type resume_from_checkpoint "
+            "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline "
+            "pipeline_model_parallel_split_rank defer_embedding_wgrad_compute wgrad_deferral_limit "
+            "seq_len_interpolation_factor barrier_with_L1_time fsdp_sharding_strategy fsdp_grad_reduce_dtype"
         ),
-        "how NeMo computes the same, values, and files",
-    ),
-}
+    }
+)
 REFUSED = {
     "fsdp": "FSDP of NeMo is not read: say training.sharding",
     "headscale": "scaled heads are not supported",

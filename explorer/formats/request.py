@@ -17,18 +17,16 @@ from bexp.explorer.formats.huggingface import (
     OWN_FIELDS,
     assume_seq_length,
     check_length,
+    keep_what_is_read,
     pass_config,
     translate_config,
 )
-from bexp.explorer.formats.stored_config import keep_what_is_read
+from bexp.explorer.formats.model_types import refuse_other_model, refuse_vision
 from bexp.explorer.formats.training_files import StatedTraining, translate_side_files
-from bexp.explorer.formats.unmeasured import refuse_other_model
-from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.model.spelling import did_you_mean, shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Section, Translation
-from bexp.explorer.request.explored import HuggingFaceConfig
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.cerebras import CEREBRAS
 from bexp.explorer.trainers.registry import FILES, SIDE_FILES
@@ -56,8 +54,7 @@ def parse_request(
     `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`. A model of shapes without a name gets `name`, or a name
     from its kind and shapes.
 
-    Raises:
-        FormatError: the document cannot be read. The error has the location of every field at fault.
+    Raises FormatError if the document cannot be read. The error has the location of every field at fault.
     """
     if not isinstance(document, Mapping):
         raise FormatError([((), "must be a mapping of field names to values")])
@@ -110,7 +107,10 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
     rest = {key: value for key, value in document.items() if key not in files and key != own}
     _translate_request(rest, translation, changes)
     if stated is not None and own is not None:
-        _refuse_other_trainer(own, _choose(changes, translation.document, "trainer"), translation)
+        named = _choose(changes, translation.document, "trainer")
+        if named not in (None, own):  # it keeps other number formats
+            reason = f"is a file of {own}, and the trainer that is named is {shortened(named)}"
+            translation.refuse((own,), f"{reason}: keep one, or give its config.json")
         _refuse_second_training(own, translation, (*_BATCH, "batching"), {"precision", "optimizer", "lora"})
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         has_lengths = _choose(changes, translation.document, "lengths") is not None
@@ -148,13 +148,6 @@ def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -
     target = _choose(changes, translation.document, "target")
     if translation.get(*location) == "master" and (has_lora or target not in (None, TRANSFORMERS)):
         translation.put(location, "pure")
-
-
-def _refuse_other_trainer(own: str, named: Any, translation: Translation) -> None:
-    """Refuse a trainer that is named with the file of another one, which keeps other number formats."""
-    if named not in (None, own):
-        reason = f"is a file of {own}, and the trainer that is named is {shortened(named)}"
-        translation.refuse((own,), f"{reason}: keep one, or give its config.json")
 
 
 def _refuse_second_training(
@@ -268,7 +261,7 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
     if not isinstance(model, Mapping):
         translation.refuse(location, "must be a mapping of the model's shapes; a name is not looked up anywhere")
     elif "model_type" in model:
-        target = _choose(changes, translation.document, "target") or HuggingFaceConfig.default_target
+        target = _choose(changes, translation.document, "target") or TRANSFORMERS
         if target == BEXP:
             translate_config(model, location, translation, seq_length)
         else:

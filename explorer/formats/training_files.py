@@ -40,8 +40,7 @@ from bexp.explorer.trainers.registry import FILES, SIDE_FILES, TRAINERS
 def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
     """Return the trainer whose own file a document is, by the key of its base model; None without one.
 
-    Raises:
-        FormatError: the file may be that of several trainers, and `named` is none of them.
+    Raises FormatError if the file may be that of several trainers, and `named` is none of them.
     """
     if "hf_config" in document:
         return None

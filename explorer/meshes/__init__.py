@@ -13,15 +13,13 @@ if TYPE_CHECKING:
     from bexp.explorer.model.parts import ExploredModel
     from bexp.explorer.request.request import ExplorationRequest
     from bexp.explorer.request.request_rules import Rule
-    from bexp.explorer.search.progress_log import ProgressLog
+    from bexp.explorer.search.loop import ProgressLog, VariantContext
     from bexp.explorer.search.search_space import SearchSpace
-    from bexp.explorer.search.variant_context import VariantContext
 
 
 def record_types() -> tuple[type[BaseModel], ...]:
     """Return what trials and recommendations have of a mesh."""
-    from bexp.explorer.meshes.mesh import Mesh, MeshRun  # noqa: PLC0415 - they import what asks for them
-    from bexp.explorer.meshes.plan import MeshPlan  # noqa: PLC0415 - likewise
+    from bexp.explorer.meshes.mesh import Mesh, MeshPlan, MeshRun  # noqa: PLC0415 - they import what asks for them
 
     return Mesh, MeshRun, MeshPlan
 
@@ -30,7 +28,7 @@ def rules_for(request: ExplorationRequest) -> tuple[Rule, ...] | None:
     """Return the rules of a request that names meshes; None if it names none."""
     if not request.parallelism.shares_model:
         return None
-    from bexp.explorer.meshes.rules import MESH_RULES, SINGLE_DEVICE_RULES  # noqa: PLC0415 - most requests name none
+    from bexp.explorer.meshes.legal import MESH_RULES, SINGLE_DEVICE_RULES  # noqa: PLC0415 - most requests name none
 
     return MESH_RULES if request.devices.share_model else SINGLE_DEVICE_RULES
 
@@ -41,11 +39,7 @@ def models_of(request: ExplorationRequest) -> tuple[ExploredModel, ...] | None:
 
 
 def open_space(context: VariantContext, log: ProgressLog) -> SearchSpace:
-    """Return the meshes of a variant.
-
-    Raises:
-        EmptySpaceError: there is none.
-    """
+    """Return the meshes of a variant. Raises EmptySpaceError if there is none."""
     from bexp.explorer.meshes.space import MeshSpace  # noqa: PLC0415 - most explorations need none of it
 
     return MeshSpace(context, log)

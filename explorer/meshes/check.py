@@ -87,10 +87,7 @@ class MeshChecks:
         )
 
     def expected(self, point: MeshCandidate) -> Expected:
-        """Return the expected seconds of a candidate:
-
-        by its own whole model if that was run, else by those of others.
-        """
+        """Return the seconds to expect: by its own whole model if that was run, else by those of others."""
         check = self.of(point)
         if check is not None:
             whole = check.measurement

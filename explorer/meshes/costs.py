@@ -226,11 +226,7 @@ def _passes(block: Block, cost: BlockCost, share: DeviceShare, mesh: Mesh) -> tu
 
 
 def stage_costs(
-    parts: Sequence[tuple[LayerCost, int]],
-    gathered: GatheredBytes,
-    issued: float,
-    sent: Transfer,
-    layers: LayerCosts,
+    parts: Sequence[tuple[LayerCost, int]], gathered: GatheredBytes, issued: float, sent: Transfer, layers: LayerCosts
 ) -> StageCosts:
     """Return the costs of a stage; its host issues the exchanges with neighbours in `issued` seconds.
 

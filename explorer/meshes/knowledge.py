@@ -23,7 +23,7 @@ from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer, optimizer
 from bexp.explorer.meshes.legal import legal_meshes
 from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.posterior import Expected
-from bexp.explorer.meshes.shard_costs import predict_shard_bytes, predict_shard_seconds
+from bexp.explorer.meshes.shards import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.meshes.step import MeshComposer, MeshStep
 from bexp.explorer.meshes.transfers import Transfers, transfer_components
 from bexp.explorer.model.model import LayerKind
@@ -57,8 +57,8 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     Meshes take the device's default kernels unless the request names others, and micro-batches that divide the batch.
     If the request names a trainer, that trainer can express all of them.
 
-    Raises:
-        EmptySpaceError: no back end that the request names can be used here, or the trainer can express no candidate.
+    Raises EmptySpaceError if no back end that the request names can be used here, or the trainer can express no
+    candidate.
     """
     where = "on this device"
     attention = [report.default_attention]
@@ -126,7 +126,7 @@ class MeshKnowledge:
         self.transfers = transfer_components(request, self._meshes)
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
-        self.expected: Callable[[MeshCandidate], Expected] = _as_composed
+        self.expected: Callable[[MeshCandidate], Expected] = lambda point: Expected()
         """The ratio of a candidate's seconds by whole models to its composed ones."""
         self._costs = _CostTable(self)
         self.composer = self._compose()
@@ -237,10 +237,6 @@ class MeshKnowledge:
             **dimension_values([point.candidate for point in self.candidates], FIELDS),
             **dimension_values(meshes, [*Mesh.model_fields, "expert_mode"]),
         }
-
-
-def _as_composed(_point: MeshCandidate) -> Expected:
-    return Expected()
 
 
 class _CostTable(dict[Component, BlockCost]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, block_recompute
+from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind, Operation, block_recompute
 from bexp.explorer.cost.parameters import (
     count_attention,
     count_dense_ffn,
@@ -21,13 +21,7 @@ from bexp.explorer.cost.parameters import (
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import recomputed_layers
 from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.shards import (
-    SHARED_EXPERTS,
-    SPREAD_EXPERTS,
-    expert_rows,
-    shared_expert_model,
-    tensor_shard,
-)
+from bexp.explorer.meshes.shards import SHARED_EXPERTS, SPREAD_EXPERTS, expert_rows, shared_expert_model, tensor_shard
 from bexp.explorer.meshes.transfers import Group, Transfer, Transfers
 from bexp.explorer.model.model import LayerKind, ModelSpec
 from bexp.explorer.model.training import Sharding
@@ -74,45 +68,34 @@ class ExpertOverlap:
         """
         started = 3 * self.degree * self.moved.host_seconds + self.num_copies * self.copied.host_seconds
         hidden = max(0.0, started - self._moved)
-        return self.paired.seconds + hidden + self._forward_seconds(computation)
+        return self.paired.seconds + hidden + self._overlapped(computation)
 
-    @property
-    def _copied(self) -> float:
-        return self.num_copies * self.copied.seconds
+    def backward_seconds(self, computation: float) -> float:
+        """Return the seconds of backward, in which the host waits for nothing."""
+        return self._overlapped(computation, backward=True)
 
     @property
     def _moved(self) -> float:
         """Rows with their routing weights, or with their routes, which are as short."""
         return self.moved.seconds + self.paired.seconds
 
-    def _forward_seconds(self, computation: float) -> float:
-        chunks, home, moved = range(self.degree), self._home(computation), self._moved
-        computed: list[Task] = [(self._chunk(computation), chunk) for chunk in chunks]
-        moves: list[Task] = [(moved, None) for _ in chunks]
-        if home:
-            computed.append((home, self.degree))
-            moves.append((self._copied, None))
-        moves += [(moved, chunk) for chunk in chunks]
-        return run_overlapped(computed, moves)
+    def _overlapped(self, computation: float, *, backward: bool = False) -> float:
+        """Return the seconds of the chunks, each of which computes while others move.
 
-    def backward_seconds(self, computation: float) -> float:
-        """Return the seconds of backward, in which the host waits for nothing."""
-        chunks, home, moved = range(self.degree), self._home(computation), self._moved
-        computed: list[Task] = [(self._chunk(computation), chunk) for chunk in chunks]
-        moves: list[Task] = [(moved, None) for _ in chunks]
-        first = 0
-        if home:
+        Copies of weights arrive after the chunks of forward. Backward begins with their gradients, and sends them.
+        """
+        chunks, home, copied = range(self.degree), self.home_share * computation, self.num_copies * self.copied.seconds
+        computed: list[Task] = [((1.0 - self.home_share) * computation / self.degree, chunk) for chunk in chunks]
+        moves: list[Task] = [(self._moved, None) for _ in chunks]
+        first = int(backward and home > 0.0)
+        if first:
             computed.insert(0, (home, None))
-            moves.append((self._copied, 0))
-            first = 1
-        moves += [(moved, first + chunk) for chunk in chunks]
+            moves.append((copied, 0))
+        elif home:
+            computed.append((home, self.degree))
+            moves.append((copied, None))
+        moves += [(self._moved, first + chunk) for chunk in chunks]
         return run_overlapped(computed, moves)
-
-    def _home(self, computation: float) -> float:
-        return self.home_share * computation
-
-    def _chunk(self, computation: float) -> float:
-        return (1.0 - self.home_share) * computation / self.degree
 
 
 def run_overlapped(computed: Sequence[Task], moved: Sequence[Task], slowdown: float = ASSUMED_SLOWDOWN) -> float:
@@ -185,15 +168,9 @@ class Block:
     Sequence parallelism leaves a device a part of them.
     """
     repeated_outputs: float = 0.0
-    """Those of them that another block of the layer saves as well:
-
-    shared experts are measured with a norm, and have none.
-    """
+    """Those of them that another block saves as well: shared experts are measured with a norm, and have none."""
     overlap: ExpertOverlap | None = None
-    """The transfers of experts that devices share, which run while the component computes.
-
-    These experts have no `transfers`.
-    """
+    """The transfers of experts that devices share, while the component computes; these have no `transfers`."""
 
     def exposed_seconds(self, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds that transfers add to so many seconds of computation, in forward and in backward."""
@@ -367,11 +344,12 @@ class MeshDecomposer:
         row_bytes = model.hidden_size * item
         copied = shadowed * expert * item
         num_copies = 2 * min(mesh.expert, shadowed)  # two matrices of each owner
+        moved_rows = max(rows.moved_in, rows.moved_out)
         overlap = ExpertOverlap(
             degree,
-            moved=self.transfers.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group),
-            paired=self.transfers.all_to_all(rows.received / degree * item, group),
-            copied=self.transfers.broadcast(copied / max(1, num_copies), group),
+            moved=self.transfers.take(Operation.ALL_TO_ALL, moved_rows / degree * row_bytes, group),
+            paired=self.transfers.take(Operation.ALL_TO_ALL, rows.received / degree * item, group),
+            copied=self.transfers.take(Operation.BROADCAST, copied / max(1, num_copies), group),
             home_share=rows.home / rows.computed,
             num_copies=num_copies,
             local_bytes=2 * (rows.moved_in + rows.moved_out) * row_bytes,
@@ -388,8 +366,5 @@ class MeshDecomposer:
 def optimizer_component(tensor_sizes: tuple[int, ...]) -> Component:
     """Return the optimizer's component, which is timed on the smallest shard of the model and scaled to any other."""
     return Component(
-        kind=ComponentKind.OPTIMIZER,
-        micro_batch_size=0,
-        sharding=Sharding.NONE,
-        tensor_parallel_size=max(tensor_sizes),
+        kind=ComponentKind.OPTIMIZER, micro_batch_size=0, sharding=Sharding.NONE, tensor_parallel_size=max(tensor_sizes)
     )

@@ -1,21 +1,40 @@
-"""The meshes that a request admits: sizes that divide what they cut, and schedules that have enough micro-batches."""
+"""The meshes that a request admits: sizes that divide what they cut, and schedules with enough micro-batches.
+
+The rules of a request whose devices form meshes stand at the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from bexp.explorer.dimensions.attention import ATTENTION
+from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.expert_modes import Sizes, named_sizes
+from bexp.explorer.dimensions.experts import EXPERTS
+from bexp.explorer.dimensions.kernels import KERNELS
 from bexp.explorer.dimensions.micro_batch_size import divisors, nearest_sizes
 from bexp.explorer.dimensions.parallelism import MODEL_PARALLEL_SIZES, Schedule
+from bexp.explorer.dimensions.recompute import RECOMPUTE
+from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.model.base import RuleError
+from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.target import BEXP
 from bexp.explorer.model.training import Sharding
-
-if TYPE_CHECKING:
-    from bexp.explorer.model.model import ModelSpec
-    from bexp.explorer.request.request import ExplorationRequest
-
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request_rules import (
+    RULES,
+    Rule,
+    check_capacity,
+    check_expert_modes,
+    check_lengths,
+    check_model_of_target,
+    check_quantization,
+    check_routing,
+    check_sequence_of_config,
+    check_training_of_target,
+)
+from bexp.explorer.request.trainer_rules import check_trainer
 
 MOST_VIRTUAL_STAGES = 8
 """The most stages of one rank that `explore` tries."""
@@ -24,8 +43,7 @@ MOST_VIRTUAL_STAGES = 8
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
     """Return the meshes that a request admits, without regard to memory, those of fewer devices a replica first.
 
-    Raises:
-        RuleError: as of `check_meshes`.
+    Raises RuleError as `check_meshes` does.
     """
     meshes = dict.fromkeys(_meshes(request))
     return tuple(sorted(meshes, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
@@ -34,8 +52,7 @@ def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
 def check_sizes(request: ExplorationRequest) -> None:
     """Check each named size by itself.
 
-    Raises:
-        RuleError: the model or the devices do not admit one; it names the nearest sizes that they do.
+    Raises RuleError if the model or the devices do not admit one; it names the nearest sizes that they do.
     """
     for name in MODEL_PARALLEL_SIZES:
         _candidates(name, getattr(request.parallelism, name), request)
@@ -44,8 +61,8 @@ def check_sizes(request: ExplorationRequest) -> None:
 def check_meshes(request: ExplorationRequest) -> None:
     """Check that a request admits a mesh; the time does not grow with the number of meshes.
 
-    Raises:
-        RuleError: a named size can be part of no mesh, or nothing is left; it names the nearest sizes that can.
+    Raises RuleError if a named size can be part of no mesh, or nothing is left; it names the nearest sizes that
+    can.
     """
     next(_meshes(request))
 
@@ -131,8 +148,7 @@ def _schedules(
 def _candidates(name: str, asked: Sizes, request: ExplorationRequest) -> tuple[int, ...]:
     """Return the sizes of one dimension that the model and the devices admit by themselves.
 
-    Raises:
-        RuleError: the request names one that they do not admit.
+    Raises RuleError if the request names one that they do not admit.
     """
     most = min(_largest(name, request.shapes), MOST_VIRTUAL_STAGES if name == "virtual_stages" else 4096)
     whole = range(1, most + 1) if name == "virtual_stages" else divisors(request.num_devices)
@@ -220,3 +236,71 @@ def _micro_batch_counts(request: ExplorationRequest, data: int) -> list[int]:
     """Return how many micro-batches a replica may have in a step."""
     share, rest = divmod(request.effective_batch_size, data)
     return [share // m for m in request.space.all_micro_batch_sizes if rest == 0 and share % m == 0]
+
+
+def check_single_device(request: ExplorationRequest) -> None:
+    """Check that the model admits the sizes, although a single device forms no mesh."""
+    if request.model is None:
+        raise RuleError(f"a mesh of devices needs target '{BEXP}', the reference layers", "parallelism", "target")
+    check_sizes(request)
+
+
+def check_mesh(request: ExplorationRequest) -> None:
+    """Check that a mesh is for the training of a described model, and uses nothing that its shards do not have."""
+    if request.target_name != BEXP or request.model is None:
+        raise RuleError(f"a mesh of devices needs target '{BEXP}'", "parallelism", "target")
+    refused = (
+        (request.mode != "train", "mode", "a mesh is for training"),
+        (request.context_parallel.sizes != (1,), "context_parallel.sizes", "a mesh has whole sequences on a device"),
+        (
+            request.space.executions != (Execution.EAGER,),
+            "execution",
+            "devices that share a model need execution 'eager'",
+        ),
+        (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
+        (request.capacity_factors is not None, "capacity_factors", "a mesh is for one model; give one capacity factor"),
+        (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
+        (request.sampler != "bexp", "sampler", "meshes have a search of their own"),
+        (request.prefer != "speed", "prefer", "of meshes the fastest is recommended"),
+        (request.base_micro_batch_size is not None, "base_micro_batch_size", "the base is the smallest mesh that fits"),
+    )
+    for wrong, field, reason in refused:
+        if wrong:
+            raise RuleError(reason, field, "parallelism")
+
+
+def check_whole_layers(request: ExplorationRequest) -> None:
+    """Check that no policy names a number of layers, because a pipeline cuts them."""
+    numbered = next((policy for policy in request.recompute or () if policy.is_numbered), None)
+    if numbered is not None:
+        raise RuleError(
+            f"recompute '{numbered}' is not for meshes: a pipeline cuts the layers into stages, and each has a number "
+            "of its own; the nearest are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
+            "recompute",
+            "parallelism",
+        )
+
+
+def check_dimensions(request: ExplorationRequest) -> None:
+    """Check that the dimensions that meshes have admit what the request says of them."""
+    place = request.space.place
+    for dimension in (KERNELS, SHARDING, EXPERTS, ATTENTION, RECOMPUTE):
+        dimension.check(place)
+
+
+SINGLE_DEVICE_RULES: tuple[Rule, ...] = (*RULES, check_single_device)
+MESH_RULES: tuple[Rule, ...] = (
+    check_model_of_target,
+    check_sequence_of_config,
+    check_quantization,
+    check_mesh,
+    check_lengths,
+    check_training_of_target,
+    check_routing,
+    check_capacity,
+    check_whole_layers,
+    check_dimensions,
+    check_expert_modes,
+    check_trainer,
+    check_meshes,
+)

@@ -2,11 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from bexp.explorer.dimensions.parallelism import Schedule
-from bexp.explorer.meshes.pipeline_order import Pass, PipelineAction, rank_order
+
+
+class Pass(StrEnum):
+    """The work of a rank on one micro-batch in one stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+class PipelineAction(NamedTuple):
+    """One pass over a micro-batch. Stages count from the embedding to the head, over all ranks."""
+
+    kind: Pass
+    stage: int
+    micro_batch: int
+
+
+def rank_order(
+    schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
+) -> tuple[PipelineAction, ...]:
+    """Return the passes of one rank in order.
+
+    Interleaved 1F1B takes micro-batches in rounds of one size, which is num_ranks if that divides them.
+
+    Raises ValueError if there are fewer micro-batches than ranks, they cannot be divided into rounds, or the
+    schedule has no virtual stages.
+    """
+    if num_micro_batches < num_ranks:
+        raise ValueError(f"{num_micro_batches} micro-batches are fewer than the {num_ranks} ranks of a pipeline")
+    interleaved = schedule is Schedule.INTERLEAVED
+    if not interleaved and virtual_stages > 1:
+        raise ValueError(f"schedule '{schedule}' has no virtual stages")
+    rounds = num_micro_batches // num_ranks
+    per_round, rest = divmod(num_micro_batches, rounds)
+    if interleaved and rest:
+        raise ValueError(f"{num_micro_batches} micro-batches do not divide into {rounds} rounds of one size")
+    total = num_micro_batches * virtual_stages
+    # A rank runs ahead of the next by one forward pass, and by two if several of its stages lie between.
+    ahead = (2 if interleaved else 1) * (num_ranks - 1 - rank) + (virtual_stages - 1) * per_round
+    warm_up = min(total, ahead)
+
+    forward = _passes(Pass.FORWARD, range(virtual_stages), rank, num_ranks, per_round, total)
+    backward = _passes(Pass.BACKWARD, range(virtual_stages - 1, -1, -1), rank, num_ranks, per_round, total)
+    order = [next(forward) for _ in range(warm_up)]
+    for done in range(total):
+        if done < total - warm_up:
+            order.append(next(forward))
+        order.append(next(backward))
+    return tuple(order)
+
+
+def _passes(
+    kind: Pass, local: range, rank: int, num_ranks: int, per_round: int, total: int
+) -> Iterator[PipelineAction]:
+    """Yield the passes of one kind: a round of micro-batches through each local stage, then the next round."""
+    for step in range(total):
+        turn, place = divmod(step, per_round)
+        through, index = divmod(turn, len(local))
+        yield PipelineAction(kind, local[index] * num_ranks + rank, through * per_round + place)
+
 
 SETTLED_ROUNDS = 4
 """Rounds of micro-batches after which a further round adds the same time as the one before."""
@@ -69,8 +130,7 @@ def simulate_pipeline(
     Each rank runs its passes in the order of the schedule, and each as soon as its input is there. Sending occupies no
     rank.
 
-    Raises:
-        ValueError: the stages are no multiple of the ranks, or the schedule cannot run so many micro-batches.
+    Raises ValueError if the stages are no multiple of the ranks, or the schedule cannot run so many micro-batches.
     """
     virtual_stages, rest = divmod(len(stages), num_ranks)
     if rest or not virtual_stages:

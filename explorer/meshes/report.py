@@ -5,18 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import partial
 
-from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.meshes.check import MeshChecks
 from bexp.explorer.meshes.knowledge import MeshKnowledge, RankedCandidate
 from bexp.explorer.meshes.layers import MeshCandidate
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.pipeline import PipelineRun, TimedPass
-from bexp.explorer.meshes.pipeline_order import Pass
-from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture, PlainMesh, PlanPart
+from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture, PlainMesh, PlanPart
+from bexp.explorer.meshes.pipeline import Pass, PipelineRun, TimedPass
 from bexp.explorer.meshes.step import MeshStep, reduces_late
+from bexp.explorer.model.routes import dropped_share
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Alternative, Note, NoteCode, Recommendation, Role, WholeModelCheck
@@ -73,7 +70,10 @@ def recommend_mesh(
         required_bytes=required,
         memory_limit_bytes=space.limit_bytes,
         memory=step.memory,
-        notes=tuple(_notes(space, report, point.mesh, score, step.num_micro_batches, checks, check)),
+        notes=tuple(
+            Note(code=code, text=text)
+            for code, text in _notes(space, report, point.mesh, score, step.num_micro_batches, checks, check)
+        ),
         alternatives=tuple(
             _compare(space, checks, role, other, one, score if role is Role.DIVIDING else None)
             for role, other in _others(space, ranked, one, checks)
@@ -153,41 +153,32 @@ def _notes(
     number_of_step: int,
     checks: MeshChecks,
     check: WholeModelCheck | None,
-) -> Iterable[Note]:
+) -> Iterable[tuple[NoteCode, str]]:
     number, device = space.request.num_devices, report.hardware.device_name
     refusal = checks.refusal(mesh)
     why = "" if refusal is None else f" ({refusal})"
     checked = f"it was not run whole{why}" if check is None else "it was run whole on them"
-    of_mesh = partial(Note, code=NoteCode.MESH)
-    measured = f"blocks and exchanges were measured on {number} x {device}; {checked}"
-    yield of_mesh(text=measured)
+    yield NoteCode.MESH, f"blocks and exchanges were measured on {number} x {device}; {checked}"
     ran = number_of_step if check is None else check.measurement.num_micro_batches or number_of_step
     if ran < number_of_step:
         grows = ", and a pipeline's peak grows with them" if mesh.pipeline > 1 else ""
-        yield Note(
-            code=NoteCode.WHOLE_MODEL,
-            text=f"the whole model ran {ran} of a step's {number_of_step} micro-batches{grows}",
-        )
+        yield NoteCode.WHOLE_MODEL, f"the whole model ran {ran} of a step's {number_of_step} micro-batches{grows}"
     if mesh.tensor > 1:
         norms = "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
-        yield of_mesh(text=norms)
+        yield NoteCode.MESH, norms
     if mesh.expert > 1:
-        yield Note(
-            code=NoteCode.MESH,
-            text="the experts' block was measured on the devices that share it, with the exchanges of their tokens",
-        )
+        block = "the experts' block was measured on the devices that share it, with the exchanges of their tokens"
+        yield NoteCode.MESH, block
     if mesh.expert_mode is not ExpertMode.PLAIN:
-        yield of_mesh(text="of the trainers only bexp's own kernels have this expert mode")
+        yield NoteCode.MESH, "of the trainers only bexp's own kernels have this expert mode"
     if reduces_late(mesh):
-        yield Note(
-            code=NoteCode.MESH, text="gradients are reduced after the last micro-batch, when no backward hides it"
-        )
+        yield NoteCode.MESH, "gradients are reduced after the last micro-batch, when no backward hides it"
     elif mesh.data > 1:
-        yield of_mesh(text="the gradients' reduction is hidden behind backward as far as it lasts")
+        yield NoteCode.MESH, "the gradients' reduction is hidden behind backward as far as it lasts"
     target = space.request.budget.confidence_target
     if score < target:
         why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
-        yield Note(code=NoteCode.CONFIDENCE, text=f"the confidence is below {target}: {why}")
+        yield NoteCode.CONFIDENCE, f"the confidence is below {target}: {why}"
 
 
 WIDTH = 64
@@ -257,7 +248,8 @@ def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], bes
         return None
     plain = next((one for one in ranked if one.point.mesh.expert_mode is ExpertMode.PLAIN), None)
     if plain is None:
-        plain = _step_of(space, MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate))
+        in_plain_mode = MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate)
+        plain = space.ranked(in_plain_mode, simulate=True)
     tokens_per_second = plain.compared_with(best)
     return PlainMesh(
         mesh=plain.point.mesh,
@@ -276,8 +268,4 @@ def _fastest(space: MeshKnowledge, candidates: Iterable[MeshCandidate]) -> Ranke
     fits = [(one, step) for one, step in steps if space.required_bytes(step) <= space.limit_bytes]
     if not fits:
         return None
-    return _step_of(space, max(fits, key=lambda pair: pair[1].tokens_per_second)[0])
-
-
-def _step_of(space: MeshKnowledge, point: MeshCandidate) -> RankedCandidate:
-    return space.ranked(point, simulate=True)
+    return space.ranked(max(fits, key=lambda pair: pair[1].tokens_per_second)[0], simulate=True)

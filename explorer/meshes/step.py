@@ -11,19 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN, ShardingCommunication, Unit
-from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.components import Component, Operation
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import GatheredBytes, MemoryParts, gathered_of_units
 from bexp.explorer.dimensions.parallelism import Schedule
-from bexp.explorer.meshes.costs import (
-    Costs,
-    DeviceShare,
-    LayerCost,
-    LayerCosts,
-    Makeup,
-    compose_layer,
-    stage_costs,
-)
+from bexp.explorer.meshes.costs import Costs, DeviceShare, LayerCost, LayerCosts, Makeup, compose_layer, stage_costs
 from bexp.explorer.meshes.layers import MeshBlocks, MeshCandidate, MeshDecomposer, Sort
 from bexp.explorer.meshes.mesh import Mesh, MeshRun
 from bexp.explorer.meshes.pipeline import PipelineRun, StageCosts, pipeline_seconds
@@ -108,7 +100,7 @@ class MeshComposer:
         layers = self._layers(point, costs)
         counts, stage_sorts = self._balance(mesh, layers, None if run is None else run.layers_per_stage)
         hidden = self._decompose.hidden_bytes(candidate)
-        sent = self.transfers.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        sent = self.transfers.take(Operation.SEND, hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
         shard = self._decompose.shard(mesh.tensor)
         each_stage = [
             HeldParameters.of_stage(sorts, layers.blocks, mesh, stage, shard) for stage, sorts in enumerate(stage_sorts)
@@ -241,7 +233,7 @@ class MeshComposer:
             return 0.0
         item = self._request.training.optimizer.gradient_dtype(shard.dtype).itemsize
         size = shard.vocab_size * shard.hidden_size * item
-        return self.transfers.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data)).seconds
+        return self.transfers.take(Operation.SEND, size, Group(mesh.pipeline, mesh.tensor * mesh.data)).seconds
 
     def _sum_of_repeated(self, mesh: Mesh, stages: Sequence[HeldParameters]) -> float:
         """Return the seconds of summing gradients that tensor-parallel devices have whole, of their heads or tokens.
@@ -447,8 +439,7 @@ def balance_layers(
     `seconds` are those of the layers in order; `first` and `last` are those of embedding and head. Each stage has at
     least one layer. Of several ways to be as short, the one with most layers in the first stages is returned.
 
-    Raises:
-        ValueError: there are fewer layers than stages.
+    Raises ValueError if there are fewer layers than stages.
     """
     if num_stages > len(seconds):
         raise ValueError(f"{len(seconds)} layers are fewer than {num_stages} stages")

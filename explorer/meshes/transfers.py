@@ -88,25 +88,19 @@ class Transfers:
 
     def gather(self, size_bytes: float, group: Group) -> Transfer:
         """Return an all-gather, or a reduce-scatter, after which a device has had `size_bytes` in all: their mean."""
-        gathered = self._transfer(Operation.ALL_GATHER, size_bytes, group)
-        scattered = self._transfer(Operation.REDUCE_SCATTER, size_bytes, group)
+        gathered = self.take(Operation.ALL_GATHER, size_bytes, group)
+        scattered = self.take(Operation.REDUCE_SCATTER, size_bytes, group)
         return Transfer(
             (gathered.seconds + scattered.seconds) / 2, (gathered.host_seconds + scattered.host_seconds) / 2
         )
 
-    def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
-        """Return a transfer in which the busiest device sends or receives `size_bytes`, an equal part for each."""
-        return self._transfer(Operation.ALL_TO_ALL, size_bytes, group)
+    def take(self, operation: Operation, size_bytes: float, group: Group) -> Transfer:
+        """Return one operation of a group.
 
-    def send(self, size_bytes: float, ranks: Group) -> Transfer:
-        """Return what a rank of a pipeline sends to the next; the slowest pair of ranks counts."""
-        return self._transfer(Operation.SEND, size_bytes, ranks)
-
-    def broadcast(self, size_bytes: float, group: Group) -> Transfer:
-        """Return what copies `size_bytes` of one device to all others of a group; their sum takes as long."""
-        return self._transfer(Operation.BROADCAST, size_bytes, group)
-
-    def _transfer(self, operation: Operation, size_bytes: float, group: Group) -> Transfer:
+        In an all-to-all the busiest device sends or receives `size_bytes`, an equal part for each other. A rank of a
+        pipeline sends them to the next, and the slowest pair counts. A broadcast copies those of one device to all
+        others, and their sum takes as long.
+        """
         if group.size == 1 or not size_bytes:
             return Transfer(0.0)
         points = self._points.get((operation, group))

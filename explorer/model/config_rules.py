@@ -107,9 +107,8 @@ PLAIN = "must be text of letters, digits, spaces and _.,+*|#=- alone, without '.
 def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return `config` if all of its values are acceptable. The meaning of its keys is left to the library.
 
-    Raises:
-        RuleError: `config` has no `model_type`, is larger than 256 KiB as JSON, is nested deeper than 16 levels, asks
-            for code from elsewhere at any level, or holds a value beyond its bound.
+    Raises RuleError if `config` has no `model_type`, is larger than 256 KiB as JSON, is nested deeper than 16
+    levels, asks for code from elsewhere at any level, or holds a value beyond its bound.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from bexp.explorer.model.base import Frozen, RuleError
+from bexp.explorer.model.spelling import shortened
 
 MAX_LENGTH = 1 << 24
 MAX_TEXTS = 1 << 40
@@ -96,8 +99,7 @@ class Lengths(Frozen):
 def expand_lengths(data: dict[str, Any]) -> dict[str, Any]:
     """Write `lognormal(mean, sigma)`, or a histogram by itself, as the mapping that it stands for.
 
-    Raises:
-        RuleError: the text is no distribution, or the value has neither or both of the fields.
+    Raises RuleError if the text is no distribution, or the value has neither or both of the fields.
     """
     given = data.get("lengths")
     if given is None or isinstance(given, Lengths):
@@ -127,8 +129,7 @@ def read_histogram(given: Any) -> tuple[tuple[int, int], ...]:
 
     `given` is such pairs, or a mapping of lengths to numbers.
 
-    Raises:
-        ValueError: there are no pairs, or one of the numbers is no whole number that is at least 1.
+    Raises ValueError if there are no pairs, or one of the numbers is no whole number that is at least 1.
     """
     pairs = list(given.items()) if isinstance(given, Mapping) else list(given) if isinstance(given, Iterable) else []
     if not pairs or isinstance(given, str):
@@ -148,8 +149,8 @@ _PAIR = ("the length in tokens", "the number of texts")
 def read_count(value: Any, what: str) -> int:
     """Return a whole number that is at least 1.
 
-    Raises:
-        ValueError: the value is no such number. The message names `what` it stands for, and not the value itself.
+    Raises ValueError if the value is no such number. The message names `what` it stands for, and not the value
+    itself.
     """
     text = str(value).strip()
     if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or len(text) > 15 or int(text) < 1:
@@ -196,3 +197,40 @@ def _cut_lognormal(given: LogNormal, seq_length: int) -> CutLengths:
             break
     num_cut = EPOCH_TEXTS * longer(seq_length + 0.5)
     return CutLengths(tuple(lengths), tuple(lengths.values()), num_cut, is_counted=False)
+
+
+def is_distribution(text: str) -> bool:
+    """Return whether a text is a distribution by its parameters, and no path."""
+    return LOGNORMAL.fullmatch(text.strip()) is not None
+
+
+def parse_lengths(text: str) -> dict[str, Any]:
+    """Return the `lengths` of a request from a file's text.
+
+    The text has one length in tokens a line, or is JSON: a list of lengths, or a mapping of lengths to numbers of
+    texts.
+
+    Raises ValueError if the text has no length, or something else than lengths that are whole numbers from 1 on.
+    """
+    if text.lstrip()[:1] in {"{", "["}:
+        counts = _parse_json(text)
+    else:
+        lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+        counts = Counter(
+            read_count(line, f"{shortened(repr(line))} in line {number}") for number, line in lines if line
+        )
+    if not counts:
+        raise ValueError("it has no lengths: write one length in tokens a line")
+    return {"histogram": [list(pair) for pair in compact_histogram(counts)]}
+
+
+def _parse_json(text: str) -> Counter[int]:
+    try:
+        lengths = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is neither one length a line nor JSON: {error}") from None
+    if isinstance(lengths, dict) and isinstance(lengths.get("histogram"), (dict, list)):
+        lengths = lengths["histogram"]
+    if isinstance(lengths, list) and not any(isinstance(one, list) for one in lengths):
+        return Counter(read_count(one, f"length {place}") for place, one in enumerate(lengths, 1))
+    return Counter(dict(read_histogram(lengths)))

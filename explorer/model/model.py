@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
@@ -137,7 +138,7 @@ class ModelSpec(Frozen):
     """Whether there is a choice of the code that computes the loss: only a model's own code has one."""
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
+    def _check(self) -> Self:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise RuleError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
@@ -149,37 +150,21 @@ class ModelSpec(Frozen):
         if self.head_size > MAX_HEAD_DIM:
             message = f"hidden_size / num_attention_heads ({self.head_size:,}) must not exceed {MAX_HEAD_DIM:,}"
             raise RuleError(message, "hidden_size", "num_attention_heads")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_divide_heads(self) -> Self:
         if self.num_attention_heads % self.query_groups:
             raise RuleError(
                 f"num_query_groups ({self.query_groups}) must divide num_attention_heads ({self.num_attention_heads})",
                 "num_query_groups",
                 "num_attention_heads",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rotary_part_is_even(self) -> Self:
         if self.position == "rope" and (self.rotary_size % 2 or self.rotary_size == 0):
             message = f"the rotary part of head_dim ({self.rotary_size}) must be even and not 0"
             raise RuleError(message, *([] if self.head_dim is None else ["head_dim"]))
-        return self
-
-    @model_validator(mode="after")
-    def _positions_cover_sequence(self) -> Self:
         if self.position == "learned" and self.position_rows < self.seq_length:
             raise RuleError(
                 f"seq_length ({self.seq_length}) exceeds max_position_embeddings ({self.position_rows})",
                 "seq_length",
                 "max_position_embeddings",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_have_layers(self) -> Self:
         if self.moe is not None and self.moe.first_k_dense > self.num_layers:
             raise RuleError(
                 f"moe.first_k_dense ({self.moe.first_k_dense}) exceeds num_layers ({self.num_layers})",
@@ -192,10 +177,6 @@ class ModelSpec(Frozen):
                 "moe.first_k_dense",
                 "moe.moe_layer_frequency",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _dense_layers_have_width(self) -> Self:
         if self.count_layers(LayerKind.DENSE) > 0 and self.ffn_hidden_size == 0:
             message = "ffn_hidden_size must be given: this model has layers with a dense FFN"
             raise RuleError(message, "ffn_hidden_size")
@@ -276,3 +257,19 @@ def _layer_kinds(num_layers: int, first_k_dense: int, moe_layer_frequency: int) 
         else LayerKind.DENSE
         for i in range(num_layers)
     )
+
+
+def find_layer_pattern(has_experts: Sequence[bool]) -> tuple[int, int] | None:
+    """Return the (first_k_dense, moe_layer_frequency) that describe the layers, or None if no such pair does.
+
+    A layer i has experts when i >= first_k_dense and (i - first_k_dense + 1) is a multiple of moe_layer_frequency.
+    """
+    count = len(has_experts)
+    experts = [i for i, moe in enumerate(has_experts) if moe]
+    if not experts:
+        return count, 1
+    following = experts[1] if len(experts) > 1 else count
+    frequency = 1 if experts[0] == count - 1 else following - experts[0]
+    first = experts[0] - frequency + 1
+    described = [i >= first and (i - first + 1) % frequency == 0 for i in range(count)]
+    return (first, frequency) if first >= 0 and described == list(has_experts) else None

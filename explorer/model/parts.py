@@ -152,9 +152,7 @@ class ModelParts(Frozen):
         None, description="Sequences of an optimizer step that a training command asks for.", exclude_if=is_null
     )
     micro_batch_size: Count | None = Field(
-        None,
-        description="The size of a training command that ran first: its own, if that fits.",
-        exclude_if=is_null,
+        None, description="The size of a training command that ran first: its own, if that fits.", exclude_if=is_null
     )
     samples: SampleLengths | None = Field(
         None, description="A training command's data, if its longest micro-batch is known and ran.", exclude_if=is_null

@@ -83,10 +83,11 @@ def quantization_of(name: str | None, config: Mapping[str, Any] | None) -> Quant
 
     transformers prefers that of the checkpoint. A method that is not bitsandbytes' is left out.
     """
-    own = (config or {}).get("quantization_config")
+    own: Any = (config or {}).get("quantization_config")
     if name == PLAIN:
         return None
-    if own_method(config) == BITSANDBYTES and isinstance(own, Mapping) and _states_bits(own):
+    states_bits = isinstance(own, Mapping) and bool(own.get("load_in_4bit")) is not bool(own.get("load_in_8bit"))
+    if states_bits and own_method(config) == BITSANDBYTES:
         return Quantization(json.dumps(dict(own), sort_keys=True), is_own=True)
     return None if name is None else Quantization(json.dumps(ARGUMENTS[name], sort_keys=True), is_own=False)
 
@@ -100,7 +101,3 @@ def describe_weights(weights: Iterable[WeightBytes]) -> str:
     if any(one.kind == "experts" and not one.quantized_bytes for one in kinds):
         line += "; transformers quantises linear layers alone, and these experts are none"
     return line
-
-
-def _states_bits(own: Mapping[str, Any]) -> bool:
-    return bool(own.get("load_in_4bit")) is not bool(own.get("load_in_8bit"))

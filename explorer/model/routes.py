@@ -1,4 +1,4 @@
-"""Draws the experts of tokens for a RoutingSpec. It is a module of its own, because NumPy takes long to import."""
+"""The experts of tokens, drawn for a RoutingSpec; a module of its own, because NumPy takes long to import."""
 
 from __future__ import annotations
 
@@ -93,3 +93,26 @@ def _solve_inclusion(target: npt.NDArray[np.float64], top_k: int) -> npt.NDArray
         step = np.log(np.clip(target[positive], 1e-9, None)) - np.log(np.clip(inclusion[positive], 1e-4, None))
         log_weights[positive] += np.clip(step, -1.0, 1.0)
     return log_weights
+
+
+@lru_cache(maxsize=512)
+def dropped_share(moe: MoESpec, routing: RoutingSpec, num_tokens: int, seed: int) -> float:
+    """Return the share of the token-expert pairs of `num_tokens` tokens that are over their expert's capacity.
+
+    The routes are those of the measured reference layers. The choice of the dropped pairs depends on their weights, but
+    their number does not, so no model is needed here.
+    """
+    if moe.capacity_factor is None:
+        return 0.0
+    drawn_TK = _drawn(moe, routing, num_tokens, seed)
+    repeats, rest = divmod(num_tokens, drawn_TK.shape[0])
+    counts_E = repeats * _count(drawn_TK, moe) + _count(drawn_TK[:rest], moe)
+    return 1.0 - float(np.minimum(counts_E, moe.capacity(num_tokens)).sum()) / (num_tokens * moe.top_k)
+
+
+def _count(routes_TK: npt.NDArray[np.int64], moe: MoESpec) -> npt.NDArray[np.int64]:
+    return np.bincount(routes_TK.ravel(), minlength=moe.num_experts)
+
+
+def _drawn(moe: MoESpec, routing: RoutingSpec, num_tokens: int, seed: int) -> npt.NDArray[np.int64]:
+    return draw_batch_routes(moe.model_copy(update={"capacity_factor": None}), routing, num_tokens, seed)

@@ -32,8 +32,7 @@ class RoutingSpec(Frozen):
     def check(self, moe: MoESpec) -> None:
         """Check that this routing can be drawn for `moe`.
 
-        Raises:
-            RuleError: it cannot be drawn; the fields are named as in a request.
+        Raises RuleError if it cannot be drawn; the fields are named as in a request.
         """
         if self.shares is None:
             return

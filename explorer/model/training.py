@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from bexp.explorer.model.base import Frozen, RuleError, is_false, is_null, is_zero
 from bexp.explorer.model.model import DType
@@ -32,7 +32,7 @@ Precision = Literal["pure", "autocast", "master", "upcast", "float8_tensorwise",
 class OptimizerSpec(Frozen):
     """Optimizer and number formats; the default is mixed precision with 16 bytes a parameter in bf16."""
 
-    name: OptimizerName = Field(
+    name: Annotated[OptimizerName, BeforeValidator(read_name)] = Field(
         "adamw",
         description="torch's fused AdamW, fused SGD with momentum, or another optimizer by its name in transformers' "
         "TrainingArguments (`optim`); those need target `transformers`, and their package.",
@@ -44,11 +44,6 @@ class OptimizerSpec(Frozen):
     state_dtype: DType | None = Field(
         None, description="The format of the moments; default: float32 with master weights, else the model's dtype."
     )
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _name_the_way_to_others(cls, value: Any) -> Any:
-        return read_name(value)
 
     @property
     def of_library(self) -> LibraryOptimizer | None:
@@ -108,9 +103,7 @@ class LoRASpec(Frozen):
         None, description="The adapters' output is scaled by alpha / r; null: alpha = r."
     )
     use_rslora: bool = Field(
-        False,
-        description="Scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).",
-        exclude_if=is_false,
+        False, description="Scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).", exclude_if=is_false
     )
     use_dora: bool = Field(
         False, description="Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", exclude_if=is_false

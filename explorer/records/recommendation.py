@@ -17,7 +17,7 @@ from bexp.explorer.model.base import Frozen, is_null
 from bexp.explorer.model.extensions import Extended
 from bexp.explorer.model.lengths import Batching
 from bexp.explorer.model.quantization import WeightBytes
-from bexp.explorer.records.earlier_runs import ReusedComponents
+from bexp.explorer.records.device_report import ReusedComponents
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.plan import Plan
 
@@ -303,8 +303,7 @@ class Recommendation(CandidateFigures):
     )
     notes: tuple[Note, ...] = ()
     dividing_batch_sizes: tuple[int, ...] = Field(
-        (),
-        description="If no candidate divides the stated batch: the nearest batch sizes that one which fits divides.",
+        (), description="If no candidate divides the stated batch: the nearest batch sizes that one which fits divides."
     )
     prefer: Literal["speed", "memory"] = Field("speed", description="The preference of the request.")
     headroom: float = Field(0.0, description="Share of the memory that the request leaves free.")

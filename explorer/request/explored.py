@@ -8,126 +8,52 @@ from typing import Any
 
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.model.model import DType, ModelSpec
-from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 
-class _Model:
-    """A model of which nothing is known. The members of `Explored` override what they know."""
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """A model: its `shapes`, the `config` of a Hugging Face model, or neither if its target alone knows it."""
 
-    default_target = BEXP
-    """The target of a request that names none."""
+    name: str
+    seq_length: int | None = None
+    """Tokens a sequence in training; None for a model that may have no sequences: its rates are then in samples."""
+    shapes: ModelSpec | None = None
+    config: dict[str, Any] | None = None
 
     @property
     def may_have_experts(self) -> bool:
         """Whether a layer may have experts, as far as is known."""
-        return True
+        return self.shapes is None or self.shapes.has_experts
 
     @property
     def dtype(self) -> DType | None:
         """The number format of the matrix products, where it is known."""
-        return None
+        return None if self.shapes is None else self.shapes.dtype
 
     @property
     def vocab_size(self) -> int | None:
-        """Words of the vocabulary, where they are known."""
-        return None
-
-    def as_config(self) -> dict[str, Any]:
-        """Return the configuration from which a registered target builds the model."""
-        return {}
-
-    def as_fields(self, seq_length: int) -> dict[str, Any]:
-        """Return the fields of a request that `bexp.apply` compares with a model; tokens a sequence are as measured."""
-        return {}
-
-    def recomputed_layers(self, recompute: Recompute) -> tuple[bool, ...] | None:
-        """Return, for each layer, whether a policy recomputes it as a whole, where it is known."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class OwnModel(_Model):
-    """A model that its target alone knows. It may have no sequences: its rates are then in samples."""
-
-    name: str
-    seq_length: None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HuggingFaceConfig(_Model):
-    """A config.json of a Hugging Face model, whose keys the transformers library knows."""
-
-    config: dict[str, Any]
-    seq_length: int | None
-
-    default_target = TRANSFORMERS
-
-    @property
-    def name(self) -> str:
-        """The name that the config.json has."""
-        return name_of_config(self.config)
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Words of the vocabulary, if the config.json says it at its top level."""
-        size = self.config.get("vocab_size")
+        """Words of the vocabulary, where they are known: a config.json may say them at its top level."""
+        size = (self.config or {}).get("vocab_size") if self.shapes is None else self.shapes.vocab_size
         return size if isinstance(size, int) else None
 
     def as_config(self) -> dict[str, Any]:
-        """Return the config.json with the length of a sequence."""
-        return self.config | {"seq_length": self.seq_length}
+        """Return the configuration from which a registered target builds the model."""
+        if self.shapes is not None:
+            return self.shapes.model_dump(mode="json")
+        return {} if self.config is None else self.config | {"seq_length": self.seq_length}
 
     def as_fields(self, seq_length: int) -> dict[str, Any]:
-        """Return the numbers and texts of the config.json, and the tokens of a sequence."""
+        """Return the fields of a request that `bexp.apply` compares with a model; tokens a sequence are as measured."""
+        if self.shapes is not None:
+            return {"model": self.shapes.model_dump(mode="json", exclude_none=True)}
+        if self.config is None:
+            return {}
         scalars = {key: value for key, value in self.config.items() if isinstance(value, str | int | float)}
         return {"hf_config": scalars, "hf_seq_length": seq_length}
 
-
-@dataclass(frozen=True, slots=True)
-class Shapes(_Model):
-    """A model by its shapes, which are all that there is to know."""
-
-    model: ModelSpec
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.model.name
-
-    @property
-    def seq_length(self) -> int:
-        """Tokens a sequence in training."""
-        return self.model.seq_length
-
-    @property
-    def may_have_experts(self) -> bool:
-        """Whether a layer has experts."""
-        return self.model.has_experts
-
-    @property
-    def dtype(self) -> DType:
-        """The number format of the matrix products."""
-        return self.model.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Words of the vocabulary."""
-        return self.model.vocab_size
-
-    def as_config(self) -> dict[str, Any]:
-        """Return all shapes."""
-        return self.model.model_dump(mode="json")
-
-    def as_fields(self, seq_length: int) -> dict[str, Any]:
-        """Return the shapes that have a value."""
-        return {"model": self.model.model_dump(mode="json", exclude_none=True)}
-
-    def recomputed_layers(self, recompute: Recompute) -> tuple[bool, ...]:
-        """Return, for each layer, whether a policy recomputes it as a whole."""
-        return recomputed_layers(self.model, recompute)
-
-
-Explored = Shapes | HuggingFaceConfig | OwnModel
+    def recomputed_layers(self, recompute: Recompute) -> tuple[bool, ...] | None:
+        """Return, for each layer, whether a policy recomputes it as a whole, where it is known."""
+        return None if self.shapes is None else recomputed_layers(self.shapes, recompute)
 
 
 def name_of_config(config: dict[str, Any]) -> str:

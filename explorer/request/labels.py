@@ -14,11 +14,7 @@ _KEY = re.compile(rf"[A-Za-z0-9](?:[A-Za-z0-9._/-]{{0,{MAX_KEY - 2}}}[A-Za-z0-9]
 
 
 def check_key(key: str) -> str:
-    """Return the key of a label.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """Return the key of a label. Raises ValueError if it is not one."""
     if _KEY.fullmatch(key) is None:
         raise ValueError(
             f"a label's key has 1 to {MAX_KEY} letters, digits, '.', '_', '/' and '-', and begins and ends with a "
@@ -28,22 +24,14 @@ def check_key(key: str) -> str:
 
 
 def check_value(value: str) -> str:
-    """Return the value of a label.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """Return the value of a label. Raises ValueError if it is not one."""
     if not 1 <= len(value) <= MAX_VALUE or not value.isprintable() or value != value.strip():
         raise ValueError(f"a label's value has 1 to {MAX_VALUE} printable characters and no space at its ends")
     return value
 
 
 def parse_label(text: str) -> tuple[str, str]:
-    """Return the key and the value of a label that is written as `key=value`.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """Return the key and the value of a label that is written as `key=value`. Raises ValueError if it is not one."""
     key, separator, value = text.partition("=")
     if not separator:
         raise ValueError("a label is written as key=value")

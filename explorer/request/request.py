@@ -1,33 +1,63 @@
-"""A request: the model, what may vary, and how long the exploration may take."""
+"""A request: the model, what may vary in it and on its devices, and how long the exploration may take."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from bexp.explorer.dimensions.candidate import Candidate, DimensionsAsked
-from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE, MicroBatch, MicroBatchChoice
+from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.dimensions.micro_batch_size import LADDER, MICRO_BATCH_SIZE, MicroBatch, MicroBatchChoice
 from bexp.explorer.dimensions.parallelism import ParallelismSpec
-from bexp.explorer.model.base import is_false, is_null
+from bexp.explorer.dimensions.place import Place, ReportedPlace
+from bexp.explorer.dimensions.recompute import RECOMPUTE, Recompute
+from bexp.explorer.dimensions.sharding import SHARDING
+from bexp.explorer.model.base import Frozen, is_false, is_null
 from bexp.explorer.model.config_rules import check_hugging_face_config, check_size
+from bexp.explorer.model.hardware import DeviceSupport
 from bexp.explorer.model.lengths import Batching, Lengths
-from bexp.explorer.model.model import ModelSpec
+from bexp.explorer.model.model import ModelSpec, MoESpec, Variant
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.quantization import Quantization, QuantizationName, quantization_of
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.model.target import BEXP, LOCAL, TRANSFORMERS, TargetName
 from bexp.explorer.model.training import Sharding, TrainingSpec
-from bexp.explorer.request.budget import WEIGHING_BATCH_SIZE, Budget, Count
-from bexp.explorer.request.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
-from bexp.explorer.request.extensions import rules_of
+from bexp.explorer.request.explored import Explored, name_of_config
 from bexp.explorer.request.labels import Labels
-from bexp.explorer.request.requested_space import RequestedSpace
+from bexp.explorer.request.request_rules import rules_of
 from bexp.explorer.request.shorthands import expand_shorthands
 from bexp.explorer.trainers.registry import DEFAULT_TRAINER, TRAINERS, TrainerName
 from bexp.explorer.trainers.trainer import Trainer
+
+WEIGHING_BATCH_SIZE = 512
+"""The effective batch that weighs the optimizer where nobody states one."""
+
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class Budget(Frozen):
+    """The end of a search: at the confidence target, or when a limit is reached.
+
+    The base is measured in any case. Twice the limits hold until there is a candidate to recommend, and for the
+    comparisons of the answer. Whole models of recommended candidates come on top, until one has run well.
+    """
+
+    confidence_target: Annotated[int, Field(ge=1, le=99)] = 95
+    max_trials: Annotated[int, Field(ge=1, le=2000)] = 200
+    """Each variant has an equal share of both limits, and what earlier variants left over."""
+    max_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """The time of all trials together, those of earlier leases included.
+
+    A trial counts from its choice until its result is learnt. Trials in flight at once each count in full. Starting a
+    job, enumerating the space and storing results come on top, and a running trial is not cut short. After a whole
+    model that ran well, whole models have a third of it. A search that noise keeps from its confidence has an eighth.
+    """
+    trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
 
 
 class ExplorationRequest(DimensionsAsked):
@@ -47,7 +77,7 @@ class ExplorationRequest(DimensionsAsked):
         "that a worker has registered. Null: `transformers` for `hf_config`, else `bexp`.",
     )
     model: ModelSpec | None = None
-    hf_config: dict[str, Any] | None = Field(
+    hf_config: Annotated[dict[str, Any], AfterValidator(check_hugging_face_config)] | None = Field(
         None, description="A Hugging Face config.json as it came, for target `transformers`; at most 256 KiB."
     )
     hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
@@ -144,11 +174,6 @@ class ExplorationRequest(DimensionsAsked):
         (), description="What was noted when the configuration was read, such as keys that were ignored."
     )
 
-    @field_validator("hf_config")
-    @classmethod
-    def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
-        return None if config is None else check_hugging_face_config(config)
-
     @field_validator("target_config", "kept")
     @classmethod
     def _check_free_fields(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -171,10 +196,10 @@ class ExplorationRequest(DimensionsAsked):
     def explored(self) -> Explored:
         """The model that is explored. One that its target alone knows has the name of that target, or of its file."""
         if self.model is not None:
-            return Shapes(self.model)
+            return Explored(self.model.name, self.model.seq_length, shapes=self.model)
         if self.hf_config is not None:
-            return HuggingFaceConfig(self.hf_config, self.hf_seq_length)
-        return OwnModel((self.target or OwnModel.default_target).removeprefix(f"{LOCAL}."))
+            return Explored(name_of_config(self.hf_config), self.hf_seq_length, config=self.hf_config)
+        return Explored((self.target or BEXP).removeprefix(f"{LOCAL}."))
 
     @property
     def shapes(self) -> ModelSpec:
@@ -185,7 +210,7 @@ class ExplorationRequest(DimensionsAsked):
     @property
     def target_name(self) -> str:
         """The target, with the default filled in."""
-        return self.target or self.explored.default_target
+        return self.target or (TRANSFORMERS if self.model is None and self.hf_config is not None else BEXP)
 
     @property
     def is_own_code(self) -> bool:
@@ -256,10 +281,7 @@ class ExplorationRequest(DimensionsAsked):
         return candidate.execution or self.plain_execution
 
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
-        """Return this request with the level of sharding of a candidate or component;
-
-        None keeps the request's own level.
-        """
+        """Return this request with the sharding of a candidate or component; None keeps the request's own level."""
         if level is None:
             return self
         training = self.training.model_copy(update={"sharding": level})
@@ -324,3 +346,135 @@ class RequestedDevices:
     def data_parallel_size(self, context_parallel_size: int) -> int:
         """Number of groups of devices that process sequences of their own."""
         return self.asked.num_devices // context_parallel_size
+
+
+NOT_ASKED = {"labels", "fresh", "notices", "kept", "budget", "target"}
+"""Fields that do not say what is asked. The budget says how well it must be known, which is judged by the answer."""
+
+
+def request_key(request: ExplorationRequest) -> str | None:
+    """Return a text that is equal for requests that ask the same, whatever their labels and budgets.
+
+    None for a target that somebody has written: its code can change while its version does not.
+    """
+    if request.is_own_code:
+        return None
+    document = request.model_dump(mode="json", exclude=NOT_ASKED)
+    document["target"] = request.target_name
+    document["trial_timeout_seconds"] = request.budget.trial_timeout_seconds
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedSpace:
+    """The values that candidates of a request may have, on a kind of device if it is known."""
+
+    asked: ExplorationRequest
+    device_kind: str | None = None
+
+    @property
+    def place(self) -> Place:
+        """The request as its dimensions see it."""
+        return place_of(self.asked, self.device_kind)
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes to consider, ascending, before memory is looked at."""
+        return MICRO_BATCH_SIZE.considered(self.place)
+
+    @property
+    def all_micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes of the request whatever the batch, ascending; with `auto` all sizes of the ladder."""
+        return MICRO_BATCH_SIZE.named(self.place) or LADDER
+
+    @property
+    def recompute_policies(self) -> tuple[Recompute, ...]:
+        """The recomputation policies to consider."""
+        return RECOMPUTE.considered(self.place)
+
+    @property
+    def executions(self) -> tuple[Execution, ...]:
+        """The executions that candidates may have, eager first."""
+        return EXECUTION.considered(self.place)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether code may be compiled for some candidates."""
+        return any(execution.compiles for execution in self.executions)
+
+    @property
+    def replays(self) -> bool:
+        """Whether some candidates may be replayed as CUDA graphs."""
+        return any(execution.replays for execution in self.executions)
+
+    @property
+    def sharding_choices(self) -> tuple[Sharding | None, ...]:
+        """The values of `Candidate.sharding`: the levels, lowest first, or None where there is no choice."""
+        return SHARDING.considered(self.place)
+
+    @property
+    def highest_sharding(self) -> Sharding:
+        """The level, among those that may be chosen, that leaves the least training state on a device."""
+        return SHARDING.highest(self.place)
+
+    def variants(self) -> tuple[ModelSpec, ...]:
+        """The models to explore, one for each distinct num_query_groups and capacity factor; the first is the main one.
+
+        There is none for a target without a ModelSpec.
+        """
+        if self.asked.model is None:
+            return ()
+        models: dict[Variant, ModelSpec] = {}
+        for groups in self.asked.num_query_groups or (self.asked.model.num_query_groups,):
+            for moe in self._expert_layers(self.asked.model.moe):
+                model = self.asked.model.model_copy(update={"num_query_groups": groups, "moe": moe})
+                models.setdefault(model.variant, model)
+        return tuple(models.values())
+
+    def _expert_layers(self, moe: MoESpec | None) -> tuple[MoESpec | None, ...]:
+        """The expert layers of the variants that are compared."""
+        if moe is None or self.asked.capacity_factors is None:
+            return (moe,)
+        return tuple(moe.model_copy(update={"capacity_factor": factor}) for factor in self.asked.capacity_factors)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether the experts of some variant have a capacity."""
+        return any(model.variant.capacity_factor is not None for model in self.variants())
+
+
+def place_of(request: ExplorationRequest, device_kind: str | None = None, report: DeviceSupport | None = None) -> Place:
+    """Return where the candidates of a request would run, for all that is known of the device."""
+    is_training = request.mode == "train"
+    return Place(
+        asked=request,
+        target=request.target_name,
+        shapes=request.model,
+        may_have_experts=request.explored.may_have_experts,
+        seq_length=request.seq_length,
+        training=request.training,
+        is_training=is_training,
+        num_devices=request.num_devices,
+        shares_model=request.devices.share_model,
+        batch_size=request.effective_batch_size,
+        states_batch=request.batch_size is not None,
+        base_micro_batch_size=request.base_micro_batch_size,
+        device_kind=device_kind or request.device_kind,
+        is_quick=_is_quick(request, device_kind),
+        batching=request.batching_of_texts,
+        replays=request.num_devices == 1 and is_training and not request.space.drops_tokens,
+        expressible=request.runner.expresses,
+        report=report,
+    )
+
+
+def reported_place(request: ExplorationRequest, report: DeviceSupport, model: ExploredModel) -> ReportedPlace:
+    """Return the place of a device that has reported, for one variant of a model."""
+    place = place_of(request, report.hardware.device_kind, report)
+    return ReportedPlace(**vars(place), model=model)
+
+
+def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:
+    """Whether only eager code and the library's own loss are explored: on a CPU, if asked, and for other targets."""
+    is_cpu = "cpu" in (device_kind, request.device_kind)
+    return request.quick or is_cpu or request.is_own_code

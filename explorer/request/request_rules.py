@@ -1,23 +1,25 @@
 """Every rule between the fields of a request, in order: one function a rule, each with the fields that it relates.
 
-A rule may rely on the rules before it. This file has the rules of the model and its target.
+A rule may rely on the rules before it. The rules of a named trainer stand in `trainer_rules`, and those of an
+extension in its package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from bexp.explorer.dimensions.candidate import DIMENSIONS
 from bexp.explorer.dimensions.combinations import check_combinations
+from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.model.base import RuleError
+from bexp.explorer.model.extensions import extensions
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import BITSANDBYTES
 from bexp.explorer.model.quantization import PLAIN, Quantization, own_method
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.device_rules import check_expert_modes
 from bexp.explorer.request.trainer_rules import check_trainer
 
 if TYPE_CHECKING:
@@ -28,6 +30,46 @@ Rule = Callable[["ExplorationRequest"], None]
 
 OWN = "hf_config.quantization_config"
 PLAIN_WEIGHTS = f"quantization: {PLAIN} measures plain weights"
+
+
+def check_expert_modes(request: ExplorationRequest) -> None:
+    """Check the modes that a request names, and their numbers.
+
+    Raises RuleError if experts are on one device alone, more of them are shadowed than there are, or a number is
+    given for another mode.
+    """
+    asked = request.parallelism
+    moe = None if request.model is None else request.model.moe
+    named = [mode for mode in asked.named_expert_modes if mode is not ExpertMode.PLAIN]
+    if named and moe is None:
+        raise RuleError(f"expert_mode '{named[0]}' needs a model with experts", "parallelism.expert_mode", "model.moe")
+    if named and not asked.spreads_experts:
+        raise RuleError(
+            f"expert_mode '{named[0]}' needs experts on several devices, and expert is 1: use expert 2 or more, or "
+            "expert_mode 'plain'",
+            "parallelism.expert_mode",
+            "parallelism.expert",
+        )
+    for name, mode, sizes in (
+        ("overlap_degree", ExpertMode.OVERLAPPED, asked.named_overlap_degrees),
+        ("shadowed_experts", ExpertMode.SHADOWED, asked.named_shadowed_experts),
+    ):
+        if sizes is not None and mode not in asked.expert_modes:
+            raise RuleError(
+                f"{name} belongs to expert_mode '{mode}', which is not explored",
+                f"parallelism.{name}",
+                "parallelism.expert_mode",
+            )
+    if moe is None:
+        return
+    too_many = [number for number in asked.named_shadowed_experts or () if number > moe.num_experts]
+    if too_many:
+        raise RuleError(
+            f"shadowed_experts ({too_many[0]}) exceeds num_experts ({moe.num_experts}); the nearest that can be is "
+            f"{moe.num_experts}",
+            "parallelism.shadowed_experts",
+            "model.moe.num_experts",
+        )
 
 
 def _need_library(request: ExplorationRequest, what: str, field: str) -> None:
@@ -126,10 +168,7 @@ def check_sequence_of_config(request: ExplorationRequest) -> None:
 
 
 def check_training_of_target(request: ExplorationRequest) -> None:
-    """Check that the target is transformers where lengths, precision or LoRA are given:
-
-    the reference layers have none of them.
-    """
+    """Check precision, LoRA and the optimizer: the reference layers have no LoRA, and precision `pure` alone."""
     if request.training.keeps_master_weights:
         _check_master_weights(request)
     if request.training.precision == "upcast":
@@ -282,3 +321,16 @@ RULES: tuple[Rule, ...] = (
     check_query_groups,
     check_trainer,
 )
+
+
+class RequestExtension(Protocol):
+    """The interface of an extension to requests."""
+
+    def rules_for(self, request: ExplorationRequest) -> tuple[Rule, ...] | None:
+        """Return the rules of a request that names something of this package; None if it names nothing."""
+
+
+def rules_of(request: ExplorationRequest) -> tuple[Rule, ...]:
+    """Return the rules of the first extension that has some for a request, else those of the core."""
+    rules = (cast(RequestExtension, one).rules_for(request) for one in extensions())
+    return next((each for each in rules if each is not None), RULES)

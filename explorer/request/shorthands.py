@@ -26,8 +26,7 @@ def expand_names(data: dict[str, Any]) -> dict[str, Any]:
 def expand_query_groups(data: dict[str, Any]) -> dict[str, Any]:
     """Move a list in `model.num_query_groups` to `num_query_groups`; its first entry stays as the model's own.
 
-    Raises:
-        RuleError: the request has a list in both places.
+    Raises RuleError if the request has a list in both places.
     """
     model = data.get("model")
     groups = model.get("num_query_groups") if isinstance(model, dict) else None
@@ -41,8 +40,7 @@ def expand_query_groups(data: dict[str, Any]) -> dict[str, Any]:
 def expand_capacity_factors(data: dict[str, Any]) -> dict[str, Any]:
     """Move a list in `model.moe.capacity_factor` to `capacity_factors`; its first entry stays as the model's own.
 
-    Raises:
-        RuleError: the request has a list in both places.
+    Raises RuleError if the request has a list in both places.
     """
     model = data.get("model")
     moe = model.get("moe") if isinstance(model, dict) else None
@@ -60,8 +58,7 @@ def expand_sharding(data: dict[str, Any]) -> dict[str, Any]:
 
     Anything else stays where it is, so that the field's own rule judges it.
 
-    Raises:
-        RuleError: the request has levels in both places.
+    Raises RuleError if the request has levels in both places.
     """
     training = data.get("training")
     if not isinstance(training, dict):
@@ -85,8 +82,7 @@ def expand_execution(data: dict[str, Any]) -> dict[str, Any]:
 
     `explore` stands for all that the request can have: CUDA graphs are for training on one GPU.
 
-    Raises:
-        RuleError: the request has executions in both places.
+    Raises RuleError if the request has executions in both places.
     """
     asked = data.get("execution")
     if not isinstance(asked, list | tuple) and asked != "explore":
@@ -106,8 +102,7 @@ def _all_executions(data: dict[str, Any]) -> list[Execution]:
 def expand_parallelism(data: dict[str, Any]) -> dict[str, Any]:
     """Write out `parallelism: explore`, and move `context` and `sharding` to where they are kept.
 
-    Raises:
-        RuleError: the request says the same in two places.
+    Raises RuleError if the request says the same in two places.
     """
     given = data.get("parallelism")
     if given == "explore":
@@ -154,8 +149,7 @@ def _move(data: dict[str, Any], value: Any, section: str, name: str) -> dict[str
 def expand_shorthands(data: dict[str, Any]) -> dict[str, Any]:
     """Return a request whose shorter ways to write fields are replaced by those fields.
 
-    Raises:
-        RuleError: a field is given in both ways.
+    Raises RuleError if a field is given in both ways.
     """
     for expand in (
         expand_names,

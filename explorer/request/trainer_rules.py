@@ -13,8 +13,7 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import OptimizerSpec, Precision
 from bexp.explorer.trainers.registry import TRAINERS
-from bexp.explorer.trainers.terms import ShardedAdapters
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.trainer import ShardedAdapters, Trainer
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest

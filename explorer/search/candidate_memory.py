@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from scipy.special import ndtri
 
-from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask, required_table
 from bexp.explorer.cost.step import FRAGMENTATION, GIB, MARGIN_BYTES, StepBytes, required_bytes
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.surrogate.gaussian_process import Surrogate
@@ -81,10 +80,7 @@ class CandidateMemory:
         self.saved_C, self.transient_C = table.activation_bytes(*surrogate.bytes_3K)
         composed_C = self.saved_C + self.transient_C
         self.required_C = self._required(composed_C)
-        """All that a step needs of the device.
-
-        `saved_C` and `transient_C` are its activations at the peak of a step.
-        """
+        """All that a step needs; `saved_C` and `transient_C` are its activations at the peak."""
         whole = dict(whole_peaks or {})
         peak_C = table.static_bytes_C + composed_C
         if table.candidates[0].is_whole:  # what was measured was the whole
@@ -135,10 +131,7 @@ class CandidateMemory:
         return np.asarray(self._required(worst, rows) > self.limit_bytes)
 
     def surely_fits(self, rows: Ints) -> Mask:
-        """Mark those of `rows` that fit even with more bytes than expected, shape (A,).
-
-        None of these needs to be measured.
-        """
+        """Mark those of `rows` that fit even with more bytes than expected, and need not be measured, shape (A,)."""
         return np.asarray(self.fits_C[rows] & ~self.is_tight(rows))
 
     def is_near_limit(self, rows: Ints) -> Mask:

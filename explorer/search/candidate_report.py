@@ -9,13 +9,13 @@ import numpy as np
 from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence
 from bexp.explorer.cost.step import GIB, StepSeconds
 from bexp.explorer.cost.text_batches import TextBatches
-from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.dimensions.candidate import CHOICES, Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.optimizers import ON_HOST_NOTE, PAGED_NOTE
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.model.quantization import describe_weights
+from bexp.explorer.model.routes import dropped_share
 from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
@@ -31,15 +31,14 @@ from bexp.explorer.records.recommendation import (
 )
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.alternatives import accumulate, dividing_batch_sizes
+from bexp.explorer.search.alternatives import accumulate, check_whole_model, dividing_batch_sizes, performance
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
 from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
-from bexp.explorer.search.runner_up import find_runner_up
-from bexp.explorer.search.whole_model_check import check_whole_model, performance
+from bexp.explorer.search.whole_models import find_runner_up
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 """A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""
@@ -76,6 +75,25 @@ def build_recommendation(
     accumulation, nearest = accumulate(request, candidate)
     noise, whole = noise_figures(posterior, best.row), check_whole_model(posterior, best.row, whole_model)
     by_role = {each.role: each for each in alternatives}
+    notes = _Notes(candidate_notes(request, candidate, report, whole_model))
+    notes.add(NoteCode.COMMUNICATION, *_communication_notes(posterior, candidate, seconds))
+    notes.add(NoteCode.SHARED_CORES, *_shared_cores(posterior))
+    if (largest := by_role.get(Role.LARGEST_MICRO_BATCH)) is not None and largest.predicted:
+        notes.add(
+            NoteCode.PREDICTED, "the throughput of the largest micro-batch is predicted in part from smaller ones"
+        )
+    notes.add(NoteCode.RUNNER_UP, *_doubts(request, whole, by_role.get(Role.RUNNER_UP)))
+    if reported := posterior.knowledge.reported:
+        notes.add(NoteCode.REAL_RUNS, describe_reported(reported))
+    if (reused := posterior.knowledge.reused) is not None:
+        notes.add(NoteCode.REUSED, describe_reused(reused))
+    notes.add(NoteCode.VOCABULARY, *_slow_head(posterior, best.row))
+    notes.add(NoteCode.WIDTHS, *_new_widths(posterior, best.row))
+    if final and request.bta.enable and Role.UNTILED not in by_role:
+        text = "no candidate without tiling fits, so nothing shows what tiling gains or costs"
+        notes.add(NoteCode.NOTHING_UNTILED, text)
+    if final and confidence_score(best.confidence) < request.budget.confidence_target:
+        notes += _shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget)
     return Recommendation(
         candidate=candidate,
         base=table.candidates[base],
@@ -96,24 +114,13 @@ def build_recommendation(
         memory=memory.parts,
         whole_model=whole,
         alternatives=alternatives,
-        notes=(
-            *candidate_notes(request, candidate, report, whole_model),
-            *_communication_notes(posterior, candidate, seconds),
-            *_shared_cores(posterior),
-            *_predictions(by_role.get(Role.LARGEST_MICRO_BATCH)),
-            *_doubts(request, whole, by_role.get(Role.RUNNER_UP)),
-            *_earlier_notes(posterior),
-            *_slow_head(posterior, best.row),
-            *new_width_note(posterior, best.row),
-            *(_nothing_untiled(request, by_role.get(Role.UNTILED)) if final else ()),
-            *(_shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget) if final else ()),
-        ),
+        notes=tuple(notes),
         texts=text_figures(posterior, best.row),
         dividing_batch_sizes=dividing_batch_sizes(posterior) if Role.DIVIDING not in by_role else (),
         prefer=request.prefer,
         headroom=request.headroom,
         composed_tokens_per_second=posterior.seconds(best.row).tokens_per_second,
-        reused=posterior.knowledge.reused,
+        reused=reused,
         dropped_share=_dropped_share(table.model, candidate, request),
         run_noise=noise.run_noise,
         confidences=noise.confidences,
@@ -129,64 +136,30 @@ def _dropped_share(model: ExploredModel, candidate: Candidate, request: Explorat
     return dropped_share(model.moe, request.routing, tokens, request.seed)
 
 
-def _earlier_notes(posterior: Posterior) -> tuple[Note, ...]:
-    """Return notes on real runs and on earlier explorations that count."""
-    reported, reused, notes = posterior.knowledge.reported, posterior.knowledge.reused, _Notes()
-    if reported:
-        notes.add(NoteCode.REAL_RUNS, describe_reported(reported))
-    if reused is not None:
-        notes.add(NoteCode.REUSED, describe_reused(reused))
-    return tuple(notes)
-
-
-def _predictions(largest: Alternative | None) -> tuple[Note, ...]:
-    if largest is None or not largest.predicted:
-        return ()
-    text = "the throughput of the largest micro-batch is predicted in part from smaller ones"
-    return (Note(code=NoteCode.PREDICTED, text=text),)
-
-
-def _nothing_untiled(request: ExplorationRequest, untiled: Alternative | None) -> tuple[Note, ...]:
-    if not request.bta.enable or untiled is not None:
-        return ()
-    text = "no candidate without tiling fits, so nothing shows what tiling gains or costs"
-    return (Note(code=NoteCode.NOTHING_UNTILED, text=text),)
-
-
-def _doubts(
-    request: ExplorationRequest, whole: WholeModelCheck | None, runner_up: Alternative | None
-) -> tuple[Note, ...]:
+def _doubts(request: ExplorationRequest, whole: WholeModelCheck | None, runner_up: Alternative | None) -> Iterator[str]:
     if whole is None or runner_up is None or runner_up.whole_model is None or runner_up.ratio >= 1.0:
-        return ()
-    if request.prefer == "memory":  # a faster one was left for a smaller peak
-        return ()
-    text = "as a whole model the runner-up was the faster one, by no more than the noise of such runs explains"
-    return (Note(code=NoteCode.RUNNER_UP, text=text),)
+        return
+    if request.prefer == "speed":  # else a faster one was left for a smaller peak
+        yield "as a whole model the runner-up was the faster one, by no more than the noise of such runs explains"
 
 
-def _shared_cores(posterior: Posterior) -> tuple[Note, ...]:
-    """Return a note if other processes wanted the cores of a CPU while it was measured."""
+def _shared_cores(posterior: Posterior) -> Iterator[str]:
+    """Yield that other processes wanted the cores of a CPU while it was measured, if they did."""
     conditions = [run.conditions for runs in posterior.knowledge.log.runs.values() for run in runs.runs]
     shares = [c.core_wait_share for c in conditions if c is not None and c.core_wait_share is not None]
-    if not shares or (waited := float(np.median(shares))) < SHARED_CORES:
-        return ()
-    text = (
-        f"other processes share these cores: threads waited {waited:.0%} of the time for one. Seconds are those of the "
-        "processor, without the waiting; a run next to others is slower, and least so with OMP_WAIT_POLICY=PASSIVE"
-    )
-    return (Note(code=NoteCode.SHARED_CORES, text=text),)
+    if shares and (waited := float(np.median(shares))) >= SHARED_CORES:
+        yield (
+            f"other processes share these cores: threads waited {waited:.0%} of the time for one. Seconds are those "
+            "of the processor, without the waiting; a run next to others is slower, and least so with "
+            "OMP_WAIT_POLICY=PASSIVE"
+        )
 
 
 def _shortfall(
     posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, out_of_budget: bool
 ) -> tuple[Note, ...]:
-    """Return a note that says why the confidence is below its target, if that is known.
-
-    `limit` has the noise if that is why.
-    """
+    """Return why the confidence is below its target, if that is known; `limit` has the noise if that is why."""
     request, target = posterior.request, posterior.request.budget.confidence_target
-    if confidence_score(best.confidence) >= target:
-        return ()
     if limit is not None:
         return (Note(code=NoteCode.NOISE, text=describe_noise(limit, target)),)
     if out_of_budget:
@@ -208,43 +181,41 @@ def _shortfall(
     return (Note(code=NoteCode.CONFIDENCE, text=text),)
 
 
-def _slow_head(posterior: Posterior, row: int) -> tuple[Note, ...]:
-    """Return a note if the vocabulary keeps a GPU from its fast kernels for matrix products, which need aligned rows.
+def _slow_head(posterior: Posterior, row: int) -> Iterator[str]:
+    """Yield that the vocabulary keeps a GPU from its fast kernels for matrix products, which need aligned rows.
 
     In benchmarks/results/tables the head takes 5 to 7 times its roofline seconds with 50257 words, and twice its
     roofline seconds if the vocabulary is a multiple of 8.
     """
     size = posterior.table.model.vocab_size
     if size is None or posterior.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
-        return ()
+        return
     head = posterior.table.decompositions[row].head
     shares = posterior.table.step_shares(posterior.surrogate.device_mean_K, np.array([row]))[0]
     share = float(shares[posterior.table.columns_CP[row] == posterior.table.column[head]].sum())
     padded = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY
-    text = (
+    yield (
         f"head and loss take {share:.0%} of a micro-step: vocab_size {size} is no multiple of {ALIGNED_VOCABULARY}, "
         f"which slows their products down; {padded} would not"
     )
-    return (Note(code=NoteCode.VOCABULARY, text=text),)
 
 
-def _communication_notes(posterior: Posterior, candidate: Candidate, seconds: StepSeconds) -> tuple[Note, ...]:
-    """Return a note that says whether communication, context parallelism apart, is included in the time."""
+def _communication_notes(posterior: Posterior, candidate: Candidate, seconds: StepSeconds) -> Iterator[str]:
+    """Yield whether communication, context parallelism apart, is included in the time."""
     request = posterior.request
     if request.num_devices == 1:
-        return ()
-    shared = candidate.context_parallel_size > 1
+        return
     if not posterior.table.communications:
-        what = "other communication" if shared else "communication"
-        return (Note(code=NoteCode.COMMUNICATION, text=f"{what} between devices is not included in the time"),)
+        what = "other communication" if candidate.context_parallel_size > 1 else "communication"
+        yield f"{what} between devices is not included in the time"
+        return
     sharding = request.sharded(candidate.sharding).training.sharding
     what = "gradients" if sharding is Sharding.NONE else "gradients and parameters"
     taken, share = 1e3 * seconds.communication, seconds.communication / seconds.step
-    text = (
+    yield (
         f"the exchange of {what} between {request.num_devices} devices is included in the time: beyond what "
         f"computation hides it takes {taken:.1f} ms of a step ({share:.1%})"
     )
-    return (Note(code=NoteCode.COMMUNICATION, text=text),)
 
 
 KEEPING_MEMORY = (
@@ -370,21 +341,20 @@ def text_figures(posterior: Posterior, row: int) -> TextFigures | None:
     )
 
 
-def new_width_note(posterior: Posterior, row: int) -> tuple[Note, ...]:
-    """Return a note on what the first micro-batches of each width take, if that is more than the tolerance."""
+def _new_widths(posterior: Posterior, row: int) -> Iterator[str]:
+    """Yield what the first micro-batches of each width take, if that is more than the tolerance."""
     size, texts = posterior.table.candidates[row].micro_batch_size, posterior.surrogate.texts
     batches = text_batches(posterior.request, size)
     if texts is None or batches is None or not batches.new_width_share:
-        return ()
+        return
     added, micro_step = float(texts.new_width_C[row]), posterior.seconds(row).micro_step
-    if added <= posterior.request.tolerance * micro_step:
-        return ()
-    text = (
-        f"the first micro-batch of each width takes {added / batches.new_width_share:.2f} s longer, because attention "
-        f"plans its kernels for it: {added / micro_step:.0%} of an epoch, and of a short run more. A collator with "
-        "pad_to_multiple_of=64 makes few widths: to measure that, state lengths that are rounded up to it"
-    )
-    return (Note(code=NoteCode.WIDTHS, text=text),)
+    if added > posterior.request.tolerance * micro_step:
+        yield (
+            f"the first micro-batch of each width takes {added / batches.new_width_share:.2f} s longer, because "
+            f"attention plans its kernels for it: {added / micro_step:.0%} of an epoch, and of a short run more. A "
+            "collator with pad_to_multiple_of=64 makes few widths: to measure that, state lengths that are rounded up "
+            "to it"
+        )
 
 
 def _peaks(posterior: Posterior, row: int, batches: TextBatches) -> list[int]:

@@ -13,8 +13,7 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, count_processes, timeout_seconds
-from bexp.explorer.search.alternatives import find_alternatives
-from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
+from bexp.explorer.search.alternatives import compare_whole_run, find_alternatives, whole_model_tokens_per_second
 from bexp.explorer.search.candidate_report import build_recommendation
 from bexp.explorer.search.earlier_check import ignored_event
 from bexp.explorer.search.event_messages import (
@@ -26,20 +25,16 @@ from bexp.explorer.search.event_messages import (
     trial_event,
     whole_model_event,
 )
+from bexp.explorer.search.legal_space import PrunedSpace
+from bexp.explorer.search.loop import ProgressLog, VariantContext
 from bexp.explorer.search.noise_limit import noise_figures
-from bexp.explorer.search.progress_log import ProgressLog
-from bexp.explorer.search.pruned_space import PrunedSpace
-from bexp.explorer.search.relaxations import explain_without_fit
+from bexp.explorer.search.relaxations import explain_without_fit, find_smallest
 from bexp.explorer.search.reported_runs import reported_event
-from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.samplers import make_sampler
+from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate, restore_knowledge
+from bexp.explorer.search.samplers import SearchStages, make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
-from bexp.explorer.search.smallest_candidate import find_smallest
-from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
-from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
 
 
@@ -75,8 +70,6 @@ class CandidateSpace(SearchSpace):
         self._is_reuse_reported = self._reuse is None or self._reuse.is_decided
         self._base_runs = BaseCandidate(self._posterior, self._bases)
 
-    # -- what to measure -----------------------------------------------------------------------------------------
-
     def prepare(self) -> Iterator[Suggestion]:
         """Yield a check of earlier measurements, communication, then bases in order of preference until one fits."""
         if self._reuse is not None and not self._reuse.is_decided:
@@ -97,7 +90,7 @@ class CandidateSpace(SearchSpace):
     def _communication(self) -> Iterator[Suggestion]:
         """Communication on all devices, once for each sharding, because no other component predicts it."""
         for communication in self._table.communications:
-            if communication in self._posterior.knowledge.measured:
+            if communication in self._posterior.knowledge.log.runs:
                 continue
             candidates = (*self._bases, *self._table.candidates)
             candidate = next(c for c in candidates if c.sharding is communication.sharding)
@@ -154,15 +147,13 @@ class CandidateSpace(SearchSpace):
         """Whether a whole model ran well, and the answer is sure or another whole model makes it surer."""
         return self._request.verify and self._whole_models.ends_search
 
-    # -- trials of components ------------------------------------------------------------------------------------
-
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
         """Begin the trial of a suggestion, which belongs to a trial of the study."""
         asked, self._asked = self._asked, None
         self._running[number] = AskedTrial(suggestion, asked) if asked else self._study.ask_for(suggestion)
         task = self._task(number, suggestion.row, TrialKind.COMPONENTS, suggestion.components)
         expected = self._figures(suggestion.row)
-        self._posterior.knowledge.expect(number, suggestion)
+        self._posterior.knowledge.pending[number] = suggestion
         return task.model_copy(update={"again": suggestion.again}), expected
 
     def learn(
@@ -241,8 +232,6 @@ class CandidateSpace(SearchSpace):
     def _figures(self, row: int) -> StepFigures:
         return StepFigures(self._posterior.bytes(row).peak, self._posterior.seconds(row).tokens_per_second)
 
-    # -- whole models --------------------------------------------------------------------------------------------
-
     def next_whole_model(self) -> NextCheck | None:
         """Return the recommended candidate, then runners-up, unless the request wants no whole models."""
         check = self._whole_models.next() if self._request.verify else None
@@ -281,15 +270,14 @@ class CandidateSpace(SearchSpace):
             events.append(answer_changed_event(recommended, answer))
         return trial, events
 
-    # -- the answer ----------------------------------------------------------------------------------------------
-
     def recommend(self, *, final: bool = False) -> Recommendation | None:
         """Return the present recommendation with its comparisons; None while no candidate is known well enough."""
         best = self._posterior.recommend()
         if best is None:
             return None
-        base = self._base or self._first_feasible() or self._table.candidates[best.row]
         recommended = self._table.candidates[best.row]
+        ran = (t.candidate for t in self._context.trials if t.measurement.outcome is Outcome.OK)
+        base = self._base or next(ran, recommended)
         of = self._whole_models.of
         alternatives = find_alternatives(
             self._posterior,
@@ -315,23 +303,17 @@ class CandidateSpace(SearchSpace):
         best = self._posterior.recommend()
         return None if best is None else self._table.candidates[best.row]
 
-    def _first_feasible(self) -> Candidate | None:
-        return next((t.candidate for t in self._context.trials if t.measurement.outcome is Outcome.OK), None)
-
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
         """Return the reason: memory is short, every trial failed, or the budget was too small."""
         context = self._context
         memory_failed = self._history.failed_for_memory(context.variant)
         smallest = find_smallest(self._posterior, self._whole_models.trials, memory_failed=memory_failed)
         limit = memory_limit(self._request, context.report.hardware)
-        all_failed = memory_failed and not self._is_unfinished()
+        is_unfinished = any(self._posterior.fits(int(row)) for row in self._posterior.open_rows())
+        all_failed = memory_failed and not is_unfinished  # nothing that is expected to fit was left out
         if smallest.reported_factor * smallest.required_bytes > limit or all_failed:
             return explain_without_fit(self._request, context.report, context.model, smallest)
         failure = self._history.commonest_failure(context.variant)
         if failure is not None:
             return f"no candidate could be measured; most failed with {failure}", ()
         return "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials", ()
-
-    def _is_unfinished(self) -> bool:
-        """Return whether a candidate that is expected to fit was not tried."""
-        return any(self._posterior.fits(int(row)) for row in self._posterior.open_rows())

@@ -10,10 +10,14 @@ import numpy as np
 from bexp.explorer.cost.composition import Composition, Floats, Ints
 from bexp.explorer.cost.step import StepSeconds, combine_seconds
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.surrogate.blocks import sample_in_blocks
 from bexp.explorer.surrogate.gaussian_process import Surrogate
-from bexp.explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError
-from bexp.explorer.surrogate.whole_model_runs import WholeModelRun
+from bexp.explorer.surrogate.whole_model_error import (
+    CompositionErrors,
+    Correction,
+    ReportedError,
+    WholeModelRun,
+    sample_in_blocks,
+)
 
 NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64

@@ -20,8 +20,7 @@ from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import CandidateFigures
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import MOST_CONFIDENT
-from bexp.explorer.surrogate.whole_model_error import COMMON_STD
-from bexp.explorer.surrogate.whole_model_runs import NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
+from bexp.explorer.surrogate.whole_model_error import COMMON_STD, NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
 
 KNOWN = 0.95
 """With this probability of being the faster one, it is known which one is."""
@@ -114,10 +113,7 @@ def compare(a: ComparedSide, b: ComparedSide) -> Comparison:
         probability_b_faster=min(surest, max(1.0 - surest, _probability(a, b, 0, log_speedup))),
         speedup=math.exp(log_speedup),
         speedup_90_percent=(math.exp(log_speedup - reach), math.exp(log_speedup + reach)),
-        runs_needed=next(
-            (n for n in range(MOST_RUNS + 1) if _probability(a, b, n, abs(log_speedup)) >= KNOWN),
-            None,
-        ),
+        runs_needed=next((n for n in range(MOST_RUNS + 1) if _probability(a, b, n, abs(log_speedup)) >= KNOWN), None),
     )
 
 

@@ -39,7 +39,7 @@ IRRELEVANT = frozenset(
 """Fields of a request that a component's time does not depend on, or that `component_subjects` treats by itself."""
 
 _ATTENTION_FIELDS = {
-    *("num_attention_heads", "head_dim", "rotary_fraction", "qkv_bias", "attention_output_bias", "qk_norm"),
+    *("num_attention_heads", "head_dim", "rotary_fraction", "qkv_bias", "attention_output_bias", "qk_norm")
 }
 _FFN_FIELDS = {"ffn_hidden_size", "gated_mlp", "activation", "mlp_bias"}
 _VOCABULARY_FIELDS = {"vocab_size", "tie_embeddings", "lm_head_bias"}
@@ -79,7 +79,9 @@ def component_subjects(request: ExplorationRequest, report: DeviceReport) -> dic
     else:
         kinds = [(ComponentKind.LAYER, part.name) for part in report.parts.kinds]
         kinds += [(ComponentKind.SHELL, None), (ComponentKind.OPTIMIZER, None)]
-    return {(kind, part): _hash(_describe(kind, part, request, report)) for kind, part in kinds}
+    described = {(kind, part): _describe(kind, part, request, report) for kind, part in kinds}
+    texts = {subject: json.dumps(document, sort_keys=True) for subject, document in described.items()}
+    return {subject: hashlib.sha256(text.encode()).hexdigest()[:32] for subject, text in texts.items()}
 
 
 def subject_of(component: Component, subjects: Mapping[Subject, str]) -> str | None:
@@ -132,7 +134,3 @@ def _describe_parts(
         if isinstance(types := known.get("layer_types"), list):
             known["layer_types"] = sorted({str(one) for one in types})
     return document | {"config": known, "name": name, "part": part.model_dump(mode="json", exclude={"description"})}
-
-
-def _hash(document: Any) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]

@@ -16,8 +16,8 @@ import numpy as np
 from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from bexp.explorer.search.candidate_throughput import CandidateThroughput
-from bexp.explorer.surrogate.blocks import sample_in_blocks
 from bexp.explorer.surrogate.gaussian_process import Surrogate
+from bexp.explorer.surrogate.whole_model_error import sample_in_blocks
 
 PREDICTED_STD = 0.001
 """A component need not be measured if its uncertainty moves a candidate's micro-step by less than this share.

@@ -15,7 +15,7 @@ import numpy as np
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition, Ints
-from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
+from bexp.explorer.records.device_report import EarlierRuns, ReusedComponents
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS
 from bexp.explorer.surrogate.gaussian_process import Surrogate
@@ -108,8 +108,16 @@ class ComponentReuse:
             self.is_decided = True
 
     def event(self) -> EventDraft:
-        """Return the event of the decision."""
-        return reuse_event(self._num_components, self._earlier, self.check, self._reason)
+        """Return the event that earlier components are reused, or dropped for a reason."""
+        number, earlier, reason = self._num_components, self._earlier, self._reason
+        jobs, keys = earlier.num_explorations, [component.key for component in self.check.components]
+        what = f"{_count(number, 'component')} measured in {_count(jobs, 'earlier exploration')}"
+        if reason is None:
+            message = f"Reusing {what} on this hardware; measured again and equal within noise: {', '.join(keys)}"
+        else:
+            message = f"Not reusing {what}: {reason}"
+        data = {"reused": reason is None, "num_components": number, "num_explorations": jobs}
+        return EventDraft(code=EventCode.REUSED, message=message, data={**data, "checked": keys, "reason": reason})
 
     def describe(self, num_components: int) -> ReusedComponents | None:
         """Return what an answer owes to the earlier explorations, given how many components still count."""
@@ -155,25 +163,6 @@ def choose_check(
     if not chosen:
         return None
     return EarlierCheck(row, tuple(_expected(component, earlier[component], surrogate) for component in chosen))
-
-
-def reuse_event(num_components: int, earlier: EarlierRuns, check: EarlierCheck, reason: str | None) -> EventDraft:
-    """Return the event that earlier components are reused, or dropped for a `reason`."""
-    jobs = _count(earlier.num_explorations, "earlier exploration")
-    what = f"{_count(num_components, 'component')} measured in {jobs}"
-    keys = ", ".join(component.key for component in check.components)
-    if reason is None:
-        message = f"Reusing {what} on this hardware; measured again and equal within noise: {keys}"
-    else:
-        message = f"Not reusing {what}: {reason}"
-    data = {
-        "reused": reason is None,
-        "num_components": num_components,
-        "num_explorations": earlier.num_explorations,
-        "checked": [component.key for component in check.components],
-        "reason": reason,
-    }
-    return EventDraft(code=EventCode.REUSED, message=message, data=data)
 
 
 def ignored_event(earlier: EarlierRuns) -> EventDraft:

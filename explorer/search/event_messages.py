@@ -32,13 +32,7 @@ def variant_event(model: ExploredModel) -> EventDraft:
     )
 
 
-def space_event(
-    space: LegalSpace,
-    num_predicted_out: int,
-    limit_bytes: int,
-    *,
-    num_dominated: int = 0,
-) -> EventDraft:
+def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int, *, num_dominated: int = 0) -> EventDraft:
     """Return the event that the legal space has been enumerated."""
     model, limit = space.model, bytes_text(limit_bytes)
     memory = (
@@ -130,11 +124,7 @@ def eager_event(posterior: Posterior) -> EventDraft | None:
             f"Best in eager code: {candidate.describe()}, {rate_text(speed)}, confidence score: {confidence} among "
             "such candidates (out of 100). Compiled layers, CUDA graphs and other losses are tried next"
         ),
-        data={
-            "candidate": candidate.model_dump(mode="json"),
-            "tokens_per_second": speed,
-            "confidence": confidence,
-        },
+        data={"candidate": candidate.model_dump(mode="json"), "tokens_per_second": speed, "confidence": confidence},
     )
 
 

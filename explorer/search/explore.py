@@ -12,7 +12,7 @@ from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
-from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.records.trial import Measure, Trial, executor_of
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_space import CandidateSpace
 from bexp.explorer.search.event_messages import (
@@ -22,16 +22,11 @@ from bexp.explorer.search.event_messages import (
     variant_event,
     weights_event,
 )
-from bexp.explorer.search.extensions import SearchExtension, extension_for
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import explored_models
-from bexp.explorer.search.loop import SearchLoop
-from bexp.explorer.search.progress_log import ProgressLog
-from bexp.explorer.search.pruned_space import PruneSpace, prune_space
+from bexp.explorer.search.legal_space import PruneSpace, explored_models, prune_space
+from bexp.explorer.search.loop import ProgressLog, SearchLoop, VariantContext
 from bexp.explorer.search.relaxations import explain_without_fit
-from bexp.explorer.search.search_space import SearchSpace
-from bexp.explorer.search.trial_executor import executor_of
-from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.search.search_space import SearchExtension, SearchSpace, extension_for
 
 
 def explore(

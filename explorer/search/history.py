@@ -9,7 +9,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import Budget
 
 GRACE = 2.0
 """Comparisons may use this multiple of the budget, so that every answer has them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,13 @@ import numpy as np
 from bexp.explorer.cost.components import BlockRecompute, Component
 from bexp.explorer.cost.composition import Composition, Floats, Mask
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
+from bexp.explorer.records.device_report import EarlierRuns, ReusedComponents
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.search.earlier_check import ComponentReuse, EarlierCheck
-from bexp.explorer.search.preparing import PreparingSeconds
-from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.search.suggestion import PreparingSeconds, Suggestion
 from bexp.explorer.surrogate.observations import ObservationLog, age_run
-from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
+from bexp.explorer.surrogate.whole_model_error import WholeModelRuns
 
 SOUND = frozenset({Outcome.OK, Outcome.CONTAMINATED})
 """Outcomes of a trial that ran to its end."""
@@ -28,11 +27,7 @@ class Knowledge:
     """Everything that trials have said about the candidates of a table, whatever their order."""
 
     def __init__(
-        self,
-        table: Composition,
-        device_kind: str,
-        reported: Sequence[ReportedRun] = (),
-        earlier: EarlierRuns | None = None,
+        self, table: Composition, device_kind: str, reported: Sequence[ReportedRun], earlier: EarlierRuns | None
     ) -> None:
         self.table = table
         self.reported = tuple(run for run in reported if run.candidate in table.row)
@@ -49,14 +44,9 @@ class Knowledge:
         self.preparing = PreparingSeconds(device_kind, is_whole=table.candidates[0].is_whole)
         """The seconds before a component could be timed."""
         self.pending: dict[int, Suggestion] = {}
-        """The suggestions in flight, by trial."""
+        """The suggestions in flight, by trial, until it is learnt; they are not suggested again meanwhile."""
         self.version = 0
         """Grows when something is learnt."""
-
-    @property
-    def measured(self) -> Mapping[Component, ComponentMeasurement]:
-        """The first run of every component that was measured."""
-        return {component: runs.first for component, runs in self.log.runs.items()}
 
     @property
     def reused(self) -> ReusedComponents | None:
@@ -70,10 +60,6 @@ class Knowledge:
         else:
             self.log.drop_earlier()
             self.version += 1
-
-    def expect(self, number: int, suggestion: Suggestion) -> None:
-        """Keep a suggestion as pending until trial `number` is learnt; it is not suggested again meanwhile."""
-        self.pending[number] = suggestion
 
     def learn(self, number: int, measurement: Measurement) -> None:
         """Learn what trial `number` has measured; a component counts once a trial."""
@@ -138,7 +124,7 @@ class Failures:
 
     def learn(self, measurement: Measurement) -> None:
         """Record why a trial failed. A trial that ran, or whose device was disturbed, is not a failure."""
-        if measurement.outcome in {Outcome.OK, Outcome.CONTAMINATED}:
+        if measurement.outcome in SOUND:
             return
         reason = measurement.reason or measurement.outcome.value
         if measurement.failed_component is None:

@@ -1,21 +1,103 @@
-"""The search loop: first the needs of a space, then its likely best candidates, comparisons, and whole models."""
+"""The search loop: first the needs of a space, then its likely best candidates, comparisons, and whole models.
+
+Its context has what runs the trials, and its log turns them into steps for whoever stores them.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.records.event import Progress
+from bexp.explorer.model.model import Variant
+from bexp.explorer.model.parts import ExploredModel
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.event import EventDraft, Progress, recommendation_event, render_message
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome, judge
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.records.trial import Trial, TrialExecutor, TrialKind
+from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.search.variant_context import VariantContext
+
+
+class ProgressLog:
+    """Makes the steps of one search. A recommendation event is emitted only when its message changes.
+
+    `is_main` says that its recommendation and its space are the job's.
+    """
+
+    def __init__(self, *, is_main: bool = True) -> None:
+        self._is_main = is_main
+        self._unsent: list[EventDraft] = []
+        self._space: dict[str, Any] | None = None
+        self._last_message = ""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is an event for the next step."""
+        return bool(self._unsent)
+
+    def add(self, *events: EventDraft) -> None:
+        """Emit events with the next step."""
+        self._unsent += events
+
+    def describe_space(self, summary: dict[str, Any]) -> None:
+        """Say with the next step what the space is: the values of each dimension."""
+        self._space = summary if self._is_main else None
+
+    def resume(self, recommendation: Recommendation | None) -> None:
+        """Take `recommendation` as emitted, because an earlier lease has stored it."""
+        if recommendation is not None:
+            self._last_message = render_message(recommendation_event(recommendation))
+
+    def step(
+        self,
+        trial: Trial | None = None,
+        events: list[EventDraft] | None = None,
+        recommendation: Recommendation | None = None,
+    ) -> Progress:
+        """The next step, with everything that was not emitted yet."""
+        drafts, space = [*self._unsent, *(events or [])], self._space
+        self._unsent, self._space = [], None
+        if recommendation is not None:
+            event = recommendation_event(recommendation)
+            if render_message(event) != self._last_message:
+                self._last_message = render_message(event)
+                drafts.append(event)
+        return Progress(tuple(drafts), trial, recommendation, self._is_main, space)
+
+
+@dataclass(frozen=True, slots=True)
+class VariantContext:
+    """One variant of a job. `index` counts the job's variants; 0 is the main one, whose model is the request's own."""
+
+    index: int
+    model: ExploredModel
+    request: ExplorationRequest
+    report: DeviceReport
+    executor: TrialExecutor
+    history: TrialHistory
+    clock: Callable[[], float]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the variant whose recommendation is the job's."""
+        return self.index == 0
+
+    @property
+    def variant(self) -> Variant:
+        """The identity of the variant within its job."""
+        return self.model.variant
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The trials of this variant so far, in order."""
+        return self.history.trials_of(self.variant)
+
 
 MOST_COMPARISONS = 6
 """The most trials in a row for the answer's comparisons. Each measures what another needs, or finds that it cannot."""

@@ -37,18 +37,6 @@ LIMITED_SHARE = 0.125
 
 
 @dataclass(frozen=True, slots=True)
-class _Reach:
-    """Whether noise limits the search, and whether it ends the search.
-
-    Both are computed once for a version of the knowledge and a number of trials, some of which teach nothing.
-    """
-
-    version: tuple[int, int]
-    is_limited: bool
-    ends_search: bool
-
-
-@dataclass(frozen=True, slots=True)
 class NoiseFigures:
     """The relative standard deviation between two runs of a micro-step, and the confidence as it is printed.
 
@@ -61,21 +49,19 @@ class NoiseFigures:
 
 
 class NoiseLimit:
-    """Says whether noise keeps the confidence in a variant's candidates below its target.
-
-    It depends on trials alone.
-    """
+    """Says whether noise keeps the confidence below its target. It depends on a variant's trials alone."""
 
     def __init__(self, posterior: Posterior, history: TrialHistory, variant: int) -> None:
         self._posterior = posterior
         self._history = history
         self._variant = variant
-        self._reach: _Reach | None = None
+        self._version: tuple[int, int] | None = None
+        self._reached = (False, False)
 
     @property
     def is_reached(self) -> bool:
         """Whether the confidence cannot reach its target, whatever is measured again within the budget."""
-        return self._now.is_limited
+        return self._now[0]
 
     @property
     def outweighs_whole_models(self) -> bool:
@@ -91,7 +77,7 @@ class NoiseLimit:
 
         The search ends earlier if the confidence reaches its target for WIDER_TOLERANCE.
         """
-        return self._now.ends_search
+        return self._now[1]
 
     @property
     def settles_on_cpu(self) -> bool:
@@ -117,26 +103,27 @@ class NoiseLimit:
         return incumbent is not None and shown_noise(self._posterior, int(contenders.rows[incumbent])) > least
 
     @property
-    def _now(self) -> _Reach:
-        version = self._posterior.knowledge.version, len(self._history.trials)
-        if self._reach is None or self._reach.version != version:
-            self._reach = self._compute(version)
-        return self._reach
+    def _now(self) -> tuple[bool, bool]:
+        """Whether noise limits the search, and whether it ends the search."""
+        version = self._posterior.knowledge.version, len(self._history.trials)  # some trials teach nothing
+        if self._version != version:
+            self._version, self._reached = version, self._compute()
+        return self._reached
 
-    def _compute(self, version: tuple[int, int]) -> _Reach:
+    def _compute(self) -> tuple[bool, bool]:
         posterior, request = self._posterior, self._posterior.request
         incumbent = posterior.contenders.incumbent
         if incumbent is None or not self._is_noisy(NOISY * request.tolerance):
-            return _Reach(version, is_limited=False, ends_search=False)
+            return False, False
         target = request.budget.confidence_target
         confidence = posterior.search_confidence or 0.0
         reachable = reachable_confidence(posterior, request.tolerance, self._history.seconds_left(self._variant))
         if confidence_score(max(confidence, reachable)) >= target:
-            return _Reach(version, is_limited=False, ends_search=False)
+            return False, False
         spent = self._history.seconds_of(posterior.table.model.variant)
         stages = 2 if posterior.surrogate.compiled_K.any() else 1  # eager code has the first share for itself
         has_share = spent < stages * LIMITED_SHARE * self._history.seconds_each
-        return _Reach(version, is_limited=True, ends_search=self._is_near() or not has_share)
+        return True, self._is_near() or not has_share
 
 
 def composes_on_cpu(posterior: Posterior) -> bool:

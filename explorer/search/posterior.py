@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
 from bexp.explorer.cost.step import StepBytes, StepSeconds, memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.hardware import HardwareSpec
-from bexp.explorer.records.earlier_runs import EarlierRuns
+from bexp.explorer.records.device_report import EarlierRuns
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
@@ -33,8 +32,7 @@ from bexp.explorer.search.knowledge import Knowledge
 from bexp.explorer.search.reported_runs import peak_factor
 from bexp.explorer.search.suggestion import measuring_seconds, whole_model_seconds
 from bexp.explorer.surrogate.gaussian_process import Surrogate
-from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
-from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
+from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError, WholeModelRuns
 
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.
@@ -71,10 +69,16 @@ class Posterior:
     """
 
     def __init__(
-        self, knowledge: Knowledge, legal: Collection[Candidate], request: ExplorationRequest, hardware: HardwareSpec
+        self,
+        table: Composition,
+        legal: Collection[Candidate],
+        request: ExplorationRequest,
+        hardware: HardwareSpec,
+        reported: Sequence[ReportedRun] = (),
+        earlier: EarlierRuns | None = None,
     ) -> None:
-        table, legal_set, rng = knowledge.table, set(legal), np.random.default_rng(request.seed)
-        self.knowledge = knowledge
+        legal_set, rng = set(legal), np.random.default_rng(request.seed)
+        self.knowledge = knowledge = Knowledge(table, hardware.device_kind, reported, earlier)
         self.table = table
         self.is_whole = table.candidates[0].is_whole
         self.request = request
@@ -95,21 +99,6 @@ class Posterior:
             best = self.recommended_position
             preferred = None if best is None else int(self.contenders.rows[best])
             knowledge.begin_reuse(choose_check(table, self.surrogate, knowledge.log.earlier, rows, preferred))
-
-    @classmethod
-    def of(
-        cls,
-        table: Composition,
-        legal: Collection[Candidate],
-        request: ExplorationRequest,
-        hardware: HardwareSpec,
-        reported: Sequence[ReportedRun] = (),
-        earlier: EarlierRuns | None = None,
-    ) -> Self:
-        """Return the posterior of a table of which nothing was measured yet."""
-        return cls(Knowledge(table, hardware.device_kind, reported, earlier), legal, request, hardware)
-
-    # -- parts ---------------------------------------------------------------------------------------------------
 
     @property
     def surrogate(self) -> Surrogate:
@@ -160,14 +149,8 @@ class Posterior:
     def whole_model_seconds(self, row: int) -> float:
         """Seconds that it takes to run the whole model of a candidate."""
         seconds = whole_model_seconds(self.corrected_seconds(row).micro_step, self.hardware.device_kind)
-        return seconds + self.whole_preparing_seconds(row)
-
-    def whole_preparing_seconds(self, row: int) -> float:
-        """Seconds of these that the compiler takes, or the start of a command."""
         columns = self.table.columns_CP[row][self.table.used_CP[row]]
-        return float(self.preparing_seconds_K[columns].sum())
-
-    # -- candidates ----------------------------------------------------------------------------------------------
+        return seconds + float(self.preparing_seconds_K[columns].sum())
 
     def is_known(self, row: int) -> bool:
         """Whether every component of a candidate is measured."""
@@ -191,10 +174,7 @@ class Posterior:
         return self.table.missing(row, self.surrogate.known_K)
 
     def count_attempts(self, component: Component) -> int:
-        """Return how often a component was run;
-
-        one that is expected from a trial in flight counts as run often enough.
-        """
+        """Return how often a component was run; often enough if a trial in flight is to measure it."""
         return sys.maxsize if component in self._expected else self.knowledge.log.count_attempts(component)
 
     def seconds(self, row: int) -> StepSeconds:
@@ -225,8 +205,6 @@ class Posterior:
     def smallest_row(self) -> int:
         """The legal row that is expected to need least memory."""
         return int(np.argmin(np.where(self._legal_C, self.memory.required_C, np.inf)))
-
-    # -- decisions -----------------------------------------------------------------------------------------------
 
     def recommend(self) -> BestCandidate | None:
         """The candidate to recommend, among those known well enough; None if there is none."""
@@ -278,8 +256,6 @@ class Posterior:
             self._memory_errors,
             np.flatnonzero(self._now.known_C).tolist() if self.is_whole else self.knowledge.whole_models.by_row.keys(),
         )
-
-    # -- computing -----------------------------------------------------------------------------------------------
 
     @property
     def _now(self) -> _Derived:

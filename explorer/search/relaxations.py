@@ -1,28 +1,76 @@
-"""If nothing fits, the smallest changes to the request after which something would fit."""
+"""If nothing fits: the smallest candidate, and the smallest changes to the request after which something would fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_component_table
+from bexp.explorer.cost.composition import Composition, predict_component_table
 from bexp.explorer.cost.step import GIB, memory_limit, required_bytes, static_parts
-from bexp.explorer.dimensions.candidate import DIMENSIONS
+from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.dimensions.dimension import Change
 from bexp.explorer.dimensions.place import EmptySpaceError, ReportedPlace
 from bexp.explorer.dimensions.sharding import SHARDING
 from bexp.explorer.model.parts import ExploredModel, ModelParts
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import reported_place
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.request.request import ExplorationRequest, reported_place
 from bexp.explorer.search.legal_space import LegalSpace, enumerate_candidates
-from bexp.explorer.search.smallest_candidate import SmallestCandidate
+from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.reported_runs import peak_factor
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestCandidate:
+    """The candidate that needs least memory, as its components compose its peak."""
+
+    candidate: Candidate
+    peak_bytes: int
+    required_bytes: int
+    is_measured: bool = True
+    """Whether all of its components are measured."""
+    ran_out_of_memory: str | None = None
+    """The part that was tried and did not fit: its whole model, or a component. None if neither was."""
+    reported_factor: float = 1.0
+    """At least how many times the composed memory real runs of the model have needed; 1 without any."""
+
+    def describe(self) -> str:
+        """Return the bytes that the candidate needs, and the evidence that it does not fit."""
+        tried = f", and {self.ran_out_of_memory} ran out of memory" if self.ran_out_of_memory else ""
+        if self.reported_factor > 1.0:
+            tried += f", and real runs needed at least {self.reported_factor:.2f}x the composed memory"
+        peak = "a peak" if self.is_measured else "an expected peak"
+        return (
+            f"the smallest candidate ({self.candidate.describe()}) has {peak} of {self.peak_bytes / GIB:.2f} GiB and "
+            f"needs {self.required_bytes / GIB:.2f} GiB with fragmentation, context and margin{tried}"
+        )
+
+
+def find_smallest(posterior: Posterior, whole_models: Iterable[Trial], *, memory_failed: bool) -> SmallestCandidate:
+    """Return the candidate with the smallest peak; of several, one whose whole model ran out of memory.
+
+    `memory_failed` says that trials of components failed, all of them because memory was short.
+    """
+    table, smallest = posterior.table, posterior.smallest_row
+    ran_out = (t for t in whole_models if t.measurement.outcome is Outcome.OUT_OF_MEMORY)
+    rows = [table.row[t.candidate] for t in ran_out if t.candidate in table.row]
+    alike = [row for row in rows if posterior.memory.required_C[row] <= posterior.memory.required_C[smallest]]
+    row, failed = (alike[0], "its whole model") if alike else (smallest, None)
+    is_measured, memory = posterior.is_known(row), posterior.bytes(row)
+    if failed is None and posterior.fits(row) and not (is_measured or posterior.is_open(row)) and memory_failed:
+        failed = "a component of it"
+    factor = peak_factor(posterior.knowledge.reported)
+    return SmallestCandidate(
+        table.candidates[row], memory.peak, memory.required, is_measured, failed, reported_factor=factor
+    )
+
 
 MAX_DEVICES = 1024
 COUNTS = tuple(1 << i for i in range(1, MAX_DEVICES.bit_length()))
@@ -32,10 +80,7 @@ NEAREST = frozenset({RelaxationKind.MICRO_BATCH_SIZE, RelaxationKind.CONTEXT_PAR
 
 
 def find_relaxations(
-    request: ExplorationRequest,
-    report: DeviceReport,
-    model: ExploredModel,
-    smallest: SmallestCandidate | None = None,
+    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate | None = None
 ) -> tuple[Relaxation, ...]:
     """Return every single change after which something is predicted to fit, in order of preference.
 
@@ -60,17 +105,14 @@ def find_relaxations(
     return tuple(relaxations)
 
 
-def explain_nothing_fits(
-    request: ExplorationRequest,
-    report: DeviceReport,
-    model: ExploredModel,
-    remedies: tuple[Relaxation, ...],
-    smallest: SmallestCandidate | None = None,
-) -> str:
-    """Return why no candidate fits, and the first of `remedies` if there are any.
+def explain_without_fit(
+    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate | None = None
+) -> tuple[str, tuple[Relaxation, ...]]:
+    """Return why no candidate fits, with the preferred change that would make one fit, and all such changes.
 
     The peak is that of the `smallest` candidate of a search, else a predicted one.
     """
+    remedies = find_relaxations(request, report, model, smallest)
     limit = memory_limit(request, report.hardware)
     static = min(static_parts(model, request.sharded(level)).total for level in request.space.sharding_choices)
     if smallest is None:
@@ -79,17 +121,17 @@ def explain_nothing_fits(
     else:
         need = smallest.describe()
     why = f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, and {need}"
-    if not remedies:
-        return f"{why}. No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
-    first = remedies[0]
-    return f"{why}. It would fit with {first.change} (predicted to need {first.required_bytes / GIB:.2f} GiB)"
+    way = f"No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
+    if remedies:
+        first = remedies[0]
+        way = f"It would fit with {first.change} (predicted to need {first.required_bytes / GIB:.2f} GiB)"
+    return f"{why}. {way}", remedies
 
 
 def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
     """Return the bytes that the smallest candidate of a request is predicted to need, with context and margin.
 
-    Raises:
-        EmptySpaceError: the request admits no candidate on this device.
+    Raises EmptySpaceError if the request admits no candidate on this device.
     """
     return required_bytes(_smallest_peak(request, report, model), report.hardware, request.allocator)
 
@@ -236,11 +278,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def explain_without_fit(
-    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate | None = None
-) -> tuple[str, tuple[Relaxation, ...]]:
-    """Return that no candidate fits, and the changes that would make one fit."""
-    relaxations = find_relaxations(request, report, model, smallest)
-    return explain_nothing_fits(request, report, model, relaxations, smallest), relaxations

@@ -1,18 +1,25 @@
-"""The interface of a space to the loop: the candidates of one device, or the space of an extension."""
+"""The interface of a space to the loop: the candidates of one device, or the space of an extension that serves it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.model.amounts import RateUnit
+from bexp.explorer.model.extensions import extensions
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.suggestion import Suggestion
+
+if TYPE_CHECKING:
+    from bexp.explorer.search.loop import ProgressLog, VariantContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,6 @@ class SearchSpace(ABC):
     it is made.
     """
 
-    # -- what to measure -----------------------------------------------------------------------------------------
-
     @abstractmethod
     def prepare(self) -> Iterator[Suggestion]:
         """Yield the measurements that come before any suggestion; each is learnt before the next is asked for."""
@@ -53,13 +58,13 @@ class SearchSpace(ABC):
     def suggest(self) -> Suggestion | None:
         """Return the next measurement; None if the confidence target is reached, or nothing would change the answer."""
 
-    @abstractmethod
     def compare(self) -> Suggestion | None:
         """Return a measurement that the answer needs and the search has not made; None if there is none."""
+        return None
 
-    @abstractmethod
     def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
         """Return at most so many parts of a suggestion, which can be in flight at once."""
+        return (suggestion,)
 
     @property
     @abstractmethod
@@ -75,8 +80,6 @@ class SearchSpace(ABC):
     def is_limited_by_noise(self) -> bool:
         """Whether noise keeps the confidence below its target, or whole models from raising it."""
         return False
-
-    # -- trials of components ------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
@@ -110,8 +113,6 @@ class SearchSpace(ABC):
     def tell(self, trial: Trial) -> None:  # noqa: B027 - a space may have nobody to tell
         """Take note that a trial of components is stored."""
 
-    # -- whole models --------------------------------------------------------------------------------------------
-
     @abstractmethod
     def next_whole_model(self) -> NextCheck | None:
         """Return the whole model to run next; None when the answer is settled."""
@@ -124,8 +125,6 @@ class SearchSpace(ABC):
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
         """Learn from a whole model; return its trial with what was measured, and its events."""
 
-    # -- the answer ----------------------------------------------------------------------------------------------
-
     @abstractmethod
     def recommend(self, *, final: bool = False) -> Recommendation | None:
         """Return the present recommendation; None while no candidate is known well enough."""
@@ -133,3 +132,19 @@ class SearchSpace(ABC):
     @abstractmethod
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
         """Return why nothing can be recommended, and the changes that would mend it."""
+
+
+class SearchExtension(Protocol):
+    """The interface of an extension to the search."""
+
+    def models_of(self, request: ExplorationRequest) -> tuple[ExploredModel, ...] | None:
+        """Return the models to explore, one after the other; None if it does not serve the request."""
+
+    def open_space(self, context: VariantContext, log: ProgressLog) -> SearchSpace:
+        """Return the space of one of the models. Raises EmptySpaceError if it has no candidate."""
+
+
+def extension_for(request: ExplorationRequest) -> SearchExtension | None:
+    """Return the first extension that serves a request; None if the core does."""
+    known = (cast(SearchExtension, one) for one in extensions())
+    return next((one for one in known if one.models_of(request) is not None), None)

@@ -23,11 +23,10 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, SizeResult
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialTask
-from bexp.explorer.request.budget import Budget
-from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request import Budget, ExplorationRequest
 from bexp.explorer.search.confidence import confidence_score, confidences
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
 from bexp.explorer.surrogate.hyperparameters import LOG_STD, RUN_GRID, RUN_MEDIAN
 
 MAX_SIZES = 64
@@ -162,23 +161,14 @@ class _Measurer:
 
     def __call__(self, task: TrialTask) -> Measurement:
         shell = next((c for c in task.components if c.kind is ComponentKind.SHELL), None)
-        if shell is None:
-            return Measurement(
-                candidate=task.candidate,
-                outcome=Outcome.OK,
-                components=tuple(self._optimizer(component) for component in task.components),
-            )
-        result = self._result(task.candidate.micro_batch_size)
-        outcome = result.outcome
-        if outcome is not Outcome.OK:
+        result = None if shell is None else self._result(task.candidate.micro_batch_size)
+        if result is not None and (outcome := result.outcome) is not Outcome.OK:
             reason = result.reason or outcome.value
             # What breaks one size need not break a larger one. Memory and time that are too short at one size are.
             failed = None if outcome is Outcome.CRASHED else shell
             return Measurement(candidate=task.candidate, outcome=outcome, reason=reason, failed_component=failed)
-        components = tuple(
-            self._step(c, result) if c.kind is ComponentKind.SHELL else self._optimizer(c) for c in task.components
-        )
-        return Measurement(candidate=task.candidate, outcome=outcome, components=components)
+        components = tuple(self._measured(component, result) for component in task.components)
+        return Measurement(candidate=task.candidate, outcome=Outcome.OK, components=components)
 
     def _result(self, size: int) -> SizeResult:
         if self._unused is not None and self._unused.micro_batch_size == size:
@@ -215,33 +205,22 @@ class _Measurer:
         failed = {result.micro_batch_size for result in self._results if not result.seconds}
         return {result.micro_batch_size for result in self._results} - failed
 
-    def _step(self, component: Component, result: SizeResult) -> ComponentMeasurement:
-        seconds, error = mean_and_error(result.seconds)
-        activations = max(0, (result.peak_bytes or 0) - self._static_bytes)
+    def _measured(self, component: Component, result: SizeResult | None) -> ComponentMeasurement:
+        """Return the figures of the step of a size, or of the optimizer."""
+        seconds, error, passes, repeats, activations = self._optimizer_seconds, 0.0, 1, 1, 0
+        if component.kind is ComponentKind.SHELL and result is not None:
+            (seconds, error), passes, repeats = mean_and_error(result.seconds), PASSES, len(result.seconds)
+            activations = max(0, (result.peak_bytes or 0) - self._static_bytes)
         return ComponentMeasurement(
             component=component,
             device_seconds=seconds,
             host_seconds=0.0,
-            forward_device_seconds=seconds / PASSES,
+            forward_device_seconds=seconds / passes,
             standard_error_seconds=error,
-            repeats=len(result.seconds),
+            repeats=repeats,
             saved_bytes=0,
             forward_peak_bytes=activations,
             backward_peak_bytes=activations,
-        )
-
-    def _optimizer(self, component: Component) -> ComponentMeasurement:
-        seconds = self._optimizer_seconds
-        return ComponentMeasurement(
-            component=component,
-            device_seconds=seconds,
-            host_seconds=0.0,
-            forward_device_seconds=seconds,
-            standard_error_seconds=0.0,
-            repeats=1,
-            saved_bytes=0,
-            forward_peak_bytes=0,
-            backward_peak_bytes=0,
         )
 
     @property

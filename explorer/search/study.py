@@ -88,18 +88,12 @@ class PointSampler(BaseSampler):
 
     def __init__(self, points: Points) -> None:
         self.points = points
-        self._suggestions: dict[int, Suggestion] = {}
+        self.suggestions: dict[int, Suggestion] = {}
+        """What trials of the study were asked for with, by their numbers in it, until it is taken."""
 
     @abstractmethod
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
-        """Return the next measurement; None if nothing is worth it.
-
-        It depends on the seed and the finished trials alone.
-        """
-
-    def take_suggestion(self, number: int) -> Suggestion | None:
-        """The suggestion that trial `number` of the study was asked for with; None if there was none."""
-        return self._suggestions.pop(number, None)
+        """Return the next measurement by seed and finished trials alone; None if nothing is worth it."""
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters: they are chosen together."""
@@ -113,17 +107,13 @@ class PointSampler(BaseSampler):
             return {}
         suggestion = self.suggest(study, trial)
         if suggestion is not None:
-            self._suggestions[trial.number] = suggestion
+            self.suggestions[trial.number] = suggestion
         return self.points.params(suggestion.row if suggestion is not None else 0)
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Never called for a parameter of the space.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: it is never called for a parameter of the space."""
         raise ValueError(f"'{param_name}' is not a parameter of the space")
 
 
@@ -148,7 +138,7 @@ class TrialStudy:
     def ask(self) -> AskedTrial | None:
         """Ask for the next trial; None if the sampler has no suggestion, which leaves a failed trial behind."""
         asked = self.study.ask(self._points.distributions)
-        suggestion = self._sampler.take_suggestion(asked.number)
+        suggestion = self._sampler.suggestions.pop(asked.number, None)
         if suggestion is None:
             self.study.tell(asked, state=TrialState.FAIL)
             return None
@@ -198,10 +188,7 @@ def _state(trial: Trial) -> TrialState:
 
 
 def _value(trial: Trial) -> float | None:
-    """Return the objective of a finished trial:
-
-    tokens/s, 0 for a candidate that cannot run, None if the trial says nothing.
-    """
+    """Return the objective: tokens/s, 0 for a candidate that cannot run, None if the trial says nothing."""
     return (trial.tokens_per_second or 0.0) if _state(trial) is TrialState.COMPLETE else None
 
 

@@ -1,7 +1,4 @@
-"""A candidate in the terms of a trainer:
-
-the parts that the trainer cannot express, and the formats that can hold it.
-"""
+"""A candidate in the terms of a trainer: the parts that it cannot express, and the formats that can hold it."""
 
 from __future__ import annotations
 
@@ -18,11 +15,9 @@ from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import place_of
+from bexp.explorer.request.request import ExplorationRequest, place_of
 from bexp.explorer.trainers.registry import TRAINERS
-from bexp.explorer.trainers.terms import ShardedAdapters
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.trainer import ShardedAdapters, Trainer
 
 
 def needs_logits(trainer: Trainer, candidate: Candidate, request: ExplorationRequest) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.records.earlier_runs import EarlierRun
+from bexp.explorer.records.device_report import EarlierRun
 from bexp.explorer.records.measurement import ComponentMeasurement
 
 SHORTEST_SECONDS = 1e-9  # the least that a clock can show

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from bexp.explorer.cost.composition import Floats, Ints
-from bexp.explorer.surrogate.blocks import sample_in_blocks
+from bexp.explorer.surrogate.whole_model_error import sample_in_blocks
 
 SCALE_MEDIAN = 0.0018
 SCALE_LOG_STD = 1.4

@@ -13,12 +13,15 @@ from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, yaml_export
-from bexp.explorer.trainers.half_names import HALF_NAMES
-from bexp.explorer.trainers.script import gathering_notes, script_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.document import (
+    HALF_NAMES,
+    ExportDocument,
+    TrainerSettings,
+    gathering_notes,
+    script_notes,
+    yaml_export,
+)
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
 
 def render(settings: TrainerSettings) -> ExportDocument:

@@ -12,7 +12,7 @@ from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import LINEAR_MODULES, Sharding
-from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
+from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, gathering_notes, yaml_export
 from bexp.explorer.trainers.keys import (
     QLORA,
     Formats,
@@ -33,11 +33,8 @@ from bexp.explorer.trainers.keys import (
     turns_on,
     words,
 )
-from bexp.explorer.trainers.script import gathering_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import LORA as ADAPTERS
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, SINGLE_PARAMETERS, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, SINGLE_PARAMETERS, Trainer, expresses
+from bexp.explorer.trainers.trainer import LORA as ADAPTERS
 from bexp.explorer.trainers.transformers import LORA, accelerator_config, optimizer_arguments
 
 

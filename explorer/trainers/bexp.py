@@ -14,11 +14,15 @@ from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.optimizers import LIBRARY, ON_HOST_NOTE
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, python_export
-from bexp.explorer.trainers.script import PREPARE, lora_config, quantization_config
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import ON_HOST, OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.document import (
+    PREPARE,
+    ExportDocument,
+    TrainerSettings,
+    lora_config,
+    python_export,
+    quantization_config,
+)
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, ON_HOST, OTHER_LIBRARIES, Trainer, expresses
 
 _CODE = '''\
 import json
@@ -65,9 +69,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if known is not None and known.is_on_host:
         notes.append(ON_HOST_NOTE)
     return python_export(
-        settings,
-        _CODE.format(recommendation=text, seq_length=settings.seq_length, batch=batch),
-        notes,
+        settings, _CODE.format(recommendation=text, seq_length=settings.seq_length, batch=batch), notes
     )
 
 

@@ -7,16 +7,10 @@ from typing import Any
 from bexp.explorer.dimensions.bta_tile import TILES
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, yaml_export
-from bexp.explorer.trainers.script import other_optimizer_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import expresses
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.document import ExportDocument, TrainerSettings, other_optimizer_notes, yaml_export
+from bexp.explorer.trainers.trainer import Trainer, expresses
 
-BTA_FLAGS = {
-    "csx.debug.ini.ws_opt_enable_bta": "enable",
-    "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
-}
+BTA_FLAGS = {"csx.debug.ini.ws_opt_enable_bta": "enable", "csx.debug.ini.ws_opt_bta_max_tile": "max_tile"}
 """The fields of a request's `bta` that they set."""
 MICRO_BATCH_FLAG = "csx.performance.micro_batch_size"
 
@@ -32,7 +26,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
             "init": {
                 "backend": {"backend_type": "CSX", "cluster_config": {"num_csx": settings.num_devices}},
                 "callbacks": [{"ScopedTrainFlags": flags}],
-            },
+            }
         }
     }
     if settings.batch_size is not None:

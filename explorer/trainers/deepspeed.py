@@ -18,13 +18,9 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section, put_dtype
-from bexp.explorer.trainers.document import ExportDocument, decided_fields
-from bexp.explorer.trainers.half_names import HALF_NAMES
+from bexp.explorer.trainers.document import HALF_NAMES, ExportDocument, TrainerSettings, decided_fields, script_notes
 from bexp.explorer.trainers.keys import UNKNOWN_FIELD, Batch, words
-from bexp.explorer.trainers.script import script_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer, expresses
 
 BUCKET_GRADIENTS = 500_000_000
 """Gradients of a bucket unless `reduce_bucket_size` says otherwise; their memory is allocated at once."""

@@ -12,7 +12,7 @@ from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.optimizers import LIBRARY_NAMES
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.translation import Section
-from bexp.explorer.trainers.settings import TrainerSettings
+from bexp.explorer.trainers.document import TrainerSettings
 
 Read = Callable[[Any], Any]
 """Returns the meaning of a value, or None without one. Raises ValueError with the reason if it is not measured."""

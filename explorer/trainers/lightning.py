@@ -7,19 +7,19 @@ from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, SHARES, Recompute
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, python_export
-from bexp.explorer.trainers.half_names import HALF_NAMES
-from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes, optimizer_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.document import (
+    HALF_NAMES,
+    ExportDocument,
+    TrainerSettings,
+    gathering_notes,
+    length_notes,
+    model_notes,
+    optimizer_notes,
+    python_export,
+)
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
-KERNELS = {
-    "flash": "FLASH_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
-}
+KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 """torch's names of the kernels that can be pinned."""
 
 _TRAINER = """\
@@ -73,7 +73,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     strategy, layer_class, wrapped = '"auto"' if settings.num_devices == 1 else '"ddp"', "", ""
     if settings.sharding is not Sharding.NONE:
         imports.append("from lightning.pytorch.strategies import FSDPStrategy")
-        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(settings.sharding)}", auto_wrap_policy={{layer_class}})'
+        shards = "FULL_SHARD" if settings.sharding is Sharding.ZERO3 else "SHARD_GRAD_OP"
+        strategy = f'FSDPStrategy(sharding_strategy="{shards}", auto_wrap_policy={{layer_class}})'
         layer_class, wrapped = "layer_class, ", _WRAPPED
     if settings.recompute is not Recompute.NONE:
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
@@ -106,10 +107,6 @@ def render(settings: TrainerSettings) -> ExportDocument:
     )
     notes = [*model_notes(settings), *optimizer_notes(settings), *length_notes(settings), *gathering_notes(settings)]
     return python_export(settings, code + "".join(functions), notes)
-
-
-def _strategy(sharding: Sharding) -> str:
-    return "FULL_SHARD" if sharding is Sharding.ZERO3 else "SHARD_GRAD_OP"
 
 
 LIGHTNING = Trainer(

@@ -1,7 +1,4 @@
-"""LLaMA-Factory's YAML, in and out. Names and defaults as of LLaMA-Factory 0.9.5.
-
-By default it recomputes every layer.
-"""
+"""LLaMA-Factory's YAML, in and out. Names and defaults as of 0.9.5. By default it recomputes every layer."""
 
 from __future__ import annotations
 
@@ -10,7 +7,15 @@ from typing import Any
 from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import LINEAR_MODULES
-from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, yaml_export
+from bexp.explorer.trainers.document import (
+    WHAT_ELSE,
+    ExportDocument,
+    TrainerSettings,
+    expert_notes,
+    gathering_notes,
+    plain_expert_notes,
+    yaml_export,
+)
 from bexp.explorer.trainers.keys import (
     Formats,
     Key,
@@ -30,10 +35,7 @@ from bexp.explorer.trainers.keys import (
     without_exports,
     words,
 )
-from bexp.explorer.trainers.script import expert_notes, gathering_notes, plain_expert_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import LORA, OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, LORA, OTHER_LIBRARIES, Trainer, expresses
 from bexp.explorer.trainers.transformers import (
     AUTOCAST,
     BATCH,
@@ -54,10 +56,6 @@ ATTENTION = {
 }
 """Its names of attention."""
 _NAMES_OF_ATTENTION = {library: name for name, library in ATTENTION.items() if library is not None}
-
-
-def _is_given(value: Any) -> bool | None:
-    return bool(value) or None
 
 
 def _formats(said: Formats) -> tuple[str, str | None]:
@@ -118,7 +116,10 @@ KEYS = {
     "lora_dropout": key(Setting.DROPOUT),
     "additional_target": key(Setting.SAVED, names, ",".join),
     "resize_vocab": Key(Setting.RESIZED, if_on(True)),
-    **dict.fromkeys(("add_tokens", "add_special_tokens", "new_special_tokens_config"), Key(Setting.RESIZED, _is_given)),
+    **dict.fromkeys(
+        ("add_tokens", "add_special_tokens", "new_special_tokens_config"),
+        Key(Setting.RESIZED, lambda value: bool(value) or None),
+    ),
     "use_dora": key(Setting.DORA, flag),
     "use_rslora": key(Setting.RSLORA, flag),
     "quantization_bit": Key(Setting.BITS, one_of({"4": 4, "8": 8}), _loaded_bits),
@@ -205,11 +206,7 @@ LLAMAFACTORY = Trainer(
     title="LLaMA-Factory",
     formats={"llamafactory": render},
     file=FILE,
-    expresses=expresses(
-        attention=_NAMES_OF_ATTENTION,
-        optimizer={OTHER_LIBRARIES},
-        adapters={LORA},
-    ),
+    expresses=expresses(attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES}, adapters={LORA}),
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
     lists_linear=True,
     targets=LIBRARY_RUNS_IT,

@@ -7,12 +7,14 @@ from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, LAYER_GROUPS, SHARES, Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, shell_export
-from bexp.explorer.trainers.half_names import HALF_NAMES
-from bexp.explorer.trainers.script import other_optimizer_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import CAPACITY, MODEL_PARALLELISM, expresses
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.document import (
+    HALF_NAMES,
+    ExportDocument,
+    TrainerSettings,
+    other_optimizer_notes,
+    shell_export,
+)
+from bexp.explorer.trainers.trainer import CAPACITY, MODEL_PARALLELISM, Trainer, expresses
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
 """Megatron's name of the nearest kernel; its flash attention is that of the flash-attn package."""

@@ -11,11 +11,15 @@ from bexp.explorer.dimensions.parallelism import Parallelism, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.trainers.document import ExportDocument, ExportError, shell_export
-from bexp.explorer.trainers.script import gathering_notes, other_optimizer_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import MODEL_PARALLELISM, expresses
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.document import (
+    ExportDocument,
+    ExportError,
+    TrainerSettings,
+    gathering_notes,
+    other_optimizer_notes,
+    shell_export,
+)
+from bexp.explorer.trainers.trainer import MODEL_PARALLELISM, Trainer, expresses
 
 VARIABLE = "TORCHTITAN_FLAGS"
 
@@ -25,9 +29,7 @@ Flags = list[tuple[str, ...]]
 def render_release(settings: TrainerSettings) -> ExportDocument:
     """Return the flags of torchtitan 0.3."""
     local, piped = settings.micro_batch_size, settings.has_pipeline
-    batch: Flags = [
-        ("--training.local_batch_size", str(local * (settings.grad_accum_steps or 1) if piped else local)),
-    ]
+    batch: Flags = [("--training.local_batch_size", str(local * (settings.grad_accum_steps or 1) if piped else local))]
     if settings.batch_size is not None:
         batch.append(("--training.global_batch_size", str(settings.batch_size)))
     if settings.states_length:

@@ -21,8 +21,7 @@ from bexp.explorer.trainers.keys import (
     one_of,
     words,
 )
-from bexp.explorer.trainers.terms import FRACTIONAL_ALPHA, LORA, OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import Trainer
+from bexp.explorer.trainers.trainer import FRACTIONAL_ALPHA, LORA, OTHER_LIBRARIES, Trainer, expresses
 
 _MODULES = {"output_proj": "o_proj"}
 """Torchtune's modules whose names in transformers differ, by those names."""

@@ -18,7 +18,15 @@ from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section
 from bexp.explorer.trainers.deepspeed import read_config
-from bexp.explorer.trainers.document import ExportDocument, Render, json_export
+from bexp.explorer.trainers.document import (
+    ExportDocument,
+    Render,
+    TrainerSettings,
+    gathering_notes,
+    json_export,
+    length_notes,
+    model_notes,
+)
 from bexp.explorer.trainers.keys import (
     UNKNOWN_FIELD,
     Batch,
@@ -36,10 +44,7 @@ from bexp.explorer.trainers.keys import (
     turns_on,
     words,
 )
-from bexp.explorer.trainers.script import gathering_notes, length_notes, model_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
 """The policies that recompute one layer of every so many."""
@@ -88,10 +93,7 @@ BATCH: Mapping[str, Key] = {
     "per_device_train_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
     "gradient_accumulation_steps": key(Setting.STEPS, number),
 }
-OPTIMIZER: Mapping[str, Key] = {
-    "optim": key(Setting.OPTIMIZER),
-    "optim_args": Key(write=optimizer_arguments),
-}
+OPTIMIZER: Mapping[str, Key] = {"optim": key(Setting.OPTIMIZER), "optim_args": Key(write=optimizer_arguments)}
 AUTOCAST: Mapping[str, Key] = {
     "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16)),
     "fp16": Key(write=autocast_in(DType.FLOAT16)),

@@ -11,6 +11,7 @@ from typing import Any
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.model import DType
+from bexp.explorer.trainers.document import TrainerSettings, plain_expert_notes
 from bexp.explorer.trainers.keys import (
     Formats,
     Key,
@@ -26,10 +27,7 @@ from bexp.explorer.trainers.keys import (
     without_exports,
     words,
 )
-from bexp.explorer.trainers.script import plain_expert_notes
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import OTHER_LIBRARIES, expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
 from bexp.explorer.trainers.transformers import (
     ARGUMENTS,
     HARMLESS,
@@ -151,10 +149,7 @@ TRL = Trainer(
     formats={"trl": arguments_export(KEYS, _precision_notes)},
     file=FILE,
     expresses=expresses(
-        recompute=LIBRARY_POLICIES,
-        attention=LIBRARY_ATTENTION,
-        experts=LIBRARY_EXPERTS,
-        optimizer={OTHER_LIBRARIES},
+        recompute=LIBRARY_POLICIES, attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, optimizer={OTHER_LIBRARIES}
     ),
     flattens=True,
     targets=LIBRARY_RUNS_IT,

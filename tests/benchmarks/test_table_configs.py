@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.search.pruned_space import prune_space
+from bexp.explorer.search.legal_space import prune_space
 from tests.simulated_tables import h200_report
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from bexp.explorer.cost.epochs import Epoch
-from bexp.explorer.cost.expectation import LEAST_ERROR, Figures, expect
+from bexp.explorer.cost.text_batches import LEAST_ERROR, Epoch, Figures, expect
 from bexp.tune import measuring, own_loop
 from bexp.tune import micro_batches as tune_micro_batches
 from bexp.tune.hf_trainer import _epoch

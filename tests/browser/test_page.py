@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from bexp.api.cli import app
 from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.dimensions.parallelism import Schedule
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture
+from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture
 from bexp.explorer.model.amounts import bytes_text
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium

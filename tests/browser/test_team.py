@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import Budget
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
 from tests.browser.views import CONTRAST, ENTER, count, log_in

@@ -35,8 +35,7 @@ from typing import Any
 from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.request.budget import Budget
-from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request import Budget, ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import Job, JobState, get_job, get_summary

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from bexp.explorer.records.earlier_runs import EarlierRuns
+from bexp.explorer.records.device_report import EarlierRuns
 from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
-from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import Budget
 from bexp.storage.database import Database
 from bexp.storage.jobs import InvalidCursorError, JobFilter, JobState, JobSummary, get_summary, list_jobs
 from bexp.storage.owners import USUAL_SCOPES, Caller

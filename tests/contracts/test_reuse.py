@@ -12,7 +12,7 @@ import pytest
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.recommendation import Alternative, Answer, Role, VariantAnswer
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.request.request_key import request_key
+from bexp.explorer.request.request import request_key
 from bexp.storage.audit import Action, read_audit
 from bexp.storage.database import Database
 from bexp.storage.events import read_events

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.dimensions.dimension import Choice
-from bexp.explorer.request.requested_space import RequestedSpace
+from bexp.explorer.request.request import RequestedSpace
 
 
 def choices_of(space: RequestedSpace, choice: Choice[Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Measure, Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
 from tests.explorer.shapes import experts, shapes
 from tests.explorer.simulator import SimulatedDevice, report
 

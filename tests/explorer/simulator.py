@@ -18,8 +18,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.meshes.layers import MeshCandidate
 from bexp.explorer.meshes.mesh import MeshRun
-from bexp.explorer.meshes.shard_costs import predict_shard_bytes
-from bexp.explorer.meshes.shards import SPREAD_EXPERTS, expert_chunk, shard_of
+from bexp.explorer.meshes.shards import SPREAD_EXPERTS, expert_chunk, predict_shard_bytes, shard_of
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType, ModelSpec
 from bexp.explorer.model.parts import ExploredModel

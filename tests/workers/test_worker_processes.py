@@ -18,11 +18,10 @@ import sqlalchemy as sa
 
 from bexp.explorer.dimensions.bta_tile import BTASpec
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.meshes.plan import MeshPlan
+from bexp.explorer.meshes.mesh import MeshPlan
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.request.budget import Budget
-from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request import Budget, ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job

@@ -23,10 +23,9 @@ import sqlalchemy as sa
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement, PhaseSeconds
-from bexp.explorer.records.trial import Measure, Trial, TrialTask
+from bexp.explorer.records.trial import Measure, Trial, TrialExecutor, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.trial_executor import TrialExecutor
 from bexp.storage.components import keep_components
 from bexp.storage.database import DATABASE_TROUBLE
 from bexp.storage.jobs import JobState

@@ -9,9 +9,8 @@ from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.records.trial import TrialExecutor, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.trial_executor import TrialExecutor
 
 
 class ProfilerError(Exception):

@@ -37,7 +37,7 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
 
 FORMAT = "bexp-recording"
 VERSION: Literal[1] = 1

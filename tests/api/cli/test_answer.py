@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from bexp.api.examples import RUN_REPORT
-from bexp.explorer.answers.runs import render_run_report
+from bexp.explorer.answers.lines import render_run_report
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.parallelism import Schedule
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.plan import MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.model.training import Sharding

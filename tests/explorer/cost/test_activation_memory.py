@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.cost.activation_memory import OPTIMIZER_BUCKET_BYTES, predict_component_bytes
-from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.work import ComponentBytes
+from bexp.explorer.cost.components import Component, ComponentBytes
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.cost.tiny import MOE, model_of, request
 

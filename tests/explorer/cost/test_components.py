@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost.back_end import BackEnd
-from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.components import BackEnd, Component
 from bexp.explorer.cost.decomposition import Decomposer, Decomposition
 from bexp.explorer.dimensions.candidate import Candidate
 from tests.explorer.cost.tiny import model_of, request

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Composition, required_table
 from bexp.explorer.cost.step import required_bytes
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import ON_DEVICE, Recompute, recomputed_layers

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.activation_memory import predict_component_bytes
-from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.part_costs import COMPILED_SHARE, PartsDecomposer, again_work, part_work, predict_part_bytes
+from bexp.explorer.cost.components import Component, ComponentBytes, ComponentKind, Work
+from bexp.explorer.cost.decomposition import Decomposer
+from bexp.explorer.cost.part_costs import COMPILED_SHARE, again_work, part_work, predict_part_bytes
 from bexp.explorer.cost.roofline import roofline_seconds
-from bexp.explorer.cost.work import ComponentBytes, Work
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.kernels import Kernels
@@ -82,7 +82,7 @@ def test_kinds_are_named_once_and_layers_name_them() -> None:
 
 
 def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> None:
-    decompose = PartsDecomposer(parts(), training=True)
+    decompose = Decomposer(parts(), training=True)
     eager, compiled = (
         decompose(Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, execution=execution))
         for execution in (Execution.EAGER, Execution.COMPILE)
@@ -95,7 +95,7 @@ def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> Non
 
 
 def test_graphs_replay_the_components_that_they_were_captured_from() -> None:
-    decompose = PartsDecomposer(parts(), training=True)
+    decompose = Decomposer(parts(), training=True)
     eager, compiled, graph, both = (
         decompose(Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1, execution=execution))
         for execution in Execution
@@ -108,7 +108,7 @@ def test_layers_with_other_kernels_are_components_of_their_own_and_are_not_compi
     asked = request(**own, micro_batch_size=2, recompute=["none"], execution="explore", kernels=["library", "liger"])
     both = tuple(BackendSupport(name=name, usable=True) for name in Kernels)
     found = enumerate_candidates(asked, report().model_copy(update={"choices": {"kernels": both}}), parts()).candidates
-    decompose = PartsDecomposer(parts(), training=True)
+    decompose = Decomposer(parts(), training=True)
     first = found[0].attention_backend
     backends = {str(decompose(each).layers[0].blocks[0].backend) for each in found if each.attention_backend == first}
     assert backends == {first, f"{first}+liger", f"{first}+compiled"}

@@ -12,8 +12,7 @@ import pytest
 from bexp.explorer.cost.activation_memory import predict_component_bytes
 from bexp.explorer.cost.collectives import Overlap, is_communication_timed
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_component_table, predict_memory
+from bexp.explorer.cost.composition import Composition, predict_component_table, predict_memory
 from bexp.explorer.cost.roofline import predict_component_seconds
 from bexp.explorer.meshes.knowledge import MeshKnowledge
 from bexp.explorer.records.trial import TrialKind, TrialTask

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from bexp.explorer.cost.epochs import cut_epochs, grouped_epoch, pack
 from bexp.explorer.cost.part_costs import part_work, predict_part_bytes
 from bexp.explorer.cost.request_texts import text_batches, tokens_per_sequence, widest
-from bexp.explorer.cost.text_batches import NUM_DRAWN, TextBatch
+from bexp.explorer.cost.text_batches import NUM_DRAWN, TextBatch, cut_epochs, grouped_epoch, pack
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.cost.described import parts
 from tests.explorer.cost.test_part_costs import layer

@@ -9,9 +9,8 @@ import pytest
 
 from bexp.explorer.cost.activation_memory import rows_of_pair
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.token_dropping import dropped_share
 from bexp.explorer.model.model import MoESpec
-from bexp.explorer.model.routes import draw_routes
+from bexp.explorer.model.routes import draw_routes, dropped_share
 from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.request.request import ExplorationRequest
 

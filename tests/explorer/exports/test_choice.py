@@ -17,14 +17,12 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Role
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.alternatives import expected_tokens_per_second
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import explored_models, expressible
-from bexp.explorer.search.pruned_space import prune_space
+from bexp.explorer.search.legal_space import explored_models, expressible, prune_space
 from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.whole_model_check import expected_tokens_per_second
-from bexp.explorer.trainers.document import ExportError
+from bexp.explorer.trainers.document import ExportError, TrainerSettings
 from bexp.explorer.trainers.registry import FORMATS, TRAINERS, TrainerName, UnknownFormatError
-from bexp.explorer.trainers.settings import TrainerSettings
 from tests.explorer.alternatives import other_of
 from tests.explorer.exports.samples import (
     GIB,

@@ -11,8 +11,7 @@ import pytest
 from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import export
-from bexp.explorer.meshes.mesh import Mesh
-from bexp.explorer.meshes.plan import MeshPlan, PlainMesh
+from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PlainMesh
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.document import ExportError

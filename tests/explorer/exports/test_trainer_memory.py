@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.exports.choice import unmeasured_bytes
 from bexp.explorer.exports.export import export
-from bexp.explorer.exports.trainer_memory import unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.registry import FORMATS, TRAINERS

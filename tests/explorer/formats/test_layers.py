@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bexp.explorer.formats.layers import find_layer_pattern
-from bexp.explorer.model.model import LayerKind, ModelSpec, MoESpec
+from bexp.explorer.model.model import LayerKind, ModelSpec, MoESpec, find_layer_pattern
 
 
 @given(count=st.integers(1, 24), first=st.integers(0, 24), frequency=st.integers(1, 8))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bexp.explorer.formats.document import FormatError
+from bexp.explorer.formats.huggingface import LARGEST_BYTES
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.formats.stored_config import LARGEST_BYTES
 from bexp.explorer.model.config_rules import LONGEST_TEXT
 from bexp.explorer.model.quantization import own_method
 

@@ -9,7 +9,7 @@ import pytest
 from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.meshes.knowledge import MeshKnowledge, mesh_candidates
-from bexp.explorer.meshes.plan import MeshPlan
+from bexp.explorer.meshes.mesh import MeshPlan
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Measurement, Outcome

@@ -8,8 +8,7 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind, Operation
 from bexp.explorer.meshes.knowledge import MeshKnowledge
-from bexp.explorer.meshes.mesh import MeshRun
-from bexp.explorer.meshes.plan import MeshPlan
+from bexp.explorer.meshes.mesh import MeshPlan, MeshRun
 from bexp.explorer.meshes.posterior import Expected
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Outcome

@@ -18,14 +18,20 @@ def broadcasts(*points: tuple[int, float], kind: str = "cuda") -> Transfers:
 def test_a_broadcast_is_interpolated_and_costs_a_host_that_is_no_device(kind: str, issued: float) -> None:
     found = broadcasts((1000, 1e-3), (3000, 2e-3), kind=kind)
     group = Group(2, 1)
-    assert [found.broadcast(b, group).seconds for b in (0, 500, 2000, 6000)] == pytest.approx([0.0, 1e-3, 1.5e-3, 4e-3])
-    assert found.broadcast(2000, group).host_seconds == issued
+    assert [found.take(Operation.BROADCAST, b, group).seconds for b in (0, 500, 2000, 6000)] == pytest.approx(
+        [0.0, 1e-3, 1.5e-3, 4e-3]
+    )
+    assert found.take(Operation.BROADCAST, 2000, group).host_seconds == issued
 
 
 def test_what_was_not_measured_has_an_assumed_rate() -> None:
     found = broadcasts((1000, 1e-3))
     group = Group(2, 1)
-    for transfer in (found.send(1e6, group), found.all_to_all(1e6, group), found.broadcast(1e6, Group(4, 1))):
+    for transfer in (
+        found.take(Operation.SEND, 1e6, group),
+        found.take(Operation.ALL_TO_ALL, 1e6, group),
+        found.take(Operation.BROADCAST, 1e6, Group(4, 1)),
+    ):
         assert transfer.seconds == pytest.approx(1e6 / ASSUMED_BYTES_PER_SECOND["cuda"])
         assert transfer.host_seconds == 0.0
-    assert found.send(0, group).seconds == 0.0
+    assert found.take(Operation.SEND, 0, group).seconds == 0.0

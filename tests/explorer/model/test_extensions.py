@@ -14,7 +14,7 @@ from bexp.explorer.model import extensions
 from bexp.explorer.model.base import Frozen, RuleError
 from bexp.explorer.model.extensions import Extended
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.extensions import extension_for
+from bexp.explorer.search.search_space import extension_for
 from tests.explorer.shapes import shapes
 
 MODEL = shapes(2, 64, 128, heads=4, vocab=256, length=64)
@@ -28,7 +28,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.extensions import extension_for
+from bexp.explorer.search.search_space import extension_for
 request = ExplorationRequest.model_validate({"model": %r, "num_devices": 2, "batch_size": 8})
 assert extension_for(request) is None
 assert Trial.model_json_schema() and Recommendation.model_json_schema()

@@ -9,9 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.formats.document import FormatError
-from bexp.explorer.formats.lengths import parse_lengths
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.model.lengths import EPOCH_TEXTS, MAX_DISTINCT_LENGTHS, Lengths
+from bexp.explorer.model.lengths import EPOCH_TEXTS, MAX_DISTINCT_LENGTHS, Lengths, parse_lengths
 from bexp.explorer.request.request import ExplorationRequest
 
 MODEL: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 1024}

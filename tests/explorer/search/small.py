@@ -15,13 +15,12 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Measure, Trial, TrialKind
+from bexp.explorer.records.trial import Measure, Trial, TrialKind, executor_of
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
+from bexp.explorer.search.loop import VariantContext
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from bexp.explorer.search.trial_executor import executor_of
-from bexp.explorer.search.variant_context import VariantContext
 from tests.explorer.measurements import measured
 from tests.explorer.shapes import shapes
 from tests.explorer.simulator import SimulatedDevice, report
@@ -58,7 +57,7 @@ def small_state(**changes: Any) -> Posterior:
     request = small_request(**changes)
     space = small_space(request)
     assert space.table is not None
-    return Posterior.of(space.table, space.legal.candidates, request, REPORT.hardware)
+    return Posterior(space.table, space.legal.candidates, request, REPORT.hardware)
 
 
 def candidate(size: int = 1, **changes: Any) -> Candidate:

@@ -10,12 +10,12 @@ from bexp.explorer.records.recommendation import Alternative, Role
 from bexp.explorer.search.alternatives import (
     compare,
     dividing_batch_sizes,
+    expected_tokens_per_second,
     memory_rows,
     promising_row,
     recommend_dividing,
 )
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.search.whole_models import next_comparison
 from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import best_of, request, run

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
+from bexp.explorer.records.device_report import DeviceReport, EarlierRun, EarlierRuns
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation

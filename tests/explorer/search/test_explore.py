@@ -7,8 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import required_table
+from bexp.explorer.cost.composition import Composition, required_table
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.trial import TrialKind

@@ -7,7 +7,7 @@ import pytest
 from bexp.explorer.model.model import Variant
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.request.budget import Budget
+from bexp.explorer.request.request import Budget
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED, TrialHistory
 from tests.explorer.search.small import candidate, trial
 

@@ -236,6 +236,6 @@ def test_the_log_is_as_it_was_recorded(name: str) -> None:
 
 
 def test_the_log_of_a_space_too_large_to_rank_at_once_is_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bexp.explorer.meshes.ranking.MOST_SCREENED", 60)
-    monkeypatch.setattr("bexp.explorer.meshes.ranking.BEST_MESHES", 5)
+    monkeypatch.setattr("bexp.explorer.meshes.space.MOST_SCREENED", 60)
+    monkeypatch.setattr("bexp.explorer.meshes.space.BEST_MESHES", 5)
     check_recorded(LOGS / "meshes-ranked-first.json", log_of(many_devices()))

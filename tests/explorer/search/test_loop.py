@@ -14,10 +14,8 @@ from bexp.explorer.records.recommendation import Recommendation, Role
 from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import open_candidates
-from bexp.explorer.search.loop import SearchLoop
-from bexp.explorer.search.progress_log import ProgressLog
-from bexp.explorer.search.pruned_space import PrunedSpace
-from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.search.legal_space import PrunedSpace
+from bexp.explorer.search.loop import ProgressLog, SearchLoop, VariantContext
 from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import pruned, trials_of
 from tests.explorer.search.small import candidate, context, small_request, small_space

@@ -12,11 +12,11 @@ import pytest
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit, noise_figures, reachable_confidence, shown_noise
 from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate
 from tests.explorer.explorations import answer_of, best_of, lines, trials_of
 from tests.explorer.notes import notes_of
 from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_space, small_state, trial
@@ -172,7 +172,7 @@ def test_the_base_is_measured_again_where_its_runs_differ() -> None:
     suggestion = again.again(base, LAST_RUNS)
     assert suggestion is not None and suggestion.again
     assert set(suggestion.components) < set(loud.table.decompositions[loud.table.row[base]].components)
-    loud.knowledge.expect(900, suggestion)
+    loud.knowledge.pending[900] = suggestion
     assert again.again(base, LAST_RUNS) is None, "it is in flight"
     quiet = BaseCandidate(scattered(0.001, runs=2), [base])
     assert quiet.again(base, LAST_RUNS) is None

@@ -18,8 +18,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import HOPELESS_FAILURES
 from bexp.explorer.search.knowledge import MOST_TOO_LARGE
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.relaxations import find_relaxations
-from bexp.explorer.search.smallest_candidate import SmallestCandidate
+from bexp.explorer.search.relaxations import SmallestCandidate, find_relaxations
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.search.small import measure
 from tests.explorer.simulator import SimulatedDevice, report
@@ -45,7 +44,7 @@ def measured() -> tuple[Posterior, tuple[Candidate, ...]]:
     assert req.model is not None
     space = pruned(req.model, req, DEVICE)
     assert space.table is not None
-    state = Posterior.of(space.table, space.legal.candidates, req, DEVICE.hardware)
+    state = Posterior(space.table, space.legal.candidates, req, DEVICE.hardware)
     for number, each in enumerate(space.legal.candidates):
         missing = state.missing(state.table.row[each])
         state.knowledge.learn(number, measure(state, missing, each))

@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_memory
+from bexp.explorer.cost.composition import Composition, predict_memory
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.search.legal_space import base_candidates, enumerate_candidates, explored_models
-from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, prune_space
+from bexp.explorer.search.legal_space import (
+    OPTIMISTIC_ACTIVATIONS,
+    base_candidates,
+    enumerate_candidates,
+    explored_models,
+    prune_space,
+)
 from bexp.explorer.search.relaxations import find_relaxations
 from tests.explorer.cost.described import device, parts, request
 from tests.explorer.simulator import report

@@ -8,7 +8,7 @@ import pytest
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
-from bexp.explorer.search.preparing import PreparingSeconds
+from bexp.explorer.search.suggestion import PreparingSeconds
 from tests.explorer.measurements import measured
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
-from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.loop import ProgressLog
 from tests.explorer.search.small import recommendation
 
 NOTE = EventDraft(code=EventCode.WARNING, message="something")

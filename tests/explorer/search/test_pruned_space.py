@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_memory
+from bexp.explorer.cost.composition import Composition, predict_memory
 from bexp.explorer.dimensions.micro_batch_size import MICRO_BATCH_SIZE
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.legal_space import PrunedSpace, prune_space
 from tests.explorer.search.small import REPORT, candidate, small_request
 
 

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
+from bexp.explorer.records.device_report import DeviceReport, EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.alternatives import compare, dividing_batch_sizes, memory_rows, promising_row
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.samplers import suggest_measurement
+from bexp.explorer.search.whole_models import find_above_limit, find_runner_up
 from tests.explorer.explorations import pruned
 from tests.explorer.explorations import request as experts_request
 from tests.explorer.search.small import small_request
@@ -45,7 +44,7 @@ def asked(name: str) -> ExplorationRequest:
 def posterior_of(req: ExplorationRequest, rep: DeviceReport) -> Posterior:
     space = pruned(req.shapes, req, rep)
     assert space.table is not None
-    return Posterior.of(space.table, space.legal.candidates, req, rep.hardware, rep.reported_runs, rep.earlier)
+    return Posterior(space.table, space.legal.candidates, req, rep.hardware, rep.reported_runs, rep.earlier)
 
 
 def row_plan(posterior: Posterior, number: int, row: int) -> TrialTask:

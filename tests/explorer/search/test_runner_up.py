@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.runner_up import MOST_WHOLE_RUNS, find_above_limit, find_runner_up
+from bexp.explorer.search.whole_models import MOST_WHOLE_RUNS, find_above_limit, find_runner_up
 from tests.explorer.search.small import candidate, contend, know, small_state
 
 

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.epochs import cut_epochs, fill, grouped_epoch, pack
 from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.step import memory_limit, required_bytes
-from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.cost.text_batches import TextBatch, cut_epochs, fill, grouped_epoch, pack
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.lengths import compact_histogram
 from bexp.explorer.model.parts import LayerPart, ModelParts, Part
@@ -29,8 +28,8 @@ from bexp.explorer.records.measurement import (
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
+from bexp.explorer.search.legal_space import prune_space
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.pruned_space import prune_space
 from bexp.workers.profiler.trials.component import compose_batches
 from tests.explorer.cost import described
 from tests.explorer.explorations import best_of
@@ -283,7 +282,7 @@ def test_another_run_in_flight_does_not_hide_how_unequal_micro_batches_are() -> 
     asked = request("chat", "padded", micro_batch_size=[4], recompute=["none"])
     space = prune_space(parts(), asked, device(64))
     assert space.table is not None
-    state = Posterior.of(space.table, space.legal.candidates, asked, device(64).hardware)
+    state = Posterior(space.table, space.legal.candidates, asked, device(64).hardware)
     components = state.missing(0)
     task = TrialTask(
         number=0,

@@ -10,9 +10,8 @@ import pytest
 
 from bexp.explorer.cost.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialTask
+from bexp.explorer.records.trial import Trial, TrialExecutor, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import answer_of, best_of, explored, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

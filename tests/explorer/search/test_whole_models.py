@@ -20,9 +20,8 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import NoiseLimit
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_space import NextCheck
-from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, WholeModels
+from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, RunnerUp, WholeModels
 from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import answer_of, best_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, candidate, know, small_state, trial

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.surrogate.covariance import Covariance
+from bexp.explorer.surrogate.hyperparameters import Covariance
 
 
 def level(*components: Component) -> np.ndarray[Any, Any]:

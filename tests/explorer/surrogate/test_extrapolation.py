@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.surrogate.extrapolation import estimate_bytes, estimate_host_seconds
+from bexp.explorer.surrogate.gaussian_process import estimate_bytes, estimate_host_seconds
 from bexp.explorer.surrogate.observations import ComponentObservations
 from tests.explorer.measurements import measured
 

@@ -10,14 +10,12 @@ import pytest
 
 from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.composition import Composition
-from bexp.explorer.cost.required_memory import predict_component_table
+from bexp.explorer.cost.composition import Composition, predict_component_table
 from bexp.explorer.cost.roofline import predict_component_seconds
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.gaussian_process import Surrogate
-from bexp.explorer.surrogate.hyperparameters import Hyperparameters
+from bexp.explorer.surrogate.hyperparameters import Covariance, Hyperparameters
 from bexp.explorer.surrogate.observations import ComponentObservations
 from tests.explorer.cost.tiny import hardware, model_of, request
 from tests.explorer.measurements import measured

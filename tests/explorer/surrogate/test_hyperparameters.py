@@ -7,11 +7,11 @@ import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.hyperparameters import (
     AMPLITUDE_GRID,
     OWN_GRID,
     RUN_GRID,
+    Covariance,
     Evidence,
     HyperparameterPosterior,
     Hyperparameters,

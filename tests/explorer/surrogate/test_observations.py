@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.records.earlier_runs import EarlierRun
+from bexp.explorer.records.device_report import EarlierRun
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.observations import ComponentObservations, age_run
 from tests.explorer.measurements import measured

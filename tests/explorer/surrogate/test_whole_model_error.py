@@ -19,8 +19,8 @@ from bexp.explorer.surrogate.whole_model_error import (
     SIZE_STD,
     CompositionErrors,
     ReportedError,
+    WholeModelRun,
 )
-from bexp.explorer.surrogate.whole_model_runs import WholeModelRun
 
 NUM_SAMPLES = 40_000
 CANDIDATES = [

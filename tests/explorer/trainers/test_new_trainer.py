@@ -125,7 +125,7 @@ def test_the_answer_is_written_into_a_persons_file_and_command() -> None:
 
 @pytest.mark.parametrize("term", ["colour", "losses"])
 def test_a_term_that_is_not_known_raises_where_the_trainer_is_made(term: str) -> None:
-    from bexp.explorer.trainers.terms import expresses
+    from bexp.explorer.trainers.trainer import expresses
 
     with pytest.raises(TypeError, match=f"'{term}'.* is nothing that a trainer can express"):
         expresses(**{term: ()})

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from bexp.explorer.model.model import DType
-from bexp.explorer.trainers.document import ExportDocument, yaml_export
+from bexp.explorer.trainers.document import ExportDocument, TrainerSettings, yaml_export
 from bexp.explorer.trainers.keys import Formats, Key, Setting, TrainerFile, fields_of, flag, key, number
-from bexp.explorer.trainers.settings import TrainerSettings
-from bexp.explorer.trainers.terms import expresses
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer, expresses
 
 KEYS = {
     "toy_model": Key(Setting.MODEL),

@@ -14,8 +14,7 @@ from bexp.explorer.dimensions.context_parallel import ContextParallelSpec
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.request.budget import Budget
-from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request import Budget, ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job

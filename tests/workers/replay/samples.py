@@ -12,7 +12,7 @@ from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.measurement import ComponentFigures, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.legal_space import PrunedSpace
 from bexp.workers.replay.recording import ComponentRow, Recording, RecordingHeader
 from tests.simulated_tables import h200_report, simulate
 

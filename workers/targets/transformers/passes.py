@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost.back_end import BackEnd, marked_values
-from bexp.explorer.cost.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost.components import BackEnd, BlockRecompute, Component, ComponentKind, marked_values
 from bexp.explorer.cost.part_costs import part_of
 from bexp.explorer.cost.step import GIB
 from bexp.explorer.dimensions.candidate import CHOICES, Candidate

@@ -15,15 +15,14 @@ from bexp.api.cli import app
 from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.answers.lines import render
 from bexp.explorer.cost.components import ComponentKind
-from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import export
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.recommendation import RelaxationKind
-from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.request.requested_space import reported_place
+from bexp.explorer.request.request import ExplorationRequest, reported_place
 from bexp.explorer.search.component_subjects import IRRELEVANT
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.relaxations import single_changes
@@ -110,7 +109,7 @@ def follow(source: ExportSource, parts: ModelParts) -> None:
     asked, best = source.request, source.recommendation
     assert asked is not None
     assert best is not None
-    decompose = PartsDecomposer(parts, training=True)
+    decompose = Decomposer(parts, training=True)
     other = best.candidate.model_copy(update={"toy": "off"})
     keys, plain = ([c.key for c in decompose(one).components] for one in (best.candidate, other))
     shared = set(keys) & set(plain)

@@ -13,8 +13,7 @@ from bexp.explorer.model.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
-from bexp.explorer.request.budget import Budget
-from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.request.request import Budget, ExplorationRequest
 from bexp.targets.process import Served, answer
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.instruments.phases import PhaseClock

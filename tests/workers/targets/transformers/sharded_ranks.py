@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.cost.composition import decomposer_of
+from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
@@ -67,7 +67,7 @@ class Rank:
         self.target = TransformersTarget(self.request, self.instruments)
         self.target._resolved.__dict__["check"] = SelfCheck()  # other tests run it
         self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, named={})
-        decompose = decomposer_of(self.parts, training=True, communicates=True)
+        decompose = Decomposer(self.parts, training=True, communicates=True)
         self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
         task = TrialTask(
             number=0,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bexp
-from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.parts import ModelParts
@@ -99,7 +99,7 @@ def test_a_model_without_linear_layers_needs_names() -> None:
 
 def test_parts_and_whole_give_gradients_to_the_adapters_alone(target: TransformersTarget, parts: ModelParts) -> None:
     request = request_for(training={"lora": LORA})
-    for component in PartsDecomposer(parts, training=True)(CANDIDATE).components[:2]:
+    for component in Decomposer(parts, training=True)(CANDIDATE).components[:2]:
         with target.component(component, parts, request) as passes:
             passes.prepare_forward()
             passes.forward()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.cost.step import static_parts
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
@@ -108,7 +108,7 @@ def test_a_dense_model_names_no_experts() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_reach_the_adapters_of_parts_and_of_the_whole_model(name: str) -> None:
     target, parts, request = opened(quantization=name, training={"lora": LORA})
-    for component in PartsDecomposer(parts, training=True)(CANDIDATE).components[:2]:
+    for component in Decomposer(parts, training=True)(CANDIDATE).components[:2]:
         with target.component(component, parts, request) as passes:
             for step in (passes.prepare_forward, passes.forward, passes.prepare_backward, passes.backward):
                 step()

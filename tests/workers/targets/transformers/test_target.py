@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.part_costs import PartsDecomposer
+from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.legal_space import enumerate_candidates
@@ -48,7 +48,7 @@ def test_parts_with_a_policy_that_is_named_are_those_of_the_whole_model() -> Non
     ran: dict[str, list[Tensor]] = {}
     for name in names:
         chosen = next(one for one in space if one.micro_batch_size == 2 and one.recompute == name)
-        for component in PartsDecomposer(parts, training=True)(chosen).components:
+        for component in Decomposer(parts, training=True)(chosen).components:
             if component.kind is ComponentKind.OPTIMIZER:
                 continue
             with target.component(component, parts, request) as passes:
