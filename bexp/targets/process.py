@@ -330,10 +330,6 @@ def _bytes_of(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
 METHODS = ("build", "batch", "step")
 MOST_NAMED = 10
 """The most classes of a module that a message names."""
@@ -385,3 +381,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # before it runs, as an import does: dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

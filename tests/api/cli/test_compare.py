@@ -87,9 +87,9 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
         "the noise between runs",
     ]
     assert "a training run with this answer; none has been reported" in unknown
-    for served, field in ((0, "budget.max_seconds or budget.max_trials"), (95, "fresh: true")):
-        advice = certainty(served=served, confidence=20)["next_measurement"]["advice"]
-        assert advice.startswith(f"explore again with {'' if served else 'a higher '}{field} (option")
+    higher = "explore again with a higher budget.max_seconds or budget.max_trials (option"
+    for served, words in ((0, higher), (95, "nothing that is left to measure")):
+        assert certainty(served=served, confidence=20)["next_measurement"]["advice"].startswith(words)
     communication = "communication between devices"
     assert communication not in unknown
     two = job_document(request={**TINY, "num_devices": 2})
