@@ -113,6 +113,12 @@ class PreparingSeconds:
         number = (not self._is_whole) + sum(number for _, number in self._by_trial.values())
         return seconds / max(1, number)
 
+    @property
+    def measured(self) -> float:
+        """The mean seconds of those that were prepared here; 0 without any."""
+        seconds, numbers = zip(*self._by_trial.values(), strict=True) if self._by_trial else ((), ())
+        return sum(seconds) / max(1, sum(numbers))
+
     def of(self, prepared_K: Mask, known_K: Mask) -> Floats:
         """The seconds that each component takes before its own runs, shape (K,); 0 for those not in `prepared_K`."""
         again = 1.0 if self._is_whole else AGAIN_SHARE

@@ -20,7 +20,7 @@ from bexp.explorer.cost.composition import Floats, Ints, Mask
 from bexp.explorer.surrogate.observations import SHORTEST_SECONDS
 
 FALL = 0.02
-"""The most by which the logarithm of the throughput falls in the octave above a size, unless a larger fall was measured.
+"""The most by which the logarithm of the throughput falls in the octave above a size, unless it was seen to fall more.
 
 Of four models composed on an H200, it fell by 0.01 to 0.02 an octave in two, and by up to 0.05 in one. Where the fall
 is larger, the next size below is measured all the same, and shows it.
