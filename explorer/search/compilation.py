@@ -16,6 +16,9 @@ from bexp.explorer.surrogate.observations import ComponentObservations
 if TYPE_CHECKING:
     from bexp.explorer.search.posterior import Posterior
 
+MOST_NAMED = 4
+"""Further compilations are not named one by one."""
+
 
 class Compilation:
     """The compilation of the candidates of a table.
@@ -83,12 +86,8 @@ def _seen(posterior: Posterior, row: int) -> str:
     if most is None or len(most.compile_seconds) < 2:
         return ""
     first, *others = map(seconds_text, most.compile_seconds)
-    shapes = "" if most.num_shapes is None else f" of {most.num_shapes} shapes that a trial saw"
+    shapes = "" if most.num_shapes is None else f"; a trial saw {most.num_shapes}"
     return f" ({first} at first, then {', '.join(others[:MOST_NAMED])} for other shapes{shapes})"
-
-
-MOST_NAMED = 4
-"""Further compilations are not named one by one."""
 
 
 def _pays_back(posterior: Posterior, row: int, plain: int) -> str:
@@ -98,6 +97,7 @@ def _pays_back(posterior: Posterior, row: int, plain: int) -> str:
     if saved <= 0.0:
         return f"it never pays back against {against}"
     number = posterior.compilation.seconds_C[row] / saved
-    text = f"it pays back after {np.ceil(number):,.0f} optimizer steps against {against}"
+    of = "" if posterior.is_whole else f" of {posterior.request.effective_batch_size} sequences"
+    text = f"it pays back after {np.ceil(number):,.0f} optimizer steps{of} against {against}"
     steps = posterior.table.model.num_steps if isinstance(posterior.table.model, ModelParts) else None
     return text if steps is None else f"{text}, and the run has {steps:,}"

@@ -7,6 +7,9 @@ from typing import Literal
 import pytest
 
 from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.cost.components import Component
+from bexp.explorer.dimensions.execution import Execution
+from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.target import LOCAL
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement
@@ -14,7 +17,9 @@ from bexp.explorer.records.recommendation import NoteCode, Recommendation
 from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
+from tests.explorer.search.small import REPORT, small_request
 from tests.explorer.search.test_whole_search import Command
+from tests.explorer.simulator import SimulatedDevice
 
 PLAIN, COMPILED = "torch_compile=false", "torch_compile=true"
 SPEEDS = {1: 50.0, 2: 80.0, 4: 100.0}
@@ -92,9 +97,7 @@ def test_a_run_that_ends_before_it_pays_back_is_not_compiled(share: float) -> No
     assert (best.candidate.settings, best.candidate.micro_batch_size) == (PLAIN, 4)
     assert best.confidence >= 90
     assert COMPILED in note
-    assert "30.0 s at first, then 6.0 s, 4.0 s for other shapes of 9 shapes that a trial saw" in note.replace(
-        "00 s", "0 s"
-    )
+    assert "(30.0 s at first, then 6.0 s, 4.0 s for other shapes; a trial saw 9)" in note
     assert f"the run has {round(share * PAYS):,}" in note
 
 
@@ -102,3 +105,38 @@ def test_without_a_compilation_there_is_nothing_to_say() -> None:
     best, note, shown = answer_of(CompiledCommand((), 10))
     assert best.candidate.settings == COMPILED
     assert (note, shown) == ("", "")
+
+
+class CompilingDevice(SimulatedDevice):
+    """A device on which compiled components are faster, and each takes some seconds to compile."""
+
+    EACH = 12.0
+
+    def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
+        device, host = super().seconds(component, model)
+        return (device / 1.5, host / 1.5) if component.is_compiled else (device, host)
+
+    def __call__(self, task: TrialTask) -> Measurement:
+        measurement = super().__call__(task)
+        number = sum(component.is_compiled for component in task.components)
+        phases = measurement.phases.model_copy(update={"warm_up": self.EACH * number})
+        return measurement.model_copy(update={"phases": phases})
+
+
+@pytest.mark.parametrize("executions", [["eager", "compile"], ["compile"], ["eager"]])
+def test_an_exploration_of_executions_says_when_compiled_code_pays_back(executions: list[str]) -> None:
+    request = small_request(executions=executions, device_kind="cuda", batch_size=64, micro_batch_size=[4, 8])
+    *_, last = explore(request, REPORT, CompilingDevice(request))
+    assert last.answer is not None
+    best = last.answer.recommendation
+    assert best is not None
+    notes = [note.text for note in best.notes if note.code is NoteCode.COMPILATION]
+    if executions == ["eager"]:
+        assert notes == []
+        return
+    assert float(notes[0].split()[0]) % CompilingDevice.EACH == pytest.approx(0.0)
+    if executions == ["compile"]:
+        assert notes[0].endswith(" s before full speed; nothing was measured that does not compile")
+    else:
+        assert best.candidate.execution is Execution.COMPILE
+        assert "optimizer steps of 64 sequences against" in notes[0]
