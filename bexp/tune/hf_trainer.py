@@ -205,7 +205,7 @@ def _num_steps(trainer: Any, samples: int, accumulation: int) -> int | None:
     if not hasattr(trainer.train_dataset, "__len__"):
         return None
     each = max(1, math.ceil(math.ceil(len(trainer.train_dataset) / samples) / accumulation))
-    return math.ceil(trainer.args.num_train_epochs * each)
+    return math.ceil(float(trainer.args.num_train_epochs) * each) or None
 
 
 def _usable(trainer: Any) -> list[str] | None:

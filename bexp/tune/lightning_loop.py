@@ -148,7 +148,7 @@ def _num_steps(trainer: Any, loader: Any) -> int | None:
     if (trainer.max_epochs or -1) > 0:
         with suppress(TypeError):  # a stream has no length
             limits.append(trainer.max_epochs * math.ceil(len(loader) / trainer.accumulate_grad_batches))
-    return min(limits, default=None)
+    return min(limits, default=0) or None
 
 
 def _why_not(trainer: Any, size: int | None) -> str | None:

@@ -57,7 +57,7 @@ def _shaped(log_NS: Floats, log_size_S: Floats, known_S: Mask) -> Floats:
     """Return the samples of one curve, whose sizes ascend, with the rules at each size that is not known."""
     known = np.flatnonzero(known_S)
     shaped_NS = log_NS.copy()
-    for place in np.flatnonzero(~known_S):
+    for place in map(int, np.flatnonzero(~known_S)):
         below, above = known[known < place], known[known > place]
         if below.size:
             shaped_NS[:, place] = np.maximum(shaped_NS[:, place], log_NS[:, below].max(axis=1))

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from bexp.tune import accelerate_loop, applied_lightning, lightning_loop, promise
 from bexp.tune.accelerate_loop import _resized as _resized_by_accelerate
 from bexp.tune.data_loader import SizedLoader
-from bexp.tune.lightning_loop import _kept, _resized
+from bexp.tune.lightning_loop import _kept, _num_steps, _resized
 from bexp.tune.link import SIZE, CannotSetError
 from bexp.tune.measuring import ACCUMULATION
 from tests.tune_commands.with_a_loader import Texts, pad
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def trainer(*, automatic: bool = True, callbacks: tuple[Any, ...] = ()) -> Any:
     module = nn.Linear(2, 2)
     module.automatic_optimization = automatic  # type: ignore[assignment]  # as Lightning's modules have it
-    own = {"callbacks": callbacks, "accumulate_grad_batches": 8, "world_size": 1}
+    own = {"callbacks": callbacks, "accumulate_grad_batches": 8, "world_size": 1, "max_steps": -1, "max_epochs": 3}
     return SimpleNamespace(global_rank=0, lightning_module=module, **own)
 
 
