@@ -53,6 +53,19 @@ def loader(dataset: Dataset[Any], **named: Any) -> DataLoader[Any]:
 NUMBERS = TensorDataset(torch.arange(10))
 
 
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "data", "steps"),
+    [(-1, 3, 100, 12), (7, 3, 100, 7), (70, 3, 100, 12), (-1, -1, 100, None), (-1, None, 100, None), (5, 3, None, 5)],
+)
+def test_the_steps_of_the_commands_own_run_are_known_if_its_end_is(
+    max_steps: int, max_epochs: int | None, data: int | None, steps: int | None
+) -> None:
+    training = trainer()
+    training.max_steps, training.max_epochs = max_steps, max_epochs
+    loaded = loader(Stream() if data is None else TensorDataset(torch.arange(data)))
+    assert _num_steps(training, loaded) == steps, "8 micro-batches of 4 a step"
+
+
 def test_all_micro_batches_are_full_if_there_is_less_data(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
