@@ -311,6 +311,28 @@ def test_a_start_that_takes_long_is_said_once(
         assert notes.new() == [f"the command has run for 1 s and made no optimizer step yet{printed}"]
 
 
+COMPILED_LOOP = """
+import sys, torch
+size, compiles = int(sys.argv[1]), sys.argv[2] == "true"
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+model = torch.compile(model, backend="aot_eager") if compiles else model
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(100_000):
+    model(torch.randn(size, 1 + step % 3, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("compiles", ["true", "false"])
+def test_the_seconds_of_a_compilation_are_reported(commands: Commands, compiles: str) -> None:
+    script = commands.folder / "loop.py"
+    script.write_text(COMPILED_LOOP)
+    process = commands("-u", str(script), "{micro_batch_size}", "{compiles}", batch_size=4, compiles=["true", "false"])
+    open_(process, compiles=compiles)
+    figures = process.ask("measure", PATIENCE_SECONDS, micro_batch_size=4)
+    assert bool(figures["compile_seconds"]) == (compiles == "true")
+
+
 def test_a_start_that_trains_in_time_says_nothing(commands: Commands, tmp_path: Path) -> None:
     code = "print('nothing to do')"
     process = CommandProcess(TrainingCommand((sys.executable, "-c", code), str(tmp_path), {}, None, str(tmp_path)))
