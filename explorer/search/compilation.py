@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bexp.explorer.cost.components import Component
-from bexp.explorer.cost.composition import Composition, Floats
+from bexp.explorer.cost.composition import Composition, Floats, Ints
 from bexp.explorer.model.amounts import rate_text, seconds_text
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.surrogate.observations import ComponentObservations
@@ -38,12 +38,13 @@ class Compilation:
             compiled_K = np.array([seen.get(c.backend, 0.0) if c.micro_batch_size else 0.0 for c in table.components])
         self.seconds_C: Floats = np.where(table.used_CP, compiled_K[table.columns_CP], 0.0).sum(axis=1)
         """Of each candidate; 0 for one that does not compile, or of which nothing is known."""
-        model = table.model
-        known = isinstance(model, ModelParts) and model.num_steps and model.batch_size
-        self.run_tokens = model.num_steps * model.batch_size * model.seq_length if known else None
+        self.run_tokens: int | None = None
         """The tokens of the person's own run on each device; None if they are not known."""
+        model = table.model
+        if isinstance(model, ModelParts) and model.num_steps is not None and model.batch_size is not None:
+            self.run_tokens = model.num_steps * model.batch_size * model.seq_length
 
-    def over_run(self, tokens_per_second: Floats, rows: object = slice(None)) -> Floats:
+    def over_run(self, tokens_per_second: Floats, rows: Ints) -> Floats:
         """Return tokens/s over the whole run, compilation included, shape (..., A), from those of its steps."""
         if self.run_tokens is None:
             return tokens_per_second
