@@ -64,7 +64,7 @@ def describe_compilation(posterior: Posterior, row: int) -> Iterator[str]:
             yield f"{text}; {_pays_back(posterior, row, int(plain[np.argmax(mean_C[plain])]))}"
         return
     compiled = known[(seconds_C[known] > 0.0) & (mean_C[known] > mean_C[row])]
-    if not compiled.size:
+    if not compiled.size or posterior.compilation.run_tokens is None:
         return
     faster = int(compiled[np.argmax(mean_C[compiled])])
     rate = rate_text(mean_C[faster], posterior.table.model.rate_unit)

@@ -116,8 +116,8 @@ class PreparingSeconds:
     @property
     def measured(self) -> float:
         """The mean seconds of those that were prepared here; 0 without any."""
-        seconds, numbers = zip(*self._by_trial.values(), strict=True) if self._by_trial else ((), ())
-        return sum(seconds) / max(1, sum(numbers))
+        trials = self._by_trial.values()
+        return sum(seconds for seconds, _ in trials) / max(1, sum(number for _, number in trials))
 
     def of(self, prepared_K: Mask, known_K: Mask) -> Floats:
         """The seconds that each component takes before its own runs, shape (K,); 0 for those not in `prepared_K`."""
