@@ -23,6 +23,7 @@ from bexp.measure.device_names import parse_devices
 from bexp.storage.ids import new_worker_name
 from bexp.storage.matching import STARTING
 from bexp.targets.registry import installed_targets
+from bexp.tune.waiting import Notes
 
 if TYPE_CHECKING:
     from bexp.api.stored import StoredExplorations
@@ -81,6 +82,7 @@ class LocalRun:
         self._more_environment = {} if file is None else {"BEXP_LOCAL_TARGET": file}
         self._is_shared = is_shared
         self._has_started = False
+        self._notes = None if local_target is None else Notes(Path(local_target.rpartition(":")[0]).parent)
 
     def __enter__(self) -> Self:
         self._begun = self._checked = time.monotonic()
@@ -141,8 +143,10 @@ class LocalRun:
     def check(self, stored: StoredExplorations) -> None:
         """Raise WorkerEndedError if the worker has failed, or if somebody has ended it before the exploration.
 
-        Every REMIND_SECONDS, say why the exploration has not started.
+        Every REMIND_SECONDS, say why the exploration has not started. Say also what trials of a command wait for.
         """
+        for text in () if self._notes is None else self._notes.new():
+            say(text)
         is_alive = self._worker.check()
         now = time.monotonic()
         if (self._has_started and is_alive) or now - self._checked < CHECK_SECONDS:

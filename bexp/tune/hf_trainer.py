@@ -178,6 +178,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
                 "trainer": type(trainer).__name__,
                 "micro_batch_size": size,
                 "grad_accum_steps": accumulation,
+                "num_steps": _num_steps(trainer, ranks.number * size, accumulation),
                 "num_devices": ranks.number,
                 "lengths": lengths.describe(),
                 "evaluation": describe_evaluation(trainer),
@@ -195,6 +196,16 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
             os._exit(1)  # the launcher ends the others, which wait for this one
         if reply["outcome"] != "ok":
             return
+
+
+def _num_steps(trainer: Any, samples: int, accumulation: int) -> int | None:
+    """Return the optimizer steps of the command's own run, with so many samples at once; None if that is not known."""
+    if trainer.args.max_steps > 0:
+        return int(trainer.args.max_steps)
+    if not hasattr(trainer.train_dataset, "__len__"):
+        return None
+    each = max(1, math.ceil(math.ceil(len(trainer.train_dataset) / samples) / accumulation))
+    return math.ceil(float(trainer.args.num_train_epochs) * each) or None
 
 
 def _usable(trainer: Any) -> list[str] | None:

@@ -28,6 +28,7 @@ def arm() -> None:
         "lightning.pytorch.trainer.trainer": partial(_patch, "lightning_loop"),
         "pytorch_lightning.trainer.trainer": partial(_patch, "lightning_loop"),
         "torch.optim.optimizer": partial(_patch, "own_loop"),
+        "torch._dynamo.callback": partial(_patch, "compilation"),
         "torch.utils.data.dataloader": partial(_patch, "data_loader"),
     }
     if PROMISE in os.environ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from functools import wraps
@@ -126,6 +127,7 @@ def _resized(trainer: Any, loader: Any, stated: int | None, *, is_compiled: bool
         micro_batch_size=size or stated,
         grad_accum_steps=trainer.accumulate_grad_batches,
         given_steps=ACCUMULATION,
+        num_steps=_num_steps(trainer, loader),
         lengths=lengths.describe(),
     )
     trainer.accumulate_grad_batches = ACCUMULATION
@@ -138,6 +140,15 @@ def _resized(trainer: Any, loader: Any, stated: int | None, *, is_compiled: bool
     sized = _rebuilt(loader, int(os.environ.get(SIZE) or first), lengths)
     followed.sized = None if is_set_once else sized
     return follow(sized)
+
+
+def _num_steps(trainer: Any, loader: Any) -> int | None:
+    """Return the optimizer steps of the command's own run; None if its end is not known."""
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if (trainer.max_epochs or -1) > 0:
+        with suppress(TypeError):  # a stream has no length
+            limits.append(trainer.max_epochs * math.ceil(len(loader) / trainer.accumulate_grad_batches))
+    return min(limits, default=0) or None
 
 
 def _why_not(trainer: Any, size: int | None) -> str | None:

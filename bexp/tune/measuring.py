@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bexp.explorer.model.spelling import shortened
 from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
+from bexp.tune.compilation import new_seconds
 
 if TYPE_CHECKING:
     from bexp.tune.micro_batches import MicroBatches
@@ -36,6 +37,8 @@ class MicroStep:
     """Tokens that were computed, padding included."""
     is_first: bool = False
     """The first of its width, in this process or in another one for which this one waits. It is not timed."""
+    compile_seconds: float = 0.0
+    """Of torch.compile, which `seconds` leave out."""
 
 
 ACCUMULATION = 2
@@ -138,14 +141,15 @@ class Clock:
         self._ended = now
 
     def note(self, seconds: float, number: int | None, positions: int | None) -> None:
-        """Note a micro-step, which may have ended before this clock began."""
-        is_first = False
+        """Note a micro-step, which may have ended before this clock began. Its seconds count without compilations."""
+        compiled = new_seconds()
+        seconds, is_first = max(0.0, seconds - compiled), False
         if self.micro_batches is not None and number is not None and positions is not None:
             widths = {positions, *self.micro_batches.widths_of_others(number)}
             is_first = not widths <= self._met and seconds < LONG_SECONDS
             self._met |= widths
         self._micro_steps.append(
-            MicroStep(seconds, self._began is not None and not is_first, number, positions, is_first)
+            MicroStep(seconds, self._began is not None and not is_first, number, positions, is_first, compiled)
         )
 
     def end_step(self) -> None:
@@ -236,6 +240,8 @@ class Clock:
         return {
             **{name: max(figures[name] for figures in each) for name in own},
             "repeats": number,
+            "compile_seconds": [step.compile_seconds for step in self._micro_steps if step.compile_seconds],
+            "num_shapes": len({step.positions for step in self._micro_steps if step.positions}) or None,
             "data": {
                 "accumulation": self.accumulation,
                 "accumulation_given": self.accumulation_given,

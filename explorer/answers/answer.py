@@ -91,7 +91,7 @@ def _rows(job: Explored, best: Recommendation, answer: Answer | None) -> Iterabl
     yield from alternative_rows(best)
     if request is not None:
         yield detail("allocator", request.allocator)
-    yield from (detail("note", note.text) for note in best.notes)
+    yield from (detail("note", note.text) for note in best.notes if note.code is not NoteCode.COMPILATION)
     yield from next_rows(job.id, best, request)
 
 
@@ -176,6 +176,7 @@ def _speed_rows(best: Recommendation, request: ExplorationRequest | None) -> Ite
         composed = rate_text(whole.tokens_per_second / (1 + whole.step_error))
         yield part("composed", f"{composed} of measured blocks: {composed_off(whole)}")
     yield part("step", _step(best))
+    yield from (main("compilation", note.text) for note in best.notes if note.code is NoteCode.COMPILATION)
 
 
 def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:

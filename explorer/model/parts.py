@@ -154,6 +154,9 @@ class ModelParts(Frozen):
     micro_batch_size: Count | None = Field(
         None, description="The size of a training command that ran first: its own, if that fits.", exclude_if=is_null
     )
+    num_steps: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Optimizer steps of a training command's own run, if that is known.", exclude_if=is_null
+    )
     samples: SampleLengths | None = Field(
         None, description="A training command's data, if its longest micro-batch is known and ran.", exclude_if=is_null
     )

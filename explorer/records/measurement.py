@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -101,6 +102,15 @@ class ComponentFigures(Frozen):
         None,
         description="Micro-batches of an optimizer step of a training command, as they were counted.",
         exclude_if=is_null,
+    )
+    compile_seconds: tuple[Seconds, ...] = Field(
+        (),
+        description="Of torch.compile in a training command: of each micro-step in which code was compiled. Other "
+        "seconds leave it out.",
+        exclude_if=operator.not_,
+    )
+    num_shapes: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Different shapes of the micro-batches of a training command that ran.", exclude_if=is_null
     )
 
 

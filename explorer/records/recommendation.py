@@ -194,6 +194,7 @@ class NoteCode(StrEnum):
     """The subject of a note."""
 
     EXECUTION = "execution"
+    COMPILATION = "compilation"
     CONFIG = "config"
     WEIGHTS = "weights"
     NUMBERS = "numbers"

@@ -32,6 +32,7 @@ from bexp.explorer.records.recommendation import (
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.alternatives import accumulate, check_whole_model, dividing_batch_sizes, performance
+from bexp.explorer.search.compilation import describe_compilation
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
 from bexp.explorer.search.event_messages import describe_noise
@@ -77,6 +78,7 @@ def build_recommendation(
     by_role = {each.role: each for each in alternatives}
     notes = _Notes(candidate_notes(request, candidate, report, whole_model))
     notes.add(NoteCode.COMMUNICATION, *_communication_notes(posterior, candidate, seconds))
+    notes.add(NoteCode.COMPILATION, *describe_compilation(posterior, best.row))
     notes.add(NoteCode.SHARED_CORES, *_shared_cores(posterior))
     if (largest := by_role.get(Role.LARGEST_MICRO_BATCH)) is not None and largest.predicted:
         notes.add(

@@ -27,6 +27,8 @@ of 1%. Their uncertainty is part of every sample that the confidence counts.
 """
 OPTIMISTIC_DEVIATIONS = 3.5
 """A candidate is ruled out if it is too slow even at this many standard deviations below its expected seconds."""
+RULED_OUT = 0.05
+"""A size of a model that is measured whole is ruled out if no more than this share of samples has it faster."""
 MOST_CONFIDENT = 99
 
 
@@ -104,14 +106,17 @@ class Contenders:
     def _measured_share(self, position: int, tolerance: float, among_A: Mask | None = None) -> float:
         """For a model that is measured whole, the share of candidates measured among those not ruled out; else 1.
 
-        A candidate that was not measured is ruled out if the one at `position` is within `tolerance` of it in each
-        sample. The first k of n candidates in any order include the best one with probability k / n. The samples alone
-        would claim more, because they take speed for a smooth function of the size.
+        A candidate that was not measured is ruled out if the one at `position` is within `tolerance` of it in all but
+        RULED_OUT of the samples, and if two were measured: one alone does not show which way the speed goes. The first
+        k of n candidates in any order include the best one with probability k / n. The samples alone would claim more,
+        because they take speed for a smooth function of the size.
         """
         if not self.is_whole:
             return 1.0
         measured_A = ~self.wanted_AP.any(axis=1) & (self.tokens_NA > 0.0).any(axis=0)  # and it may fit
-        counts_A = measured_A | ((1.0 - tolerance) * self.tokens_NA > self.tokens_NA[:, [position]]).any(axis=0)
+        likely = RULED_OUT if measured_A.sum() > 1 else 0.0
+        faster_NA = (1.0 - tolerance) * self.tokens_NA > self.tokens_NA[:, [position]]
+        counts_A = measured_A | (faster_NA.mean(axis=0) > likely)
         if among_A is not None:
             counts_A &= among_A
         return float((measured_A & counts_A).sum() / max(1, counts_A.sum()))

@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from bexp.explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughput
+from bexp.explorer.search.compilation import Compilation
 from bexp.explorer.search.confidence import (
     Contenders,
     compute_contenders,
@@ -57,6 +58,7 @@ class _Derived:
     surrogate: Surrogate
     throughput: CandidateThroughput
     memory: CandidateMemory
+    compilation: Compilation
     known_C: Mask  # noqa: N815 - axes are in names
     open_C: Mask  # noqa: N815 - axes are in names
 
@@ -109,6 +111,11 @@ class Posterior:
     def memory(self) -> CandidateMemory:
         """Bytes of all rows."""
         return self._now.memory
+
+    @property
+    def compilation(self) -> Compilation:
+        """The seconds that the compiler takes in a run."""
+        return self._now.compilation
 
     @property
     def contenders(self) -> Contenders:
@@ -245,9 +252,10 @@ class Posterior:
         room = (1.0 - LEAST_SHARE) * throughput.scale
         if self.request.prefer == "memory":  # whatever is within the tolerance may be recommended
             room += self.request.tolerance
-        best = float(throughput.mean_C[known].max()) if known.size else 0.0
+        over_run = self.compilation.over_run
+        best = float(over_run(throughput.mean_C[known], known).max()) if known.size else 0.0
         least_A = max(0.0, 1.0 - room) * best / np.exp(throughput.shift_C[rows])
-        return compute_contenders(
+        contenders = compute_contenders(
             self.table,
             self.surrogate,
             throughput,
@@ -255,6 +263,12 @@ class Posterior:
             find_contenders(self.table, self.surrogate, rows, least_A),
             self._memory_errors,
             np.flatnonzero(self._now.known_C).tolist() if self.is_whole else self.knowledge.whole_models.by_row.keys(),
+        )
+        return replace(
+            contenders,
+            mean_A=over_run(contenders.mean_A, contenders.rows),
+            composed_NA=over_run(contenders.composed_NA, contenders.rows),
+            tokens_NA=over_run(contenders.tokens_NA, contenders.rows),
         )
 
     @property
@@ -287,6 +301,7 @@ class Posterior:
             surrogate=surrogate,
             throughput=throughput,
             memory=memory,
+            compilation=Compilation(table, knowledge.log.runs, knowledge.preparing.measured),
             known_C=np.logical_not(missing_CP.any(axis=1)),
             open_C=~(rejected_C | knowledge.failures.failing(table, knowledge.log)),
         )

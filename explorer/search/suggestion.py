@@ -113,6 +113,12 @@ class PreparingSeconds:
         number = (not self._is_whole) + sum(number for _, number in self._by_trial.values())
         return seconds / max(1, number)
 
+    @property
+    def measured(self) -> float:
+        """The mean seconds of those that were prepared here; 0 without any."""
+        trials = self._by_trial.values()
+        return sum(seconds for seconds, _ in trials) / max(1, sum(number for _, number in trials))
+
     def of(self, prepared_K: Mask, known_K: Mask) -> Floats:
         """The seconds that each component takes before its own runs, shape (K,); 0 for those not in `prepared_K`."""
         again = 1.0 if self._is_whole else AGAIN_SHARE

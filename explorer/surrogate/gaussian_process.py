@@ -23,6 +23,7 @@ from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.hyperparameters import Covariance, Evidence, HyperparameterPosterior, Hyperparameters
 from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
+from bexp.explorer.surrogate.step_shape import StepShape
 
 HOST_STD_RUN = 0.1
 HOST_STD_NEAR = 0.15
@@ -172,9 +173,17 @@ JITTER = 1e-10
 class _KindPrior:
     """The components of one kind: their columns, their covariance, and N samples of its parts before scaling."""
 
-    def __init__(self, columns: Ints, covariance: Covariance, num_samples: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self,
+        columns: Ints,
+        covariance: Covariance,
+        num_samples: int,
+        rng: np.random.Generator,
+        shape: StepShape | None = None,
+    ) -> None:
         self.columns = columns
         self.covariance = covariance
+        self._shape = shape
         size = columns.size
         self.level_NK = rng.standard_normal((num_samples, size)) @ _factor(covariance.level).T
         self.curve_NK = rng.standard_normal((num_samples, size)) @ _factor(covariance.curve).T
@@ -191,7 +200,19 @@ class _KindPrior:
             self.rows, self._runs = rows, runs
             self.evidence = Evidence.of(self.covariance.restrict(rows), runs, log_prior_L) if rows else None
 
-    def sample(self, hyperparameters: Hyperparameters) -> tuple[Floats, Floats]:
+    def sample(self, hyperparameters: Hyperparameters, log_prior_K: Floats) -> tuple[Floats, Floats]:
+        """Return mean, shape (K,), and samples, shape (N, K), of the logarithm of seconds.
+
+        `log_prior_K` is that of the roofline's.
+        """
+        mean_K, samples_NK = (log_prior_K + distance for distance in self._distances(hyperparameters))
+        if self._shape is not None and self.rows:
+            known_K = np.isin(np.arange(self.columns.size), self.rows)
+            self._shape.apply(samples_NK, known_K)
+            mean_K = np.where(known_K, mean_K, samples_NK.mean(axis=0))
+        return mean_K, samples_NK
+
+    def _distances(self, hyperparameters: Hyperparameters) -> tuple[Floats, Floats]:
         """Return mean, shape (K,), and samples, shape (N, K), of the distances from the roofline."""
         own, curve = hyperparameters.own_N[:, None], hyperparameters.amplitude_N[:, None]
         prior_NK = self.level_NK + curve * self.curve_NK + own * self.own_NK
@@ -255,8 +276,10 @@ class Surrogate:
             columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
             if columns.size:
                 of_kind = [self.components[i] for i in columns]
-                covariance = Covariance.of(of_kind, is_whole=table.candidates[0].is_whole)
-                self._kinds[kind.value] = _KindPrior(columns, covariance, num_samples, rng)
+                is_whole = table.candidates[0].is_whole
+                covariance = Covariance.of(of_kind, is_whole=is_whole)
+                shape = StepShape(of_kind) if is_whole else None
+                self._kinds[kind.value] = _KindPrior(columns, covariance, num_samples, rng, shape)
         self._hyperparameter_posterior = HyperparameterPosterior(
             hardware.device_kind, list(self._kinds), num_samples, rng
         )
@@ -322,12 +345,12 @@ class Surrogate:
         self.hyperparameters: dict[str, Hyperparameters] = fixed or self._hyperparameter_posterior.draw(
             {kind: prior.evidence for kind, prior in self._kinds.items() if prior.evidence is not None}
         )
-        log_mean_K = self._log_prior_K.copy()
+        log_mean_K = np.empty(len(self.components))
         log_NK = np.empty((self._num_samples, len(self.components)))
         for kind, prior in self._kinds.items():
-            mean_K, samples_NK = prior.sample(self.hyperparameters[kind])
-            log_mean_K[prior.columns] += mean_K
-            log_NK[:, prior.columns] = self._log_prior_K[prior.columns] + samples_NK
+            log_mean_K[prior.columns], log_NK[:, prior.columns] = prior.sample(
+                self.hyperparameters[kind], self._log_prior_K[prior.columns]
+            )
         self.device_mean_K = np.exp(log_mean_K)
         self.device_NK = np.exp(log_NK, order="F")
         self.log_center_K: Floats = log_NK.mean(axis=0)

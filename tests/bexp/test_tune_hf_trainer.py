@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from bexp.tune import hf_trainer
-from bexp.tune.hf_trainer import _prepare, _refuse_model_init, describe_evaluation, evaluate_longest
+from bexp.tune.hf_trainer import _num_steps, _prepare, _refuse_model_init, describe_evaluation, evaluate_longest
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, CannotSetError
 from bexp.tune.measuring import ACCUMULATION, Ranks
 
@@ -150,3 +150,15 @@ def test_an_evaluation_without_memory_is_tried_at_smaller_sizes(monkeypatch: pyt
     monkeypatch.setattr(hf_trainer, "evaluate_longest", lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         hf_trainer._evaluate(SimpleNamespace(args=arguments), Ranks(), 1000)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "data", "steps"),
+    [(50, 3.0, range(100), 50), (-1, 3.0, range(100), 39), (-1, 0.5, range(100), 7), (-1, 3.0, iter(()), None)],
+)
+def test_the_steps_of_the_commands_own_run_are_known_if_its_end_is(
+    max_steps: int, epochs: float, data: object, steps: int | None
+) -> None:
+    arguments = SimpleNamespace(max_steps=max_steps, num_train_epochs=epochs)
+    trainer = SimpleNamespace(args=arguments, train_dataset=data)
+    assert _num_steps(trainer, 4, 2) == steps

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from bexp.tune import accelerate_loop, applied_lightning, lightning_loop, promise
 from bexp.tune.accelerate_loop import _resized as _resized_by_accelerate
 from bexp.tune.data_loader import SizedLoader
-from bexp.tune.lightning_loop import _kept, _resized
+from bexp.tune.lightning_loop import _kept, _num_steps, _resized
 from bexp.tune.link import SIZE, CannotSetError
 from bexp.tune.measuring import ACCUMULATION
 from tests.tune_commands.with_a_loader import Texts, pad
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def trainer(*, automatic: bool = True, callbacks: tuple[Any, ...] = ()) -> Any:
     module = nn.Linear(2, 2)
     module.automatic_optimization = automatic  # type: ignore[assignment]  # as Lightning's modules have it
-    own = {"callbacks": callbacks, "accumulate_grad_batches": 8, "world_size": 1}
+    own = {"callbacks": callbacks, "accumulate_grad_batches": 8, "world_size": 1, "max_steps": -1, "max_epochs": 3}
     return SimpleNamespace(global_rank=0, lightning_module=module, **own)
 
 
@@ -51,6 +51,19 @@ def loader(dataset: Dataset[Any], **named: Any) -> DataLoader[Any]:
 
 
 NUMBERS = TensorDataset(torch.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "data", "steps"),
+    [(-1, 3, 100, 12), (7, 3, 100, 7), (70, 3, 100, 12), (-1, -1, 100, None), (-1, None, 100, None), (5, 3, None, 5)],
+)
+def test_the_steps_of_the_commands_own_run_are_known_if_its_end_is(
+    max_steps: int, max_epochs: int | None, data: int | None, steps: int | None
+) -> None:
+    training = trainer()
+    training.max_steps, training.max_epochs = max_steps, max_epochs
+    loaded = loader(Stream() if data is None else TensorDataset(torch.arange(data)))
+    assert _num_steps(training, loaded) == steps, "8 micro-batches of 4 a step"
 
 
 def test_all_micro_batches_are_full_if_there_is_less_data(

@@ -98,14 +98,56 @@ def test_the_confidence_follows_from_what_was_measured_and_each_trial_measures_a
     answer = command.tune(device_kind)
     assert answer is not None
     assert answer.candidate.micro_batch_size in best
-    assert answer.confidence >= (75 if best == {8, 16} else 90)
+    assert answer.confidence >= (60 if best == {8, 16} else 90)  # noise hides which of the two is faster
     assert {task.kind for task in command.tasks} == {TrialKind.COMPONENTS}
     assert answer.whole_model is None
     sizes = [task.candidate.micro_batch_size for task in command.tasks]
     early = [each.confidence for number, each in enumerate(command.found, 1) if len(set(sizes[:number])) == 1]
     assert early
-    assert max(early) <= 20, "one of five sizes was measured"
+    assert max(early) <= 25, "one of five sizes was measured"
     assert other_of(answer, Role.FASTEST).candidate == answer.candidate
+
+
+def saturating(fixed: float) -> dict[int, float]:
+    """Samples a second of steps with a fixed part that takes as long as so many samples."""
+    return {size: 100.0 * size / (size + fixed) for size in (1, 2, 4, 8, 16, 32)}
+
+
+@pytest.mark.parametrize(("own", "fixed"), [(4, 1.0), (4, 8.0), (16, 8.0), (16, 100.0)])
+@pytest.mark.parametrize(("device_kind", "noise"), [("cuda", 0.003), ("cpu", 0.01)])
+def test_no_size_is_measured_that_larger_ones_show_to_be_slower(
+    device_kind: Literal["cpu", "cuda"], noise: float, own: int, fixed: float
+) -> None:
+    command = Command(saturating(fixed), noise, own)
+    answer = command.tune(device_kind)
+    assert answer is not None
+    assert (answer.candidate.micro_batch_size, answer.confidence >= 95) == (32, True)
+    assert min(task.candidate.micro_batch_size for task in command.tasks) == own
+
+
+@pytest.mark.parametrize(("own", "full_from"), [(4, 16), (2, 8)])
+def test_no_size_below_is_measured_where_memory_ends_above(own: int, full_from: int) -> None:
+    command = Command(saturating(8.0), 0.003, own, full_from=full_from)
+    answer = command.tune("cuda")
+    assert answer is not None
+    assert (answer.candidate.micro_batch_size, answer.confidence >= 95) == (full_from // 2, True)
+    assert min(task.candidate.micro_batch_size for task in command.tasks) == own
+
+
+@pytest.mark.parametrize(
+    "speeds", [{1: 10.0, 2: 18.0, 4: 30.0, 8: 40.0, 16: 28.0, 32: 26.0}, {**WITH_A_PEAK, 32: 44.0}]
+)
+def test_smaller_sizes_are_measured_where_larger_ones_are_slower(speeds: dict[int, float]) -> None:
+    command = Command(speeds, 0.003, 16)
+    answer = command.tune("cuda")
+    assert answer is not None
+    assert answer.candidate.micro_batch_size == max(speeds, key=lambda size: speeds[size])
+
+
+def test_one_size_alone_rules_out_no_other() -> None:
+    command = Command(RISING, 0.003, 16)
+    command.tune("cuda")
+    assert [task.candidate.micro_batch_size for task in command.tasks] == [16, 8], "how the speed goes is shown by two"
 
 
 def test_a_size_without_memory_counts_as_settled() -> None:

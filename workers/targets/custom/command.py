@@ -34,6 +34,7 @@ from bexp.tune.agreement_text import Cause, in_short
 from bexp.tune.environment import temporary_folder
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS, failures_in
 from bexp.tune.placeholders import APPLY
+from bexp.tune.waiting import note
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
@@ -63,6 +64,8 @@ PASSES = 12
 """About so many times the samples of a comparison of gradients run: in both shapes, in two orders, and for causes."""
 MOST_TIMES = 3
 """A comparison that takes this many times what it should is ended."""
+SILENT_SECONDS = 20.0
+"""A start that takes longer until its training describes itself is said to."""
 STARTS = 1.5
 """Another start may take this many times the last one."""
 
@@ -96,6 +99,7 @@ class CommandProcess:
         self._start_seconds = 0.0  # of the last start, until the training described itself
         self._has_ended = False
         self._has_begun = self._has_served = False  # this start has described itself, and has sent figures
+        self._said_at = math.inf  # when to say that this start takes long
 
     @property
     def pid(self) -> int:
@@ -206,6 +210,7 @@ class CommandProcess:
             "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),
             "batch_size": batch,
             "micro_batch_size": own,
+            "num_steps": found.get("num_steps"),
             "samples": samples | {"tail": self._data["tail"]} if samples and self._data["ran_longest"] else None,
             "processes": self._data["processes"],
             "evaluation": self._evaluate(until),
@@ -377,7 +382,9 @@ class CommandProcess:
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
         begun = time.monotonic()
+        self._said_at = begun + SILENT_SECONDS
         self._hello = self._receive(until)
+        self._said_at = math.inf
         self._start_seconds = time.monotonic() - begun
         self._has_begun = True
         if self._hello["event"] == "refused":
@@ -393,9 +400,19 @@ class CommandProcess:
         while (message := self._line.take()) is None:
             if time.monotonic() >= until:
                 raise TrialFailedError(Outcome.TIMED_OUT, f"the command did not answer in time{self._last_lines()}")
+            if time.monotonic() >= self._said_at:
+                self._say_wait()
             if not self._line.read() and self._popen is not None and self._popen.poll() is not None:
                 self._fail(self._popen.returncode)
         return message
+
+    def _say_wait(self) -> None:
+        """Say once that this start has taken long, and what it printed last."""
+        self._said_at = math.inf
+        if self._command.own_folder is not None:
+            printed = "".join(f"; its last output: {shortened(line)}" for line in last_lines(self._tail, 1))
+            waits = f"the command has run for {SILENT_SECONDS:g} s and made no optimizer step yet"
+            note(Path(self._command.own_folder), f"{waits}{printed}")
 
     def _explained(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
         """Return the outcome and the reason that the first process gives, unless another process is the cause."""

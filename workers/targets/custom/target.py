@@ -137,6 +137,8 @@ class CustomTarget:
             forward_peak_bytes=activations,
             backward_peak_bytes=activations,
             grad_accum_steps=figures.get("grad_accum_steps"),
+            compile_seconds=() if optimizer else tuple(figures.get("compile_seconds", ())),
+            num_shapes=None if optimizer else figures.get("num_shapes"),
         )
 
     def rest(self) -> None:
@@ -247,6 +249,7 @@ class CustomTarget:
             settings=tuple(self._choices),
             batch_size=introduction.get("batch_size"),
             micro_batch_size=introduction.get("micro_batch_size"),
+            num_steps=introduction.get("num_steps"),
             samples=introduction.get("samples"),
             evaluation=introduction.get("evaluation"),
             switched_off=tuple(introduction.get("switched_off", ())),

@@ -31,4 +31,5 @@ def open_(process: CommandProcess, **choice: Any) -> dict[str, Any]:
 
 def measure(process: CommandProcess, size: int, seconds: float = PATIENCE_SECONDS) -> WholeModelMeasurement:
     figures = process.ask("measure", seconds, micro_batch_size=size)
-    return WholeModelMeasurement.model_validate({k: v for k, v in figures.items() if k != "grad_accum_steps"})
+    own = {"grad_accum_steps", "compile_seconds", "num_shapes"}
+    return WholeModelMeasurement.model_validate({k: v for k, v in figures.items() if k not in own})

@@ -15,6 +15,7 @@ import pytest
 from bexp.explorer.records.measurement import Outcome
 from bexp.tune.measuring import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
+from bexp.tune.waiting import Notes
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, CommandProcess
@@ -287,6 +288,58 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Co
         process.ask("open", 1.5, device="cpu", choice=None)
     assert caught.value.outcome is Outcome.TIMED_OUT
     wait_until(lambda: not _named("time.sleep(600)"))
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("print('loading', flush=True); import time; time.sleep(600)", "; its last output: loading"),
+        ("import time; time.sleep(600)", ""),
+    ],
+)
+def test_a_start_that_takes_long_is_said_once(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, printed: str
+) -> None:
+    monkeypatch.setattr("bexp.workers.targets.custom.command.SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("bexp.workers.targets.custom.command.END_SECONDS", 5.0)
+    notes = Notes(tmp_path)
+    for _ in range(2):
+        process = CommandProcess(TrainingCommand((sys.executable, "-c", code), str(tmp_path), {}, None, str(tmp_path)))
+        commands.started.append(process)
+        with pytest.raises(TrialFailedError, match="did not answer in time"):
+            process.ask("open", 2.5, device="cpu", choice=None)
+        assert notes.new() == [f"the command has run for 1 s and made no optimizer step yet{printed}"]
+
+
+COMPILED_LOOP = """
+import sys, torch
+size, compiles = int(sys.argv[1]), sys.argv[2] == "true"
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+model = torch.compile(model, backend="aot_eager") if compiles else model
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(100_000):
+    model(torch.randn(size, 1 + step % 3, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("compiles", ["true", "false"])
+def test_the_seconds_of_a_compilation_are_reported(commands: Commands, compiles: str) -> None:
+    script = commands.folder / "loop.py"
+    script.write_text(COMPILED_LOOP)
+    process = commands("-u", str(script), "{micro_batch_size}", "{compiles}", batch_size=4, compiles=["true", "false"])
+    open_(process, compiles=compiles)
+    figures = process.ask("measure", PATIENCE_SECONDS, micro_batch_size=4)
+    assert bool(figures["compile_seconds"]) == (compiles == "true")
+
+
+def test_a_start_that_trains_in_time_says_nothing(commands: Commands, tmp_path: Path) -> None:
+    code = "print('nothing to do')"
+    process = CommandProcess(TrainingCommand((sys.executable, "-c", code), str(tmp_path), {}, None, str(tmp_path)))
+    commands.started.append(process)
+    with pytest.raises(TrialFailedError):
+        open_(process)
+    assert Notes(tmp_path).new() == []
 
 
 def test_a_command_ends_when_the_trial_does(commands: Commands) -> None:

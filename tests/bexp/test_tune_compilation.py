@@ -1,0 +1,94 @@
+"""The seconds of torch.compile in a trial of a training command."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bexp.tune import compilation
+from bexp.tune.measuring import Clock, Ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still until a test moves it."""
+    time = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: time[0])
+    monkeypatch.setattr(compilation, "_new", [])
+    return time
+
+
+def compiler(now: list[float]) -> Any:
+    """Something that compiles for so many seconds, as torch says it to who listens."""
+    begin: list[Any] = []
+    end: list[Any] = []
+    handler = SimpleNamespace(register_start_callback=begin.append, register_end_callback=end.append)
+    compilation.patch(SimpleNamespace(callback_handler=handler))  # type: ignore[arg-type]  # a stand-in
+
+    def compile_for(seconds: float) -> None:
+        begin[0](None)
+        now[0] += seconds
+        end[0](None)
+
+    return compile_for
+
+
+def run(now: list[float], compiles: list[list[float]], widths: list[int]) -> dict[str, Any]:
+    """The figures of micro-steps of 0.5 s, in each of which some code is compiled."""
+    compile_for, clock = compiler(now), Clock(CPU, Ranks(), 1)
+    clock.begin_micro_step()
+    for place, width in enumerate(widths):
+        for seconds in compiles[place] if place < len(compiles) else ():
+            compile_for(seconds)
+        now[0] += 0.5
+        clock.end_micro_step(None, width)
+        if place % 2:
+            clock.end_step()
+    clock.end_early()
+    return clock.figures()
+
+
+@pytest.mark.parametrize(
+    ("compiles", "widths", "seen", "shapes"),
+    [
+        ([[30.0, 10.0]], [64] * 12, [40.0], 1),
+        ([[30.0], [], [], [8.0]], [64, 64, 48, 32] * 3, [30.0, 8.0], 3),
+        ([], [64] * 12, [], 1),
+        ([[], [], [], [], [], [5.0]], [64] * 12, [5.0], 1),
+    ],
+)
+def test_compilations_are_counted_apart_from_the_steps_in_which_they_happen(
+    now: list[float], compiles: list[list[float]], widths: list[int], seen: list[float], shapes: int
+) -> None:
+    figures = run(now, compiles, widths)
+    assert figures["compile_seconds"] == pytest.approx(seen)
+    assert figures["num_shapes"] == shapes
+    assert figures["micro_step_seconds"] == pytest.approx(0.5)
+
+
+def test_what_was_compiled_before_the_first_noted_step_belongs_to_it(now: list[float]) -> None:
+    compiler(now)(7.0)
+    assert compilation.new_seconds() == 7.0
+    assert compilation.new_seconds() == 0.0, "each counts once"
+
+
+def test_torch_says_when_it_compiles() -> None:
+    """The names of torch's module are those that the patch needs."""
+    from torch._dynamo import callback
+
+    handler = callback.callback_handler
+    before = len(handler.start_callbacks), len(handler.end_callbacks)
+    compilation.patch(callback)
+    try:
+        arguments = callback.CallbackTrigger.DYNAMO, "0/0"
+        with handler.install_callbacks(*arguments):
+            pass
+        assert compilation._new
+    finally:
+        compilation.new_seconds()
+        del handler.start_callbacks[before[0] :], handler.end_callbacks[before[1] :]
