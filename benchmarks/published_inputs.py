@@ -52,7 +52,7 @@ trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/C
 --eval_strategy steps --eval_steps 100 --output_dir Qwen2-0.5B-SFT
 """
 """The command in TRL's script, apart from `--push_to_hub`, which needs a hub."""
-LORA = (*"--learning_rate 2.0e-4 --use_peft --lora_r 32 --lora_alpha 16".split(),)
+LORA = ("--learning_rate", "2.0e-4", "--use_peft", "--lora_r", "32", "--lora_alpha", "16")
 PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "trl", "datasets", "sentence-transformers", "axolotl"),
     *("llamafactory", "bitsandbytes", "torchao", "tokenizers"),

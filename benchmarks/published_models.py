@@ -9,6 +9,7 @@ Each lies where its name on the hub says, so that a command that is started in t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,18 +47,18 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "vocab_size": 2304,
+    "vocab_size": 12_288,
 }
-UNKNOWN = "<unk>"
-WORDS = [f"w{number}" for number in range(2000)]
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+WORDS = ["".join(pair) for pair in itertools.product(SYLLABLES, SYLLABLES[::2])]
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 LLAMA_OTHERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
 QWEN = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 QWEN_OTHERS = ("<|im_start|>", "<|im_end|>")
 ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 CHATML = (
-    "{% for message in messages %}<|im_start|> {{ message['role'] }} {{ message['content'] }} <|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ALL_NLI = """\
 ---
@@ -113,9 +114,9 @@ def make_model(
     chat: str | None = None,
     causal: bool = True,
 ) -> None:
-    """Write a model with random weights, in bfloat16 if it is causal, and a tokenizer that knows WORDS."""
+    """Write a model with random weights, in bfloat16 if it is causal, and a tokenizer with a token for each word."""
     import torch  # noqa: PLC0415 - late, so that --help is quick
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: PLC0415 - likewise
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: PLC0415 - likewise
     from transformers import (  # noqa: PLC0415 - likewise
         AutoConfig,
         AutoModel,
@@ -123,10 +124,15 @@ def make_model(
         PreTrainedTokenizerFast,
     )
 
-    named = dict.fromkeys([*special.values(), *others, UNKNOWN, *WORDS])
-    numbers = {word: number for number, word in enumerate(named)}
-    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    named = dict.fromkeys([*special.values(), *others])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=12_000, special_tokens=list(named), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(["", *WORDS])], trainer)
     if first := special.get("bos_token"):
         ends = [special["eos_token"]] if not causal else []
         whole = " ".join([first, "$A", *ends])
@@ -134,7 +140,7 @@ def make_model(
         tokenizer.post_processor = processors.TemplateProcessing(single=whole, special_tokens=ids)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        **{"unk_token": UNKNOWN, **special},
+        **special,
         additional_special_tokens=list(others),
         model_max_length=config["max_position_embeddings"] - (0 if causal else 2),
     )
