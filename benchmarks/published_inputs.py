@@ -44,7 +44,7 @@ LAST_LINES = 40
 CLIENT = (sys.executable, "-P", "-m", "bexp.api.cli")
 SIZE, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 TINY_SFT = ("--max_length", "128", "--use_cpu", "true")
-TINY = {": 2048": ": 128", "train_batch_size = 128": "train_batch_size = 8", "fp16=True": "fp16=False"}
+TINY = {": 2048": ": 384", "train_batch_size = 128": "train_batch_size = 8", "fp16=True": "fp16=False"}
 """What is another text in files of tiny runs, which a CPU makes."""
 SFT = """
 trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --learning_rate 2.0e-5
@@ -63,7 +63,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Published:
-    """A published input. `file` is its script or YAML, in a package of `modules` or in the folder of inputs."""
+    """A published input. `file` is its script or YAML, in a package of `modules` or in the folder of inputs.
+
+    The run has no key of `dropped`.
+    """
 
     file: str
     modules: tuple[str, ...]
@@ -71,7 +74,8 @@ class Published:
     trainer: str | None = None
     program: tuple[str, ...] = ()
     tiny: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 INPUTS = {
@@ -79,9 +83,10 @@ INPUTS = {
     "trl, LoRA": Published("trl/scripts/sft.py", ("trl", "datasets", "peft"), (*SFT.split()[1:], *LORA), tiny=TINY_SFT),
     "axolotl": Published(
         "lora-1b.yml",
-        ("axolotl.cli.main", "bitsandbytes", "peft"),
+        ("axolotl.cli.train", "bitsandbytes", "peft"),
         trainer="axolotl",
-        program=("-m", "axolotl.cli.main", "train"),
+        program=("-m", "axolotl.cli.train"),
+        dropped=("loss_watchdog_threshold",),  # it ends a training whose weights are random
         environment={"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"},
     ),
     "llamafactory": Published(
@@ -89,6 +94,7 @@ INPUTS = {
         ("llamafactory.train.tuner", "peft"),
         trainer="llamafactory",
         program=("-m", "llamafactory.cli", "train"),
+        dropped=("warmup_ratio",),  # transformers has it no more
         environment={"DISABLE_VERSION_CHECK": "1"},
     ),
     "sentence-transformers": Published("training_nli_v2.py", ("sentence_transformers", "datasets")),
@@ -100,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published_inputs", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(INPUTS)}")
     parser.add_argument("--inputs", type=Path, required=True)
+    parser.add_argument("--libraries", type=Path, help="has a folder of packages for each NAME that needs others")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="an empty folder for models and outputs; default: a temporary one")
     parser.add_argument("--device", default="cuda:0", help="cuda:0 or cpu")
@@ -125,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if left < options.case_seconds / 2:
                     row["error"] = "no time was left"
                 else:
-                    bench.run(INPUTS[name], row, min(options.case_seconds, left))
+                    bench.run(name, INPUTS[name], row, min(options.case_seconds, left))
             except Exception as error:  # noqa: BLE001 - whatever a trainer or a package raises, the next input is tried
                 row["error"] = f"{type(error).__name__}: {error}"[:6000]
             print(f"{name}: {json.dumps(row.get('agreement') or row.get('error'))}", flush=True)
@@ -150,16 +157,16 @@ class Bench:
         self._start([sys.executable, "-m", "benchmarks.published_models", str(self._work), *tiny], {})
         return time.monotonic() - begun
 
-    def run(self, published: Published, row: Row, seconds: float) -> None:
+    def run(self, name: str, published: Published, row: Row, seconds: float) -> None:
         """Fill the row of an input: what is promised, what ran, and whether they agree."""
         self._ends_at, self._log = time.monotonic() + seconds, row.setdefault("log", [])
-        missing = {name: error for name in published.modules if (error := _import_error(name)) is not None}
-        if missing:
-            row["missing"] = missing
-            raise LookupError(f"cannot be imported: {missing}")
+        library = None if self._options.libraries is None else self._options.libraries.resolve() / name
+        given = published.environment | ({"LIBRARY": str(library)} if library is not None and library.exists() else {})
+        for module in published.modules:
+            self._start([sys.executable, "-c", f"import {module}"], given)
         row["input"] = self._place(published)
         with tempfile.TemporaryDirectory(dir=self._work) as folder:
-            own = {"BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", **published.environment}
+            own = {"BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", **given}
             explore = self._tune if published.trainer is None else self._explore
             row["promise"], command = explore(published, own)
             observed = Path(folder) / "observed.json"
@@ -214,10 +221,12 @@ class Bench:
         into = ["--format", published.trainer, "--into", published.file]
         text = self._start([*CLIENT, "best", "latest", *into], environment)
         tuned = self._work / f"tuned-{published.file}"
-        tuned.write_text(text)
+        lines = text.splitlines(keepends=True)
+        tuned.write_text("".join(line for line in lines if line.partition(":")[0] not in published.dropped))
         before, after = (yaml.safe_load(each) for each in ((self._work / published.file).read_text(), text))
         changes = {name: value for name, value in after.items() if name not in before or before[name] != value}
         promise |= {"changes": changes, "removed": sorted(before.keys() - after.keys())}
+        promise["dropped_for_the_run"] = published.dropped
         return promise, [sys.executable, *published.program, tuned.name]
 
     def _promise(self, environment: Mapping[str, str], *, format_of: str) -> Row:
@@ -229,7 +238,7 @@ class Bench:
 
         Raises RuntimeError if it fails or takes too long.
         """
-        site = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        site = [str(ROOT), *filter(None, [environment.get("LIBRARY"), os.environ.get("PYTHONPATH")])]
         path = [str(ROOT / "benchmarks" / "observer"), *site] if "OBSERVED" in environment else site
         own = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
         own |= {"PYTHONPATH": os.pathsep.join(path), "HF_HOME": str(self._work / "hf")}
@@ -313,12 +322,6 @@ def _end_group(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _import_error(name: str) -> str | None:
-    """Return why a module cannot be imported, tried in another process."""
-    tried = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, text=True, check=False)
-    return None if tried.returncode == 0 else tried.stderr[-2000:]
 
 
 def _version(package: str) -> str | None:

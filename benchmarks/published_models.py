@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    folder, share, long = options.folder, *((0.05, (150, 160)) if options.tiny else (1.0, (2100, 2200)))
+    folder, share, long = options.folder, *((0.05, (400, 420)) if options.tiny else (1.0, (2100, 2200)))
     names = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b")
     llama, qwen2, qwen3 = (json.loads((CONFIGS / f"{name}.json").read_text()) for name in names)
     changes = TINY if options.tiny else {}

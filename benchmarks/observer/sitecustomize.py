@@ -7,6 +7,7 @@ knows nothing of bexp, and is off in its trials.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -152,7 +153,7 @@ def observe(module: Any) -> None:
         setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)  # noqa: B010 - a CPU has bfloat16 as well
     training = Training()
     trainer = module.Trainer
-    init, micro_step, other_work = trainer.__init__, trainer.training_step, trainer._maybe_log_save_evaluate
+    init, micro_step = trainer.__init__, trainer.training_step
 
     class Watch(module.TrainerCallback):  # type: ignore[misc, name-defined]
         """Notes the ends of steps."""
@@ -167,10 +168,12 @@ def observe(module: Any) -> None:
                 sys.stdout.flush()
                 os._exit(0)
 
+    @functools.wraps(init)  # Axolotl reads the source
     def make(self: Any, *given: Any, **named: Any) -> None:
         init(self, *given, **named)
         self.add_callback(Watch())
 
+    @functools.wraps(micro_step)  # Axolotl reads the source
     def step(self: Any, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         masks = [value for name, value in inputs.items() if name.endswith("attention_mask") and value.dim() == 2]
         ids = [value for name, value in inputs.items() if name.endswith("input_ids")]
@@ -178,15 +181,20 @@ def observe(module: Any) -> None:
         training.micro_steps.append({"tokens": tokens, "shape": [tuple(each.shape) for each in ids]})
         return micro_step(self, model, inputs, *given, **named)
 
-    def elsewhere(self: Any, *given: Any, **named: Any) -> Any:
-        began = training.now()
-        try:
-            return other_work(self, *given, **named)
-        finally:
-            training.away += training.now() - began
-            training.reset_peak()
+    def elsewhere(work: Any) -> Any:
+        @functools.wraps(work)
+        def timed(self: Any, *given: Any, **named: Any) -> Any:
+            began = training.now()
+            try:
+                return work(self, *given, **named)
+            finally:
+                training.away += training.now() - began
+                training.reset_peak()
 
-    trainer.__init__, trainer.training_step, trainer._maybe_log_save_evaluate = make, step, elsewhere
+        return timed
+
+    trainer.__init__, trainer.training_step = make, step
+    trainer.evaluate, trainer._save_checkpoint = elsewhere(trainer.evaluate), elsewhere(trainer._save_checkpoint)
 
 
 class OnImport:
