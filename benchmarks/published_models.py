@@ -136,8 +136,8 @@ def make_model(
     if first := special.get("bos_token"):
         ends = [special["eos_token"]] if not causal else []
         whole = " ".join([first, "$A", *ends])
-        ids = [(token, tokenizer.token_to_id(token)) for token in (first, *ends)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=whole, special_tokens=ids)
+        pairs = [(token, tokenizer.token_to_id(token)) for token in (first, *ends)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=whole, special_tokens=pairs)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **special,
