@@ -87,8 +87,8 @@ def main() -> None:
     make_model(folder / "distilbert/distilroberta-base", DISTIL | changes, ROBERTA, (), causal=False)
     texts = Texts()
     for split, number in ({"train": 3000, "test": 100}).items():
-        rows = ({"messages": texts.chat(200, 900)} for _ in range(round(number * share)))
-        write(folder / f"trl-lib/Capybara/{split}.jsonl", rows)
+        chats = ({"messages": texts.chat(200, 900)} for _ in range(round(number * share)))
+        write(folder / f"trl-lib/Capybara/{split}.jsonl", chats)
     rows = (texts.pair(*long) for _ in range(round(1500 * share)))
     write(folder / "teknium/GPT4-LLM-Cleaned/train.jsonl", rows)
     for name, number in ({"identity": 91, "alpaca_en_demo": 999}).items():
