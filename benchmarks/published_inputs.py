@@ -1,0 +1,342 @@
+"""Holds what bexp promises for published training inputs against what their trainers then run.
+
+    python -m benchmarks.published_inputs --inputs FOLDER --out FILE
+    python -m benchmarks.published_inputs axolotl --inputs FOLDER --tiny --device cpu --out FILE
+
+An input is a script with its command, or a YAML, as its project publishes it; the names of models and datasets stand
+for those of `benchmarks.published_models`. FOLDER has the files that no package brings:
+
+- `training_nli_v2.py`: sentence-transformers v6.0.0, examples/sentence_transformer/training/nli
+- `lora-1b.yml`: Axolotl v0.18.0, examples/llama-3
+- `qwen3_lora_sft.yaml`: LLaMA-Factory v0.9.5, examples/train_lora
+
+`bexp tune` measures a script, and `bexp explore` and `bexp best --into` change a YAML. Then the trainer runs with the
+answer, without bexp, and `benchmarks/observer` counts and times it from within. An input that fails is recorded with
+the end of its output, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.environment import ROOT, describe_commit, describe_environment, write_results
+
+PEAK, SPEED = 0.03, 0.05
+"""The shares by which a run may be off its promise."""
+LAST_LINES = 40
+CLIENT = (sys.executable, "-P", "-m", "bexp.api.cli")
+SIZE, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+TINY_SFT = ("--max_length", "128", "--use_cpu", "true")
+TINY = {": 2048": ": 384", "train_batch_size = 128": "train_batch_size = 8", "fp16=True": "fp16=False"}
+"""What is another text in files of tiny runs, which a CPU makes."""
+SFT = """
+trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --learning_rate 2.0e-5
+--num_train_epochs 1 --packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --eos_token <|im_end|>
+--eval_strategy steps --eval_steps 100 --output_dir Qwen2-0.5B-SFT
+"""
+"""The command in TRL's script, apart from `--push_to_hub`, which needs a hub."""
+LORA = ("--learning_rate", "2.0e-4", "--use_peft", "--lora_r", "32", "--lora_alpha", "16")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "peft", "trl", "datasets", "sentence-transformers", "axolotl"),
+    *("llamafactory", "bitsandbytes", "torchao", "tokenizers"),
+)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published input. `file` is its script or YAML, in a package of `modules` or in the folder of inputs.
+
+    The run has no key of `dropped`.
+    """
+
+    file: str
+    modules: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    trainer: str | None = None
+    program: tuple[str, ...] = ()
+    tiny: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+INPUTS = {
+    "trl": Published("trl/scripts/sft.py", ("trl", "datasets"), (*SFT.split()[1:],), tiny=TINY_SFT),
+    "trl, LoRA": Published("trl/scripts/sft.py", ("trl", "datasets", "peft"), (*SFT.split()[1:], *LORA), tiny=TINY_SFT),
+    "axolotl": Published(
+        "lora-1b.yml",
+        ("axolotl.cli.train", "bitsandbytes", "peft"),
+        trainer="axolotl",
+        program=("-m", "axolotl.cli.train"),
+        dropped=("loss_watchdog_threshold",),  # it ends a training whose weights are random
+        environment={"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"},
+    ),
+    "llamafactory": Published(
+        "qwen3_lora_sft.yaml",
+        ("llamafactory.train.tuner", "peft"),
+        trainer="llamafactory",
+        program=("-m", "llamafactory.cli", "train"),
+        dropped=("warmup_ratio",),  # transformers has it no more
+        environment={"DISABLE_VERSION_CHECK": "1"},
+    ),
+    "sentence-transformers": Published("training_nli_v2.py", ("sentence_transformers", "datasets")),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure each input, and return how many did not run to the end."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published_inputs", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(INPUTS)}")
+    parser.add_argument("--inputs", type=Path, required=True)
+    parser.add_argument("--libraries", type=Path, help="has a folder of packages for each NAME that needs others")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="an empty folder for models and outputs; default: a temporary one")
+    parser.add_argument("--device", default="cuda:0", help="cuda:0 or cpu")
+    parser.add_argument("--max-seconds", type=int, default=50, help="of the trials of an input")
+    parser.add_argument("--case-seconds", type=float, default=130.0, help="of an input in all")
+    parser.add_argument("--end-after", type=float, default=570.0, help="begin no input that could end after these")
+    parser.add_argument("--steps", type=int, default=20, help="that are timed")
+    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and short texts, to try this out")
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    results: Row = {"commit": options.commit, "environment": describe_environment(), "inputs": {}}
+    results["environment"] |= {"trainers": {name: _version(name) for name in PACKAGES}, "device": _device()}
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (options.work or Path(temporary)).resolve()
+        bench = Bench(options, work)
+        results["models_seconds"] = bench.make_models()
+        for name in options.names or INPUTS:
+            left = options.end_after - (time.monotonic() - began)
+            row: Row = {}
+            results["inputs"][name] = row
+            try:
+                if left < options.case_seconds / 2:
+                    row["error"] = "no time was left"
+                else:
+                    bench.run(name, INPUTS[name], row, min(options.case_seconds, left))
+            except Exception as error:  # noqa: BLE001 - whatever a trainer or a package raises, the next input is tried
+                row["error"] = f"{type(error).__name__}: {error}"[:6000]
+            print(f"{name}: {json.dumps(row.get('agreement') or row.get('error'))}", flush=True)
+            write_results(options.out, results)
+    return sum("error" in row for row in results["inputs"].values())
+
+
+class Bench:
+    """Runs inputs in a folder with all that they name."""
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self._options = options
+        self._work = work
+        self._ends_at = float("inf")
+        self._log: list[Row] = []
+
+    def make_models(self) -> float:
+        """Make models and texts, and return the seconds."""
+        self._work.mkdir(parents=True, exist_ok=True)
+        tiny = ["--tiny"] if self._options.tiny else []
+        begun = time.monotonic()
+        self._start([sys.executable, "-m", "benchmarks.published_models", str(self._work), *tiny], {})
+        return time.monotonic() - begun
+
+    def run(self, name: str, published: Published, row: Row, seconds: float) -> None:
+        """Fill the row of an input: what is promised, what ran, and whether they agree."""
+        self._ends_at, self._log = time.monotonic() + seconds, row.setdefault("log", [])
+        library = None if self._options.libraries is None else self._options.libraries.resolve() / name
+        given = published.environment | ({"LIBRARY": str(library)} if library is not None and library.exists() else {})
+        for module in published.modules:
+            self._start([sys.executable, "-c", f"import {module}"], given)
+        row["input"] = self._place(published)
+        with tempfile.TemporaryDirectory(dir=self._work) as folder:
+            own = {"BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", **given}
+            explore = self._tune if published.trainer is None else self._explore
+            row["promise"], command = explore(published, own)
+            observed = Path(folder) / "observed.json"
+            wanted = {"OBSERVED": str(observed), "OBSERVED_STEPS": str(self._options.steps)}
+            row["command"] = command
+            try:
+                self._start(command, own | wanted)
+            finally:
+                if observed.exists():
+                    row["observed"] = json.loads(observed.read_text())
+        row["agreement"] = agreement(row["promise"], row["observed"])
+
+    def _place(self, published: Published) -> Row:
+        """Put the file of an input into the folder, and describe it."""
+        source = self._options.inputs / Path(published.file).name
+        if not source.exists():
+            package, _, rest = published.file.partition("/")
+            found = find_spec(package)
+            source = Path((found and found.origin) or source).parent / rest
+        path = self._work / published.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = source.read_text()
+        described = {"file": published.file, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        if self._options.tiny:
+            for old, new in TINY.items():
+                text = text.replace(old, new)
+        path.write_text(text)
+        return described
+
+    def _tune(self, published: Published, environment: Mapping[str, str]) -> tuple[Row, list[str]]:
+        """Return what `bexp tune` promises for a script, and its command with the answer."""
+        from bexp.api.cli.tuned_command import TunedCommand  # noqa: PLC0415 - late: a machine may lack its packages
+
+        tiny = published.tiny if self._options.tiny else ()
+        command = [sys.executable, published.file, *published.arguments, *tiny]
+        asked = ["--max-seconds", str(self._options.max_seconds), "--device", self._options.device]
+        self._start([*CLIENT, "tune", *asked, "--", *command], environment)
+        promise = self._promise(environment, format_of="trained weights")
+        tuned = TunedCommand(command)
+        values = {SIZE: promise["micro_batch_size"], STEPS: promise["grad_accum_steps"]}
+        if not tuned.has_flag(SIZE) and promise["own_micro_batch_size"] != promise["micro_batch_size"]:
+            raise LookupError(f"the script has another size than the answer: {promise}")
+        return promise, tuned.with_flags(values)
+
+    def _explore(self, published: Published, environment: Mapping[str, str]) -> tuple[Row, list[str]]:
+        """Return what `bexp explore` promises for a YAML, and the trainer's command with the answer."""
+        assert published.trainer is not None, "only a YAML of a trainer is explored"
+        asked = ["--trainer", published.trainer, "--device", self._options.device]
+        asked += ["--max-seconds", str(self._options.max_seconds)]
+        self._start([*CLIENT, "explore", published.file, *asked], environment)
+        promise = self._promise(environment, format_of="products")
+        into = ["--format", published.trainer, "--into", published.file]
+        text = self._start([*CLIENT, "best", "latest", *into], environment)
+        tuned = self._work / f"tuned-{published.file}"
+        lines = text.splitlines(keepends=True)
+        tuned.write_text("".join(line for line in lines if line.partition(":")[0] not in published.dropped))
+        before, after = (yaml.safe_load(each) for each in ((self._work / published.file).read_text(), text))
+        changes = {name: value for name, value in after.items() if name not in before or before[name] != value}
+        promise |= {"changes": changes, "removed": sorted(before.keys() - after.keys())}
+        promise["dropped_for_the_run"] = published.dropped
+        return promise, [sys.executable, *published.program, tuned.name]
+
+    def _promise(self, environment: Mapping[str, str], *, format_of: str) -> Row:
+        """Return the promise of the newest exploration."""
+        return promise_of(json.loads(self._start([*CLIENT, "best", "latest", "--json"], environment)), format_of)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> str:
+        """Run a command in the folder, note it and the end of its output, and return its stdout.
+
+        Raises RuntimeError if it fails or takes too long.
+        """
+        site = [str(ROOT), *filter(None, [environment.get("LIBRARY"), os.environ.get("PYTHONPATH")])]
+        path = [str(ROOT / "benchmarks" / "observer"), *site] if "OBSERVED" in environment else site
+        own = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+        own |= {"PYTHONPATH": os.pathsep.join(path), "HF_HOME": str(self._work / "hf")}
+        own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), own["PATH"]])
+        own |= {"CUDA_VISIBLE_DEVICES": ""} if self._options.device == "cpu" else {}
+        begun = time.monotonic()
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                command, cwd=self._work, env=own, stdout=out, stderr=errors, text=True, start_new_session=True
+            )
+            try:
+                code: int | str = process.wait(max(1.0, min(self._ends_at - begun, 1e6)))
+            except subprocess.TimeoutExpired:
+                code = "too slow"
+            if code != 0:
+                _end_group(process)
+            text, said = (_read(each) for each in (out, errors))
+        lines = [*said.splitlines()[-LAST_LINES:], *text.splitlines()[-LAST_LINES:]]
+        seconds = time.monotonic() - begun
+        self._log.append({"command": list(command), "code": code, "seconds": seconds, "last_lines": lines})
+        if code != 0:
+            raise RuntimeError(f"{' '.join(command[:8])} ... ended with {code}:\n" + "\n".join(lines[-LAST_LINES:]))
+        return text
+
+
+def promise_of(document: Row, format_of: str) -> Row:
+    """Return what an answer, as `bexp best --json` prints it, promises for one device with the stated batch."""
+    from bexp.explorer.model.parts import ModelParts  # noqa: PLC0415 - late: a machine may lack its packages
+    from bexp.explorer.records.recommendation import Recommendation  # noqa: PLC0415 - likewise
+
+    answer = Recommendation.model_validate(document["recommendation"])
+    parts = ModelParts.model_validate(document["job"]["report"]["parts"])
+    chosen = answer.for_batch
+    return {
+        "micro_batch_size": chosen.candidate.micro_batch_size,
+        "grad_accum_steps": chosen.grad_accum_steps,
+        "own_micro_batch_size": parts.micro_batch_size,
+        "candidate": chosen.candidate.model_dump(mode="json"),
+        "confidence": answer.confidence,
+        "format": parts.dtype,
+        "format_of": format_of,
+        "parameter_bytes": parts.parameter_bytes,
+        "trained_bytes": parts.trainable_bytes,
+        "peak_bytes": chosen.expected_peak_bytes,
+        "unit": answer.rate_unit,
+        "rate": chosen.expected_tokens_per_second,
+        "performance": answer.performance,
+        "notes": [note.text for note in answer.notes],
+        "class_name": parts.class_name,
+    }
+
+
+def agreement(promise: Row, observed: Row) -> Row:
+    """Return for each promise whether the observed run keeps it, and its figures as shares of those promised."""
+    formats = dict(observed["products"])
+    if promise["format_of"] == "trained weights":
+        formats = observed["trained_bytes"]
+    peak = None if observed["peak_bytes"] is None else observed["peak_bytes"] / promise["peak_bytes"]
+    speed = observed[f"{promise['unit']}_per_second"] / promise["rate"]
+    steps = promise["grad_accum_steps"] or 1
+    return {
+        "batch": observed["micro_steps_of_a_step"] == steps
+        and observed["samples_of_a_step"] == steps * promise["micro_batch_size"],
+        "format": max(formats, key=lambda name: formats[name], default=None) == promise["format"],
+        "parameters": sum(observed["trained_bytes"].values()) == promise["trained_bytes"],
+        "weights": sum(observed["parameter_bytes"].values()) == promise["parameter_bytes"],
+        "peak": None if peak is None else abs(peak - 1) <= PEAK,
+        "peak_of_promised": peak,
+        "speed": abs(speed - 1) <= SPEED,
+        "speed_of_promised": speed,
+    }
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    return str(file.read())
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End what is left of a command that was started in a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _device() -> str | None:
+    """The name of the card, read in another process, so that nothing of it is held here."""
+    asked = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
