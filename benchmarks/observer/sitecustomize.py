@@ -98,7 +98,8 @@ class Training:
 
         now = self.now()
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        self.steps.append({"seconds": now - self.began - self.away, "peak_bytes": peak, **self._micro_steps()})
+        figures: dict[str, Any] = {"seconds": now - self.began - self.away, "peak_bytes": peak}
+        self.steps.append(figures | self._micro_steps())
         self.began, self.away, self.micro_steps = now, 0.0, []
         enough = len(self.steps) >= WARM_UP + TIMED
         if enough:
@@ -106,7 +107,7 @@ class Training:
         return enough
 
     def _micro_steps(self) -> dict[str, Any]:
-        before = sum(step["micro_steps"] for step in self.steps)
+        before = sum(int(step["micro_steps"]) for step in self.steps)
         number = len(self.micro_steps)
         drawn = None if self.samples is None else sum(self.samples.drawn[before : before + number])
         tokens = sum(int(each["tokens"]) for each in self.micro_steps)
@@ -155,7 +156,7 @@ def observe(module: Any) -> None:
     trainer = module.Trainer
     init, micro_step = trainer.__init__, trainer.training_step
 
-    class Watch(module.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Watch(module.TrainerCallback):
         """Notes the ends of steps."""
 
         def on_train_begin(self, args: Any, *_: Any, **named: Any) -> None:
@@ -204,7 +205,7 @@ class OnImport:
         """Find the module as ever, and add to its execution."""
         if name != "transformers.trainer":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -219,4 +220,4 @@ class OnImport:
 
 
 if "OBSERVED" in os.environ and "BEXP_TUNE_SOCKET" not in os.environ:
-    sys.meta_path.insert(0, OnImport())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, OnImport())
