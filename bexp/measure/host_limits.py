@@ -6,6 +6,8 @@ import math
 import os
 import platform
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -58,6 +60,19 @@ def limit_data(limit_bytes: int) -> None:
         soft = data + limit_bytes + DATA_SLACK_BYTES
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextmanager
+def more_data(num_bytes: int) -> Iterator[None]:
+    """Let this process's data grow by `num_bytes` more within the context, if it is limited."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft != resource.RLIM_INFINITY:
+        raised = soft + num_bytes if hard == resource.RLIM_INFINITY else min(soft + num_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (raised, hard))
+    try:
+        yield
+    finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -33,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from bexp.explorer.model.spelling import shortened
 from bexp.measure import host_limits
+from bexp.measure.heap_holes import run_without_holes
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.step_checks import BatchShapes, StepError, check_gradients, is_finite, shapes_of
 from bexp.measure.timestamps import Mark, mark_of, synchronize
@@ -60,12 +62,16 @@ class Served:
     def describe(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the search must know of the model."""
         assert self._run is not None, "open comes first"
-        return self._run.describe()
+        return self._within_memory(self._run.describe)
 
     def measure(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Return seconds and bytes at one micro-batch size."""
         assert self._run is not None, "open comes first"
-        return self._run.measure(int(command["micro_batch_size"]))
+        return self._within_memory(partial(self._run.measure, int(command["micro_batch_size"])))
+
+    def _within_memory(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        assert self._run is not None, "open comes first"
+        return run_without_holes(run) if self._run.device.type == "cpu" else run()
 
 
 def answer(handle: Callable[[Mapping[str, Any]], dict[str, Any]], command: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +174,7 @@ class TargetRun:
 
     def __init__(self, target: Any, config: Mapping[str, Any], device: torch.device, optimizer: str) -> None:
         self._target = target
-        self._device = device
+        self.device = device
         self._mark: Callable[[], Mark] = mark_of(device)
         model = target.build(config, device)
         if not isinstance(model, nn.Module):
@@ -217,27 +223,27 @@ class TargetRun:
         batches = self._batches(micro_batch_size)
         for _ in range(WARM_UP_STEPS):
             self._run_step(batches)
-        synchronize(self._device)
+        synchronize(self.device)
         micro_steps: list[float] = []
         optimizer: list[float] = []
         begun = time.perf_counter()
         with collector_paused():
             while not BUDGET.is_spent(micro_steps, time.perf_counter() - begun):
                 marks = self._run_step(batches)
-                synchronize(self._device)
+                synchronize(self.device)
                 seconds = [start.seconds_until(end) for start, end in itertools.pairwise(marks)]
                 micro_steps.append(seconds[1])  # the first begins on an idle device
                 optimizer.append(seconds[-1])
                 if len(micro_steps) > 1 and seconds[1] > LONG_STEP_SECONDS:
                     break
-        cuda = self._device.type == "cuda"
+        cuda = self.device.type == "cuda"
         return {
             "micro_step_seconds": statistics.median(micro_steps),
             "optimizer_seconds": statistics.median(optimizer),
             "standard_error_seconds": standard_error(micro_steps),
             "repeats": len(micro_steps),
             "peak_bytes": peak,
-            "reserved_bytes": torch.cuda.max_memory_reserved(self._device) if cuda else peak,
+            "reserved_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else peak,
         }
 
     def _open_optimizer(self, name: str) -> torch.optim.Optimizer:
@@ -255,7 +261,7 @@ class TargetRun:
 
     def _batches(self, micro_batch_size: int) -> list[Any]:
         """The micro-batches of a step. They have the same shapes unless the target says which is the worst."""
-        batches = [self._target.batch(micro_batch_size, self._device) for _ in range(MICRO_STEPS)]
+        batches = [self._target.batch(micro_batch_size, self.device) for _ in range(MICRO_STEPS)]
         lengths_vary = hasattr(self._target, "worst_batch")
         if not lengths_vary and len({str(shapes_of(batch)) for batch in batches}) > 1:
             raise StepError(
@@ -270,21 +276,21 @@ class TargetRun:
         if worst is None:
             batches = self._batches(micro_batch_size)
         else:
-            batches = [worst(micro_batch_size, self._device) for _ in range(MICRO_STEPS)]
+            batches = [worst(micro_batch_size, self.device) for _ in range(MICRO_STEPS)]
         losses: list[Any] = []
         self._run_step(batches[:1], losses)
         self._check(losses, micro_batch_size)
         losses.clear()
         existing = self._existing()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        with byte_meter(self._device, existing) as meter:
+        with byte_meter(self.device, existing) as meter:
             meter.reset_peak()
             self._run_step(batches, losses)
-            synchronize(self._device)
+            synchronize(self.device)
             counted = meter.peak()
         self._check(losses, micro_batch_size)
-        return counted if self._device.type == "cuda" else counted + _bytes_of(existing)
+        return counted if self.device.type == "cuda" else counted + _bytes_of(existing)
 
     def _existing(self) -> list[Tensor]:
         """Parameters, buffers and the optimizer's state; there are no gradients between two steps."""
@@ -305,7 +311,7 @@ class TargetRun:
         return [*marks, self._mark()]
 
     def _check_backward(self) -> None:
-        batch = self._target.batch(1, self._device)
+        batch = self._target.batch(1, self.device)
         loss = self._target.step(self.model, batch)
         self._check([loss.detach() if isinstance(loss, Tensor) else loss], 1)
         del loss

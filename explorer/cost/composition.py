@@ -294,7 +294,7 @@ class Composition:
         held_CG -= np.where(self._on_host_C[:, None], np.minimum(output_C[:, None], held_CG), 0.0)
         layers = (self._kept_CG * held_CG).sum(axis=1) + np.where(self._on_host_C, output_C, 0.0)
         saved = at_head + layers
-        peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head]) + self._gathered_head_C
+        peak: Floats = saved + self._head_bytes(forward_peak_K, backward_peak_K)
         for g in range(self._count_CG.shape[1]):
             first, second = first_CG[:, g], second_CG[:, g]
             forward = np.maximum(forward_peak_K[first], saved_K[first] + forward_peak_K[second])
@@ -312,6 +312,19 @@ class Composition:
         over += np.where(self._replayed_C, step, 0.0)
         decides = step > saved + over
         return np.where(decides, 0.0, saved), np.where(decides, step, over)
+
+    def is_head_at_peak(self, row: int, transient: float, forward_peak_K: Floats, backward_peak_K: Floats) -> bool:
+        """Return whether a candidate's peak is where its head runs; `transient` are its bytes of `activation_bytes`."""
+        at_head = self._head_bytes(forward_peak_K, backward_peak_K)[row]
+        if not self.training:
+            at_head += self._output_C[row]
+        elif self._replayed_C[row]:
+            at_head += np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C[row]]
+        return bool(transient <= at_head + 1.0)
+
+    def _head_bytes(self, forward_peak_K: Floats, backward_peak_K: Floats) -> Floats:
+        """Return the bytes that are alive while the head runs, without those that the layers keep, shape (C,)."""
+        return np.asarray(np.maximum(forward_peak_K, backward_peak_K)[self._head_C] + self._gathered_head_C)
 
     def missing(self, row: int, known_K: Mask) -> tuple[Component, ...]:
         """Return the components of a candidate that are not known yet, in the order of a step."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from bexp.explorer.dimensions.dimension import Choice, CodePart, marked, named
-from bexp.explorer.dimensions.place import Place
+from bexp.explorer.dimensions.dimension import Change, Choice, CodePart, marked, named
+from bexp.explorer.dimensions.place import Place, ReportedPlace
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.parts import ModelParts
 
@@ -87,6 +87,17 @@ class LossChoice(Choice[Loss]):
         yield from super().named_for_trainer(place)
         if place.shapes is not None and place.training.loss.kind == "chunked":
             yield "training.loss", "chunked"
+
+    def relaxations(self, place: ReportedPlace) -> Iterable[Change]:
+        """Yield the chunked loss if all logits lie in memory at once."""
+        if place.shapes is not None:
+            if place.training.loss.kind == "full":
+                loss = place.training.loss.model_copy(update={"kind": "chunked"})
+                yield Change("the chunked loss", {"training": place.training.model_copy(update={"loss": loss})})
+        elif place.model.computes_losses:
+            left = [point[self.fields[0]] for point in self.column(place)({})]
+            if all(LOSSES[loss or self.plain].holds_logits for loss in left):
+                yield Change("the chunked loss", {"losses": ("chunked",)})
 
 
 LOSS = LossChoice(

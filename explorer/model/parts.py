@@ -126,6 +126,7 @@ class ModelParts(Frozen):
     kinds: tuple[LayerPart, ...]
     shell: Part
     output_bytes_per_token: Annotated[int, Field(ge=1)] = Field(description="Bytes that a layer hands to the next.")
+    logits_per_token: Count | None = Field(None, description="Null where nobody knows.", exclude_if=is_null)
     num_parameters: Count
     parameter_bytes: Count
     trainable_bytes: Count

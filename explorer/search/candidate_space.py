@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from optuna.trial import Trial as OptunaTrial
 
 from bexp.explorer.cost.components import Component
+from bexp.explorer.cost.peak_memory import PeakMemory
 from bexp.explorer.cost.step import GIB, memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.event import EventDraft
@@ -187,7 +188,7 @@ class CandidateSpace(SearchSpace):
 
     def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
         """Return events of the trial, of the reuse of earlier measurements, and of the base as soon as it is known."""
-        events = [trial_event(trial, suggestion, trial.seconds)]
+        events = [trial_event(trial, suggestion, trial.seconds, self._exhausted_memory(trial))]
         if self._reuse is not None and self._reuse.is_decided and not self._is_reuse_reported:
             self._is_reuse_reported = True
             events.append(self._reuse.event())
@@ -195,6 +196,13 @@ class CandidateSpace(SearchSpace):
             self._base = base
             events.append(base_event(base, is_plainest=base == self._plainest))
         return events
+
+    def _exhausted_memory(self, trial: Trial) -> PeakMemory | None:
+        """Return what fills the memory of a candidate that ran out of it; None for one that did not."""
+        row = self.row_of(trial)
+        if row is None or trial.measurement.outcome is not Outcome.OUT_OF_MEMORY:
+            return None
+        return self._posterior.peak_memory(row)
 
     def tell(self, trial: Trial) -> None:
         """Finish the study's trial."""
@@ -264,7 +272,8 @@ class CandidateSpace(SearchSpace):
         compared = compare_whole_run(self._posterior, check.row, trial)
         events = [] if self._whole_models.trials else self._noise_events()
         self._whole_models.learn(trial)
-        events += [whole_model_event(trial, compared, check.probability_better, check.probability_fits)]
+        memory = self._exhausted_memory(trial)
+        events += [whole_model_event(trial, compared, check.probability_better, check.probability_fits, memory=memory)]
         answer = self._recommended()
         if recommended is not None and answer is not None and answer != recommended:
             events.append(answer_changed_event(recommended, answer))

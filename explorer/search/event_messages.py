@@ -7,13 +7,14 @@ from typing import Any
 
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.cost.parameters import count_parameters
+from bexp.explorer.cost.peak_memory import PeakMemory
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.quantization import WeightBytes, describe_weights
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score
@@ -128,10 +129,13 @@ def eager_event(posterior: Posterior) -> EventDraft | None:
     )
 
 
-def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDraft:
+def trial_event(
+    trial: Trial, suggestion: Suggestion, seconds: float, memory: PeakMemory | None = None
+) -> EventDraft:
     """Return the event of a finished trial of components.
 
     The trial measured a candidate, failed to measure it, or measured the communication that all candidates share.
+    `memory` is what fills the candidate's, for one that ran out of it.
     """
     measurement = trial.measurement
     data = {
@@ -165,9 +169,7 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         contaminated = ", ".join(m.component.key for m in measurement.components if m.contamination is not None)
         message = f"Contaminated: {trial.candidate.describe()}: {measurement.reason}; not learnt from: {contaminated}"
         return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": measurement.reason})
-    message = (
-        f"Infeasible: {trial.candidate.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"
-    )
+    message = f"Infeasible: {trial.candidate.describe()}: {_failure(measurement, memory)}"
     return EventDraft(code=EventCode.INFEASIBLE, message=message, data={**data, "reason": measurement.reason})
 
 
@@ -178,13 +180,14 @@ def whole_model_event(
     probability_fits: float | None = None,
     *,
     devices: str | None = None,
+    memory: PeakMemory | None = None,
 ) -> EventDraft:
     """Return the event of a whole-model run of the recommended candidate, of its runner-up, or of one that may fit.
 
     `check` is None if the run failed. For the runner-up `probability_better` is the probability, before the run, that
     it is better than the recommended candidate. `probability_fits` is that of fitting, for one that does not fit as
     composed. Both are None for the recommended candidate. `devices` says how
-    devices share the model, if they do.
+    devices share the model, if they do. `memory` is what fills the candidate's.
     """
     measurement = trial.measurement
     what = f"Whole model with {'' if devices is None else devices + ' '}{trial.candidate.describe()}"
@@ -204,7 +207,7 @@ def whole_model_event(
     if check is None:
         return EventDraft(
             code=EventCode.WARNING,
-            message=f"{what}: {measurement.outcome}: {measurement.reason or 'no reason given'}",
+            message=f"{what}: {_failure(measurement, memory)}",
             data={**data, "outcome": measurement.outcome.value, "reason": measurement.reason},
         )
     return EventDraft(
@@ -216,6 +219,14 @@ def whole_model_event(
         ),
         data={**data, "check": check.model_dump(mode="json")},
     )
+
+
+def _failure(measurement: Measurement, memory: PeakMemory | None) -> str:
+    """Return the outcome and its reason, with the largest part of the memory that ran out."""
+    text = f"{measurement.outcome}: {measurement.reason or 'no reason given'}"
+    if memory is None or measurement.outcome is not Outcome.OUT_OF_MEMORY:
+        return text
+    return f"{text}; largest at its peak: {memory.describe()}"
 
 
 def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:

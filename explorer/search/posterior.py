@@ -12,6 +12,7 @@ import numpy as np
 
 from bexp.explorer.cost.components import Component
 from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask
+from bexp.explorer.cost.peak_memory import PeakMemory, peak_memory
 from bexp.explorer.cost.step import StepBytes, StepSeconds, memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.hardware import HardwareSpec
@@ -195,6 +196,10 @@ class Posterior:
     def bytes(self, row: int) -> StepBytes:
         """Expected bytes of a candidate's step, from measured components where there are any."""
         return self.memory.expected_bytes(row)
+
+    def peak_memory(self, row: int) -> PeakMemory:
+        """Return what fills a candidate's memory at its peak, from measured components where there are any."""
+        return peak_memory(self.table, row, self.surrogate.bytes_3K)
 
     def mean_tokens_per_second(self) -> Floats:
         """Expected tokens/s of every candidate, shape (C,), whole models taken into account."""

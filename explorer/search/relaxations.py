@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bexp.explorer.cost.composition import Composition, predict_component_table
+from bexp.explorer.cost.peak_memory import PeakMemory, peak_memory
 from bexp.explorer.cost.step import GIB, memory_limit, required_bytes, static_parts
 from bexp.explorer.dimensions.candidate import DIMENSIONS, Candidate
 from bexp.explorer.dimensions.dimension import Change
@@ -40,10 +41,13 @@ class SmallestCandidate:
     """The part that was tried and did not fit: its whole model, or a component. None if neither was."""
     reported_factor: float = 1.0
     """At least how many times the composed memory real runs of the model have needed; 1 without any."""
+    memory: PeakMemory | None = None
+    """What fills its memory at the peak; None if only the bytes are known."""
 
-    def describe(self) -> str:
-        """Return the bytes that the candidate needs, and the evidence that it does not fit."""
-        tried = f", and {self.ran_out_of_memory} ran out of memory" if self.ran_out_of_memory else ""
+    def describe(self, limit_bytes: int) -> str:
+        """Return the bytes that the candidate needs, and the evidence that it does not fit in `limit_bytes`."""
+        seems_to_fit = ", less than the limit" if self.required_bytes <= limit_bytes else ""
+        tried = f"{seems_to_fit}, and {self.ran_out_of_memory} ran out of memory" if self.ran_out_of_memory else ""
         if self.reported_factor > 1.0:
             tried += f", and real runs needed at least {self.reported_factor:.2f}x the composed memory"
         peak = "a peak" if self.is_measured else "an expected peak"
@@ -67,8 +71,9 @@ def find_smallest(posterior: Posterior, whole_models: Iterable[Trial], *, memory
     if failed is None and posterior.fits(row) and not (is_measured or posterior.is_open(row)) and memory_failed:
         failed = "a component of it"
     factor = peak_factor(posterior.knowledge.reported)
+    filled = posterior.peak_memory(row)
     return SmallestCandidate(
-        table.candidates[row], memory.peak, memory.required, is_measured, failed, reported_factor=factor
+        table.candidates[row], memory.peak, memory.required, is_measured, failed, reported_factor=factor, memory=filled
     )
 
 
@@ -86,23 +91,27 @@ def find_relaxations(
 
     The order is: a smaller micro-batch, a recomputation policy, an option that the request excludes (the chunked loss,
     tiling, back ends), more of the profiler's devices for each sequence, more devices, a sharding level. Of micro-batch
-    sizes and numbers of devices only the nearest is returned, of all else every change that helps.
+    sizes and numbers of devices only the nearest is returned, of all else every change that helps. If one part is
+    most of the smallest candidate's memory, only changes that make it smaller are returned, if any does.
 
     If no single change helps, the result is the first combination that does; it may be empty. Combinations leave out
     the tiles and the trainer that the request names if they stand in the way. After a search, predictions count as too
     low by as much as that of its `smallest` candidate was.
     """
-    relaxations: list[Relaxation] = []
-    factor = 1.0 if smallest is None else _underestimate(request, report, model, smallest)
+    found: list[_Working] = []
+    least = _least_memory(request, report, model)
+    errors = _errors(request, report, least, smallest)
     changes = single_changes(request, reported_place(request, report, model))
     for kind in RelaxationKind:
-        working = _working(kind, changes.get(kind, ()), request, report, model, factor)
-        relaxations += islice(working, 1 if kind in NEAREST else None)
+        working = _working(kind, changes.get(kind, ()), request, report, model, errors)
+        found += islice(working, 1 if kind in NEAREST else None)
     is_divisible = not isinstance(model, ModelParts) or bool(model.layers)  # else its own code trains it on one device
-    if not relaxations and is_divisible:
+    if not found and is_divisible:
         combined = chain(_together(request), _freed(request))
-        relaxations += islice(_working(RelaxationKind.SEVERAL, combined, request, report, model, factor), 1)
-    return tuple(relaxations)
+        found += islice(_working(RelaxationKind.SEVERAL, combined, request, report, model, errors), 1)
+    filled = _memory_of(least, smallest)
+    shrinking = [one for one in found if one.memory.parts.get(filled.largest, 0) < filled.parts[filled.largest]]
+    return tuple(one.relaxation for one in (filled.is_wall and shrinking) or found)
 
 
 def explain_without_fit(
@@ -115,12 +124,16 @@ def explain_without_fit(
     remedies = find_relaxations(request, report, model, smallest)
     limit = memory_limit(request, report.hardware)
     static = min(static_parts(model, request.sharded(level)).total for level in request.space.sharding_choices)
+    least = _least_memory(request, report, model)
     if smallest is None:
-        predicted = smallest_requirement(request, report, model)
+        predicted = required_bytes(least.peak, report.hardware, request.allocator)
         need = f"the smallest candidate is predicted to need {predicted / GIB:.2f} GiB"
     else:
-        need = smallest.describe()
-    why = f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, and {need}"
+        need = smallest.describe(limit)
+    why = (
+        f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, the largest "
+        f"part of the peak is {_memory_of(least, smallest).describe()}, and {need}"
+    )
     way = f"No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
     if remedies:
         first = remedies[0]
@@ -133,25 +146,57 @@ def smallest_requirement(request: ExplorationRequest, report: DeviceReport, mode
 
     Raises EmptySpaceError if the request admits no candidate on this device.
     """
-    return required_bytes(_smallest_peak(request, report, model), report.hardware, request.allocator)
+    return required_bytes(_least_memory(request, report, model).peak, report.hardware, request.allocator)
 
 
-def _underestimate(
-    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate
-) -> float:
-    """Return the factor by which predicted peaks are too low: at least the one that explains why nothing fits."""
-    predicted = _smallest_peak(request, report, model)
-    fixed, needed = (required_bytes(peak, report.hardware, request.allocator) for peak in (0, predicted))
+class _Least(NamedTuple):
+    """The predicted memory of the candidate that is predicted to need least."""
+
+    peak: int
+    memory: PeakMemory
+
+
+class _Working(NamedTuple):
+    """A change that helps, and the memory of the candidate that needs least after it."""
+
+    relaxation: Relaxation
+    memory: PeakMemory
+
+
+class _Errors(NamedTuple):
+    """The factors by which predicted peaks are too low.
+
+    `surely` explains that nothing fits. `measured` is that of the smallest candidate, so that no change is said to need
+    more than what did not fit.
+    """
+
+    surely: float = 1.0
+    measured: float = 1.0
+
+
+def _errors(
+    request: ExplorationRequest, report: DeviceReport, least: _Least, smallest: SmallestCandidate | None
+) -> _Errors:
+    if smallest is None:
+        return _Errors()
+    fixed, needed = (required_bytes(peak, report.hardware, request.allocator) for peak in (0, least.peak))
     too_many = memory_limit(request, report.hardware) + 2  # one byte, and another for what is rounded
-    reported = smallest.reported_factor * smallest.peak_bytes / predicted
-    return max(1.0, (too_many - fixed) / (needed - fixed), reported)
+    measured = smallest.reported_factor * smallest.peak_bytes / least.peak
+    return _Errors(max(1.0, (too_many - fixed) / (needed - fixed), measured), measured)
 
 
-def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
+def _memory_of(least: _Least, smallest: SmallestCandidate | None) -> PeakMemory:
+    return least.memory if smallest is None or smallest.memory is None else smallest.memory
+
+
+def _least_memory(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> _Least:
     space = _smallest_space(request, report, model)
     table = Composition(space.candidates, model, request)
-    saved, transient = table.activation_bytes(*predict_component_table(table))
-    return round(float(np.min(table.static_bytes_C + saved + transient)))
+    predicted = predict_component_table(table)
+    saved, transient = table.activation_bytes(*predicted)
+    peak_C = table.static_bytes_C + saved + transient
+    row = int(np.argmin(peak_C))
+    return _Least(round(float(peak_C[row])), peak_memory(table, row, predicted))
 
 
 def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
@@ -178,34 +223,32 @@ def _working(
     request: ExplorationRequest,
     report: DeviceReport,
     model: ExploredModel,
-    factor: float,
-) -> Iterator[Relaxation]:
-    """Return those of `changes` after which something is predicted to fit, `factor` times the predicted peak."""
+    errors: _Errors,
+) -> Iterator[_Working]:
+    """Return those of `changes` after which something is predicted to fit even if predictions are too low."""
     for change in changes:
         changed = _changed(request, change)
         if changed is None:
             continue
         try:
-            peak = round(factor * _smallest_peak(changed, report, model))
+            least = _least_memory(changed, report, model)
         except EmptySpaceError:
             continue
-        required = required_bytes(peak, report.hardware, changed.allocator)
-        if required <= memory_limit(changed, report.hardware):
-            yield Relaxation(
+        surely, measured = (round(error * least.peak) for error in errors)
+        if required_bytes(surely, report.hardware, changed.allocator) <= memory_limit(changed, report.hardware):
+            relaxation = Relaxation(
                 kind=kind,
                 change=change.words,
                 settings={name: _plain(value) for name, value in change.settings.items()},
-                predicted_peak_bytes=peak,
-                required_bytes=required,
+                predicted_peak_bytes=measured,
+                required_bytes=required_bytes(measured, report.hardware, changed.allocator),
             )
+            yield _Working(relaxation, least.memory)
 
 
 def single_changes(request: ExplorationRequest, place: ReportedPlace) -> dict[RelaxationKind, Iterable[Change]]:
     """Return the single changes of each kind; those of a dimension without a kind of its own are options."""
     options: list[Change] = []
-    if request.training.loss.kind == "full":
-        loss = request.training.loss.model_copy(update={"kind": "chunked"})
-        options.append(Change("the chunked loss", {"training": request.training.model_copy(update={"loss": loss})}))
     changes: dict[RelaxationKind, Iterable[Change]] = {
         RelaxationKind.OPTIONS: options,
         RelaxationKind.NUM_DEVICES: _more_devices(request),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from bexp.measure import host_limits as host
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.heap import trim
+from bexp.measure.heap_holes import run_without_holes
 from bexp.measure.timing import BlockTimer, HostTimer
 from bexp.transformers.settings import Allocator
 from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.rank_group import SINGLE_RANK, RankGroup
+
+T = TypeVar("T")
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
 """Bytes that libraries may keep for ever: workspaces of cuBLAS and cuDNN, constants of compiled code."""
@@ -58,6 +63,13 @@ class Instruments:
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
         else:
             host.limit_data(limit_bytes)
+
+    def within_memory(self, run: Callable[[], T]) -> T:
+        """Return the result of `run`, which a heap with holes must not make run out of memory.
+
+        Ranks never run anything twice: each would wait for the others.
+        """
+        return run_without_holes(run) if self.device.type == "cpu" and self.rank_group.size == 1 else run()
 
     def use_allocator(self, allocator: Allocator) -> None:
         """Allocate from now on as the job's training will; call this while nothing is cached."""

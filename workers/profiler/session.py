@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.step import memory_limit
@@ -140,11 +141,13 @@ class Session:
             self._instruments.join(self._select_ranks(task))
             self._check_execution(task.candidate, request)
             if task.kind is TrialKind.WHOLE_MODEL:
-                whole_model = self._run_whole_model(target, task, request, clock)
+                run = partial(self._run_whole_model, target, task, request, clock)
+                whole_model = self._instruments.within_memory(run)
             for component in task.components if task.kind is TrialKind.COMPONENTS else ():
                 current = component
                 self._send(ComponentStarted(component=component))
-                measured.append(self._measure(target, task, component, request, clock))
+                measure = partial(self._measure, target, task, component, request, clock)
+                measured.append(self._instruments.within_memory(measure))
                 self._send(ComponentMeasured(measurement=measured[-1]))
                 current = None
         except Exception as error:  # noqa: BLE001 - whatever a candidate's kernels raise is the trial's outcome

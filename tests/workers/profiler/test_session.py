@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,26 @@ def test_memory_that_runs_out_while_a_back_end_is_tried_is_no_reason_against_it(
         assert session.answer(trial)
         outcomes.append(finish(sent).measurement.outcome)
     assert outcomes == [Outcome.OUT_OF_MEMORY, Outcome.OK]
+
+
+@pytest.mark.parametrize("measurer", ["measure_component", "measure_optimizer", "run_whole_model"])
+def test_what_runs_out_of_memory_in_a_heap_with_holes_runs_again_without_them(
+    session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch, measurer: str
+) -> None:
+    measure, failures = getattr(session_module, measurer), [MemoryError("std::bad_alloc")]
+
+    def measure_or_fail(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return measure(*arguments)
+
+    monkeypatch.setattr(session_module, measurer, measure_or_fail)
+    chosen = candidate()
+    at = slice(-1, None) if measurer == "measure_optimizer" else slice(1, 2)
+    is_whole = measurer == "run_whole_model"
+    task = whole_model_plan(chosen) if is_whole else plan(chosen, components_of(chosen)[at])
+    assert session.answer(RunTrial(task=task))
+    assert (finish(sent).measurement.outcome, failures) == (Outcome.OK, [])
 
 
 def test_memory_that_a_trial_leaves_behind_asks_for_a_new_process(

@@ -365,6 +365,7 @@ def describe_parts(
         kinds=resolved.layer_parts,
         shell=resolved.shell_part,
         output_bytes_per_token=resolved.hidden_bytes_per_token,
+        logits_per_token=int(resolved.config.text_config.vocab_size),
         num_parameters=sum(p.numel() for p in parameters),
         parameter_bytes=num_bytes(parameters),
         trainable_bytes=num_bytes(p for p in parameters if p.requires_grad),
