@@ -25,6 +25,8 @@ FEWER_TOKENS = 12
 _ENCODERS = ("MASKED_LM", "TEXT_ENCODING")
 _SEQUENCES = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _VISION_LANGUAGE = ("IMAGE_TEXT_TO_TEXT", "VISUAL_QUESTION_ANSWERING", "ZERO_SHOT_IMAGE_CLASSIFICATION")
+_EXAMPLE = (*_ENCODERS[:1], *_SEQUENCES, *_VISION_LANGUAGE[::2], "IMAGE_CLASSIFICATION", "CAUSAL_LM")
+"""The tasks of `examples/targets/hugging_face.py`."""
 _VISION = (
     *("IMAGE", "IMAGE_CLASSIFICATION", "IMAGE_SEGMENTATION", "IMAGE_TO_IMAGE", "MASKED_IMAGE_MODELING", "BACKBONE"),
     *("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION"),
@@ -46,6 +48,8 @@ def render() -> str:
     groups[read.DECODERS] = list(_served(["CAUSAL_LM"]).intersection(encoders))
     groups[read.BOUNDED] = find_tiny(decoders, ends_at_its_positions)
     groups[read.AFTER_PADDING] = find_tiny(groups[read.BOUNDED], starts_after_padding)
+    groups[read.WHOLE] = [n for n in _served(_EXAMPLE) if kinds.get(n, ModelKind.CAUSAL) is not ModelKind.CAUSAL]
+    groups[read.TEXTS] = [f"{name}={text}" for name, text in find_texts(kinds).items()]
     lines = [f"{read.VERSION} {library_version()}"]
     for title, names in groups.items():
         lines += textwrap.wrap(
@@ -82,6 +86,22 @@ def find_kinds() -> Mapping[str, ModelKind]:
         return ModelKind.OTHER
 
     return {name: kind_of(name) for name in sorted(CONFIG_MAPPING.keys())}
+
+
+def find_texts(kinds: Mapping[str, ModelKind]) -> dict[str, str]:
+    """Return the type of the language model in each type that has one of another name, where it is causal."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
+
+    found = {}
+    for name in kinds:
+        if "text_config" in getattr(CONFIG_MAPPING[name], "sub_configs", {}):
+            try:
+                text = CONFIG_MAPPING[name]().text_config.model_type
+            except Exception:  # noqa: BLE001 - some classes refuse their own defaults, with errors of any kind
+                continue
+            if text != f"{name}_text" and kinds.get(text) is ModelKind.CAUSAL:
+                found[name] = text
+    return found
 
 
 def _served(tasks: Iterable[str]) -> set[str]:

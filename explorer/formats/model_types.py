@@ -6,6 +6,7 @@ The config.json of anything but a causal language model is refused by its type, 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +24,23 @@ VERSION = "transformers"
 PADDING = 1
 """The default id of padding of all types `after-padding`."""
 DECODERS, BOUNDED, AFTER_PADDING = "decoders", "bounded", "after-padding"
+WHOLE, TEXTS = "whole", "texts"
+
+TEXT_TWINS = {
+    "glm4v_moe_text": "glm4_moe",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+"""The language models of models that read images or sounds, with the causal type that computes the same on text alone.
+
+Their three positions of a token, in time, height and width, are one and the same there.
+"""
+TWIN_VALUES: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": {"norm_topk_prob": True}}
+"""What a causal type leaves open and its twins always do."""
 
 
 class ModelKind(StrEnum):
@@ -43,7 +61,8 @@ class ModelTypes:
 
     `decoders` are encoders, with a decoder or without, that also have a causal class, for `is_decoder: true`. The class
     of `bounded` types has no position after `max_position_embeddings`. The first token of `after_padding` types has the
-    position after the id of padding, so that fewer tokens have one.
+    position after the id of padding, so that fewer tokens have one. `whole` are types that are not causal, and that the
+    example of a target builds. `texts` are the types of the language models in others, where not `<type>_text`.
     """
 
     version: str
@@ -51,6 +70,12 @@ class ModelTypes:
     decoders: frozenset[str]
     bounded: frozenset[str]
     after_padding: frozenset[str]
+    whole: frozenset[str]
+    texts: Mapping[str, str]
+
+    def is_causal(self, name: object) -> bool:
+        """Return whether a causal class of the library computes what a type does, at least on text alone."""
+        return name in TEXT_TWINS or (isinstance(name, str) and self.kinds.get(name) is ModelKind.CAUSAL)
 
 
 @cache
@@ -58,9 +83,10 @@ def model_types() -> ModelTypes:
     """Return the model types in the file."""
     head, *groups = re.split(r"\n(?! )", FILE.read_text(encoding="utf-8").strip())
     named = {title: names.split() for title, _, names in (group.partition(":") for group in groups)}
-    others = [frozenset(named.pop(title)) for title in (DECODERS, BOUNDED, AFTER_PADDING)]
+    others = [frozenset(named.pop(title)) for title in (DECODERS, BOUNDED, AFTER_PADDING, WHOLE)]
+    texts = dict(pair.split("=") for pair in named.pop(TEXTS))
     kinds = {name: ModelKind(title) for title, names in named.items() for name in names}
-    return ModelTypes(head.removeprefix(VERSION).strip(), kinds, *others)
+    return ModelTypes(head.removeprefix(VERSION).strip(), kinds, *others, texts=texts)
 
 
 def reserved_positions(config: Mapping[str, Any]) -> int:
@@ -85,10 +111,10 @@ VISION_WORDS = frozenset(
 )
 
 
-def refuse_vision(model: Section, name_key: str | None) -> bool:
+def refuse_vision(model: Section, name_key: str | None, way: str = OWN_TARGET) -> bool:
     """Refuse a network that takes images, at the field that shows this; return whether it was refused.
 
-    `name_key` is the field that names the kind of network; None if the format has none.
+    `name_key` is the field that names the kind of network; None if the format has none. `way` measures it.
     """
     shown = next((key for key in VISION_FIELDS if model.values.get(key) is not None), None)
     if shown is None and name_key is not None:
@@ -96,10 +122,13 @@ def refuse_vision(model: Section, name_key: str | None) -> bool:
         shown = name_key if VISION_WORDS.intersection(words) else None
     if shown is None:
         return False
-    model.refuse(shown, f"this is a vision network; exploration is limited to language models: {OWN_TARGET}")
+    model.refuse(shown, f"this is a vision network; exploration is limited to language models: {way}")
     return True
 
 
+TEXT_PLACES = (("text_config",), ("thinker_config", "text_config"), ("llm_config",), ("language_config",))
+"""Where the configuration of a language model lies in that of a larger model."""
+WRITE_A_TARGET = "a target of your own, which you write, measures it whole (docs/targets.md)"
 LIKE_A_TYPE = 0.8
 """The least likeness of an unknown model type to the known one that it misspells."""
 
@@ -116,20 +145,27 @@ _WHAT = {
 def refuse_other_model(model: Section, target: Any = None) -> bool:
     """Refuse the config.json of anything but a causal language model, and a misspelt type; return whether it did.
 
-    Encoders that have a causal class are causal with `is_decoder: true`. An unknown type is noted, because a worker's
-    library may be newer. A misspelt one is noted as well if the request names the `target`.
+    The language model of another model is measured as a causal class that computes the same, which is noted. Encoders
+    that have a causal class are causal with `is_decoder: true`. An unknown type is noted, because a worker's library
+    may be newer. A misspelt one is noted as well if the request names the `target`.
     """
     config, name = model.values, model.values.get("model_type")
     if not isinstance(name, str):
         return False
-    kind = model_types().kinds.get(name)
+    kind = ModelKind.CAUSAL if name in TEXT_TWINS else model_types().kinds.get(name)
     if kind is None:
-        return refuse_vision(model, "model_type") or _report_unknown(model, name, target)
+        way = _text_way(config, name) or OWN_TARGET
+        return refuse_vision(model, "model_type", way) or _report_unknown(model, name, target)
     if kind is ModelKind.CAUSAL and config.get("vision_config") is not None:
         kind = ModelKind.VISION_LANGUAGE
     if name in model_types().decoders and config.get("is_decoder") is True:
         kind = ModelKind.ENCODER_DECODER if config.get("is_encoder_decoder") else ModelKind.CAUSAL
     if kind is ModelKind.CAUSAL:
+        if name in TEXT_TWINS:
+            model.translation.notes.append(
+                f"{name} is measured as {TEXT_TWINS[name]}, which computes the same on text alone; the rest of its "
+                "model, such as that for images, is not measured"
+            )
         return False
     what = f"{shortened(repr(name))} is {_WHAT[kind]}; exploration is limited to causal language models"
     model.refuse("model_type", f"{what}. {_way(config, name, kind)}")
@@ -138,16 +174,37 @@ def refuse_other_model(model: Section, target: Any = None) -> bool:
 
 def _way(config: Mapping[str, Any], name: str, kind: ModelKind) -> str:
     """Return a way to measure the model, or the language model in it."""
-    text = config.get("text_config")
-    inner = text.get("model_type", f"{name}_text") if isinstance(text, Mapping) else None
-    if isinstance(inner, str) and model_types().kinds.get(inner) is ModelKind.CAUSAL:
-        query = ".text_config" if "model_type" in (text or {}) else f"'.text_config + {{model_type: \"{inner}\"}}'"
-        return f"Its text_config is one: jq {query} config.json | bexp explore -; or {OWN_TARGET}"
-    decoder = (
-        "is_decoder: true makes it one; or " if kind is ModelKind.ENCODER and name in model_types().decoders else ""
-    )
-    way = f"{decoder}{OWN_TARGET}"
-    return way if decoder else way[0].upper() + way[1:]
+    whole = OWN_TARGET if name in model_types().whole else WRITE_A_TARGET
+    if text := _text_way(config, name):
+        return f"{text}; or {whole}"
+    if kind is ModelKind.ENCODER and name in model_types().decoders:
+        return f"is_decoder: true makes it one; or {whole}"
+    larger = re.sub("_text(_model)?$", "", name)
+    if larger != name and larger in model_types().whole:
+        return f"Give the whole configuration, of type {larger!r}: {OWN_TARGET}"
+    return whole[0].upper() + whole[1:]
+
+
+def _text_way(config: Mapping[str, Any], name: str) -> str:
+    """Return the way to measure the language model in a configuration; empty if there is none."""
+    usual = model_types().texts.get(name, f"{name}_text")
+    for place in TEXT_PLACES:
+        text: Any = config
+        for key in place:
+            text = text.get(key) if isinstance(text, Mapping) else None
+        if isinstance(text, Mapping) and model_types().is_causal(inner := text.get("model_type", usual)):
+            path = "." + ".".join(place)
+            return f"Its {path[1:]} is one: {_command(path, None if 'model_type' in text else inner)}"
+    is_own = model_types().is_causal(name)
+    if is_own or ("hidden_size" in config and model_types().is_causal(usual)):
+        return f"Its language model is one: {_command('del(.vision_config)', None if is_own else usual)}"
+    return ""
+
+
+def _command(query: str, model_type: str | None) -> str:
+    """Return the command that explores what `jq` finds, with a `model_type` if that has none."""
+    query += "" if model_type is None else f' + {{model_type: "{model_type}"}}'
+    return f"jq {shlex.quote(query)} config.json | bexp explore -"
 
 
 def _report_unknown(model: Section, name: str, target: Any) -> bool:

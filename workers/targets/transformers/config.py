@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
+from bexp.explorer.formats.model_types import TEXT_TWINS, TWIN_VALUES
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.config_rules import MAX_CONFIG_LAYERS, check_hugging_face_config
 from bexp.explorer.model.spelling import did_you_mean, shortened
@@ -156,9 +157,23 @@ def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -
             raise UnsupportedModelError(f"{name} is a method of {made.__name__}, no value")
     with quiet_library():
         try:
-            return _without_cache(made(**arguments))
+            return _without_cache(_as_causal(made(**arguments), model_type))
         except Exception as error:  # a configuration's own checks raise errors of any kind
             raise UnsupportedModelError(f"the configuration of {model_type!r} is refused: {one_line(error)}") from error
+
+
+def _as_causal(config: Any, model_type: str) -> Any:
+    """Return the configuration of the causal class that computes the same on text alone, where `config` has none."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
+
+    twin = TEXT_TWINS.get(model_type)
+    if twin is None:
+        return config
+    values = {name: value for name, value in config.to_dict().items() if name not in _NO_PART_OF_TRAINING}
+    rope = values.get("rope_parameters") or {}
+    values["rope_parameters"] = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+    del values["model_type"]
+    return CONFIG_MAPPING[twin](**{**values, **TWIN_VALUES.get(twin, {})})
 
 
 def _same_class(architectures: Any) -> str:

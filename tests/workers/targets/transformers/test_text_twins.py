@@ -1,0 +1,110 @@
+"""The language models of models that read images: every way that a refusal names runs, and twins compute the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+
+from bexp.explorer.formats.model_types import TEXT_TWINS
+from bexp.explorer.formats.request import parse_request
+from bexp.workers.targets.transformers.config import ResolvedConfig, resolve_config
+from tests.explorer.formats.refusals import refusal
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = 17
+TEXT: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+ROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+OMNI = {"thinker_config": {"text_config": {**TEXT, **ROPE, "model_type": "qwen2_5_omni_text"}}}
+
+
+def nested(model_type: str, text_type: str | None, **more: Any) -> dict[str, Any]:
+    """A configuration with that of its language model in it, whose type may be left to the library."""
+    named = {} if text_type is None else {"model_type": text_type}
+    return {"model_type": model_type, "text_config": {**TEXT, **more, **named}, "vision_config": {}}
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "qwen2_vl": nested("qwen2_vl", "qwen2_vl_text", **ROPE),
+    "qwen2_vl, as it was published": {"model_type": "qwen2_vl", **TEXT, **ROPE, "vision_config": {"depth": 2}},
+    "qwen2_5_vl": nested("qwen2_5_vl", "qwen2_5_vl_text", **ROPE),
+    "qwen3_vl": nested("qwen3_vl", "qwen3_vl_text", **ROPE),
+    "qwen3_vl without a type": nested("qwen3_vl", None, **ROPE),
+    "qwen3_vl_moe": nested("qwen3_vl_moe", "qwen3_vl_moe_text", **ROPE, **EXPERTS),
+    "qwen2_5_omni": {"model_type": "qwen2_5_omni", **OMNI},
+    "gemma3": nested("gemma3", None),
+    "llava": nested("llava", "llama"),
+    "llava without a type": nested("llava", None),
+    "pixtral": nested("llava", "mistral"),
+    "internvl": nested("internvl", "qwen2"),
+    "internvl, as it was published": {"model_type": "internvl_chat", "llm_config": {**TEXT, "model_type": "qwen2"}}
+    | {"vision_config": {"image_size": 448}},
+    "idefics3": nested("idefics3", None),
+    "smolvlm": nested("smolvlm", "llama"),
+    "mistral3": nested("mistral3", "mistral"),
+    "a causal type with images": {"model_type": "qwen3", **TEXT, "vision_config": {"depth": 2}},
+}
+
+
+def resolved(config: dict[str, Any]) -> ResolvedConfig:
+    hf_config = parse_request({**config, "seq_length": TOKENS}).hf_config
+    assert hf_config is not None
+    return resolve_config(hf_config, TOKENS)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the messages name jq, which is not installed")
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_query_that_a_refusal_names_finds_a_model_that_trains(name: str) -> None:
+    (message,) = refusal(WHOLE[name]).values()
+    (command,) = re.findall(r"(jq .*?) config\.json \| bexp explore -", message)
+    done = subprocess.run(shlex.split(command), input=json.dumps(WHOLE[name]), capture_output=True, text=True, check=True)
+    found = resolved(json.loads(done.stdout))
+    model: Any = found.model_class(found.config)
+    tokens = torch.randint(1, 90, (2, TOKENS))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("text_type", TEXT_TWINS)
+def test_a_twin_computes_the_same_on_text(text_type: str) -> None:
+    rope = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1] if "glm" in text_type else [2, 3, 3]}}
+    config = {"model_type": text_type, **TEXT, **rope, **EXPERTS}
+    found = resolved(config)
+    assert found.config.model_type == TEXT_TWINS[text_type]
+    twin: Any = found.model_class(found.config).eval()
+    own_config = transformers.CONFIG_MAPPING[text_type](**{key: config[key] for key in config if key != "model_type"})
+    own = own_class(text_type)._from_config(own_config).eval()
+    own.load_state_dict(twin.model.state_dict())
+    tokens = torch.randint(1, 90, (2, TOKENS))
+    with torch.no_grad():
+        torch.testing.assert_close(own(tokens).last_hidden_state, twin.model(tokens).last_hidden_state)
+
+
+def own_class(text_type: str) -> Any:
+    """The class of the language model within the larger one, which has no head."""
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel  # noqa: PLC0415
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel  # noqa: PLC0415
+
+    within = {
+        "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel,
+        "qwen3_omni_moe_text": Qwen3OmniMoeThinkerTextModel,
+    }
+    return within.get(text_type) or transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[text_type]]
