@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import bexp.explorer.formats.model_types as read
@@ -95,10 +96,9 @@ def find_texts(kinds: Mapping[str, ModelKind]) -> dict[str, str]:
     found = {}
     for name in kinds:
         if "text_config" in getattr(CONFIG_MAPPING[name], "sub_configs", {}):
-            try:
+            text = None
+            with suppress(Exception):  # some classes refuse their own defaults, with errors of any kind
                 text = CONFIG_MAPPING[name]().text_config.model_type
-            except Exception:  # noqa: BLE001 - some classes refuse their own defaults, with errors of any kind
-                continue
             if text != f"{name}_text" and kinds.get(text) is ModelKind.CAUSAL:
                 found[name] = text
     return found

@@ -129,9 +129,7 @@ def eager_event(posterior: Posterior) -> EventDraft | None:
     )
 
 
-def trial_event(
-    trial: Trial, suggestion: Suggestion, seconds: float, memory: PeakMemory | None = None
-) -> EventDraft:
+def trial_event(trial: Trial, suggestion: Suggestion, seconds: float, memory: PeakMemory | None = None) -> EventDraft:
     """Return the event of a finished trial of components.
 
     The trial measured a candidate, failed to measure it, or measured the communication that all candidates share.

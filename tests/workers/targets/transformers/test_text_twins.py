@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import torch
 
 from bexp.explorer.formats.model_types import TEXT_TWINS
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.model.target import OWN_TARGET
+from bexp.targets.process import load_target
 from bexp.workers.targets.transformers.config import ResolvedConfig, resolve_config
 from tests.explorer.formats.refusals import refusal
 
 transformers = pytest.importorskip("transformers")
 
+ROOT = Path(__file__).parents[4]
 TOKENS = 17
 TEXT: dict[str, Any] = {
     "vocab_size": 96,
@@ -75,12 +79,53 @@ def resolved(config: dict[str, Any]) -> ResolvedConfig:
 def test_the_query_that_a_refusal_names_finds_a_model_that_trains(name: str) -> None:
     (message,) = refusal(WHOLE[name]).values()
     (command,) = re.findall(r"(jq .*?) config\.json \| bexp explore -", message)
-    done = subprocess.run(shlex.split(command), input=json.dumps(WHOLE[name]), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        shlex.split(command), input=json.dumps(WHOLE[name]), capture_output=True, text=True, check=True
+    )
     found = resolved(json.loads(done.stdout))
     model: Any = found.model_class(found.config)
     tokens = torch.randint(1, 90, (2, TOKENS))
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+VISION: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32},
+    **{"depth": 1, "num_heads": 2, "patch_size": 16, "out_hidden_size": 64, "embed_dim": 32, "num_global_layers": 1},
+    **{
+        "attention_heads": 2,
+        "vision_output_dim": 64,
+        "intermediate_layers_indices": [0],
+        "deepstack_visual_indexes": [0],
+    },
+}
+GLM = {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("refused", "whole_type", "text"),
+    [
+        ("mllama", "mllama", {"num_hidden_layers": 4, "cross_attention_layers": [1]}),
+        ("mllama_text_model", "mllama", {"num_hidden_layers": 4, "cross_attention_layers": [1]}),
+        ("glm4v_text", "glm4v", GLM),
+        ("qwen3_vl", "qwen3_vl", ROPE),
+        ("gemma3", "gemma3", {}),
+        ("idefics3", "idefics3", {}),
+        ("llava", "llava", {"model_type": "mistral"}),
+    ],
+)
+def test_the_target_that_a_refusal_names_trains_the_whole_model_on_text(
+    refused: str, whole_type: str, text: dict[str, Any]
+) -> None:
+    (message,) = refusal({"model_type": refused}).values()
+    assert OWN_TARGET[1:] in message
+    assert refused == whole_type or f"of type '{whole_type}'" in message
+    target = load_target(f"{ROOT}/examples/targets/hugging_face.py:Target")
+    whole = {"model_type": whole_type, "text_config": {**TEXT, **text}, "vision_config": VISION, "image_token_index": 3}
+    config = {**whole, "image_token_id": 3, "seq_length": TOKENS, "gradient_checkpointing": False}
+    model = target.build(config, torch.device("cpu"))
+    assert torch.isfinite(target.step(model, target.batch(2, torch.device("cpu"))))
+    assert any(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("text_type", TEXT_TWINS)
@@ -100,8 +145,8 @@ def test_a_twin_computes_the_same_on_text(text_type: str) -> None:
 
 def own_class(text_type: str) -> Any:
     """The class of the language model within the larger one, which has no head."""
-    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel  # noqa: PLC0415
-    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel  # noqa: PLC0415
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerTextModel
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
 
     within = {
         "qwen2_5_omni_text": Qwen2_5OmniThinkerTextModel,
