@@ -96,7 +96,7 @@ def find_texts(kinds: Mapping[str, ModelKind]) -> dict[str, str]:
     found = {}
     for name in kinds:
         if "text_config" in getattr(CONFIG_MAPPING[name], "sub_configs", {}):
-            text = None
+            text = ""
             with suppress(Exception):  # some classes refuse their own defaults, with errors of any kind
                 text = CONFIG_MAPPING[name]().text_config.model_type
             if text != f"{name}_text" and kinds.get(text) is ModelKind.CAUSAL:

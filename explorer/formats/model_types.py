@@ -83,10 +83,11 @@ def model_types() -> ModelTypes:
     """Return the model types in the file."""
     head, *groups = re.split(r"\n(?! )", FILE.read_text(encoding="utf-8").strip())
     named = {title: names.split() for title, _, names in (group.partition(":") for group in groups)}
-    others = [frozenset(named.pop(title)) for title in (DECODERS, BOUNDED, AFTER_PADDING, WHOLE)]
+    titles = (DECODERS, BOUNDED, AFTER_PADDING, WHOLE)
+    decoders, bounded, after_padding, whole = (frozenset(named.pop(title)) for title in titles)
     texts = dict(pair.split("=") for pair in named.pop(TEXTS))
     kinds = {name: ModelKind(title) for title, names in named.items() for name in names}
-    return ModelTypes(head.removeprefix(VERSION).strip(), kinds, *others, texts=texts)
+    return ModelTypes(head.removeprefix(VERSION).strip(), kinds, decoders, bounded, after_padding, whole, texts)
 
 
 def reserved_positions(config: Mapping[str, Any]) -> int:
