@@ -110,7 +110,8 @@ def find_relaxations(
         combined = chain(_together(request), _freed(request))
         found += islice(_working(RelaxationKind.SEVERAL, combined, request, report, model, errors), 1)
     filled = _memory_of(least, smallest)
-    shrinking = [one for one in found if one.memory.parts.get(filled.largest, 0) < filled.parts[filled.largest]]
+    before = least.memory.parts.get(filled.largest, filled.parts[filled.largest])
+    shrinking = [one for one in found if one.memory.parts.get(filled.largest, 0) < before]
     return tuple(one.relaxation for one in (filled.is_wall and shrinking) or found)
 
 

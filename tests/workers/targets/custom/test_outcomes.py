@@ -11,8 +11,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from bexp.explorer.records.measurement import Outcome
+from bexp.targets import process
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from bexp.workers.targets.custom.target import CustomTarget
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, ProcessStandIn, measure, open_custom, write
@@ -237,3 +239,31 @@ def test_a_process_that_never_answers_is_refused(
 def test_what_no_custom_target_can_do_is_refused(fields: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedTrialError, match=f"measured as its code trains: no {what}"):
         open_custom("/nowhere/train.py:Target", **fields)
+
+
+@pytest.mark.parametrize("command", ["describe", "measure"])
+def test_what_runs_out_of_memory_in_a_heap_with_holes_runs_again_without_them(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    failures = [MemoryError("std::bad_alloc")]
+
+    class Run:
+        device = torch.device("cpu")
+
+        def __init__(self, *_: object) -> None: ...
+
+        def measure(self, size: int = 1) -> dict[str, Any]:
+            if failures:
+                raise failures.pop()
+            return {"size": size}
+
+        describe = measure
+
+    monkeypatch.setattr(process, "TargetRun", Run)
+    monkeypatch.setattr(process, "load_target", lambda reference: None)
+    monkeypatch.setattr(process, "_limit_memory", lambda *limits: None)
+    served = process.Served()
+    opened = {"reference": "train.py:Target", "config": {}, "optimizer": "adamw", "seed": 0, "choice": {}}
+    served.open({**opened, "device": "cpu", "memory_limit_bytes": 0, "context_bytes": 0})
+    found = process.answer(getattr(served, command), {"micro_batch_size": 1})
+    assert found == {"outcome": "ok", "size": 1}
