@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.lengths import expand_lengths
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.trainer_rules import expand_trainer
 
-LISTS = ("recompute", "attention_backends", "expert_backends", "losses", "kernels")
+LISTS = ("recompute", "attention_backends", "expert_backends", *(choice.asked for choice in CHOICES if choice.asked))
 """Fields that are lists of names."""
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +38,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_every_figure_of_a_component_is_recorded() -> None:
     recorded = empty()
     table = table_of(recorded)
-    times = {name: 0.5 for name in ComponentFigures.model_fields if name.endswith("seconds")}
+    times: dict[str, Any] = {name: 0.5 for name in ComponentFigures.model_fields if name.endswith("seconds")}
     sizes = {name: 7 for name in ComponentFigures.model_fields if name.endswith("bytes")}
+    times["compile_seconds"] = (0.5,)  # of each new shape
     batch = {name: 0.5 if name.endswith("seconds") else 7 for name in BatchFigures.model_fields}
     figures = {**times, **sizes, "batches": (BatchFigures.model_validate(batch),)}
-    found = ComponentMeasurement(component=table.components[0], repeats=3, slowdown=0.25, grad_accum_steps=4, **figures)
+    counts = {"repeats": 3, "slowdown": 0.25, "grad_accum_steps": 4, "num_shapes": 2}
+    found = ComponentMeasurement(component=table.components[0], **counts, **figures)
     assert found.model_fields_set >= ComponentFigures.model_fields.keys(), "no figure is left out of this test"
     trial = Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,))
     read = ROWS.validate_json(encode_row(component_row(found.component, 0, trial, replaced=False)))

@@ -85,6 +85,7 @@ IN_A_TEMPORARY_FOLDER = {
     "api/cli/tune.py",
     "api/local_worker.py",
     "bexp/tune/link.py",
+    "bexp/tune/waiting.py",
     "workers/targets/custom/command.py",
 }
 NAMED_BY_A_PERSON = {"api/cli/report.py", "api/cli/tune_answer.py", "bexp/config_exploration.py"}
