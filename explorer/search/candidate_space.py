@@ -127,7 +127,7 @@ class CandidateSpace(SearchSpace):
 
         On a noisy device the base is measured once more, a while after its first runs.
         """
-        done = bool(self._whole_models.trials)
+        done = self._whole_models.has_run or self._whole_models.is_impossible
         spent = 0.0 if done else self._history.device_seconds
         following = next_comparison(self._posterior, self._context.report, spent)
         if following is not None or done or self._base is None:

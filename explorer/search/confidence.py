@@ -29,6 +29,8 @@ OPTIMISTIC_DEVIATIONS = 3.5
 """A candidate is ruled out if it is too slow even at this many standard deviations below its expected seconds."""
 RULED_OUT = 0.05
 """A size of a model that is measured whole is ruled out if no more than this share of samples has it faster."""
+STEADY = 0.05
+"""That holds while the recommended one is known this well: where timings scatter more, samples claim too much."""
 MOST_CONFIDENT = 99
 
 
@@ -114,7 +116,9 @@ class Contenders:
         if not self.is_whole:
             return 1.0
         measured_A = ~self.wanted_AP.any(axis=1) & (self.tokens_NA > 0.0).any(axis=0)  # and it may fit
-        likely = RULED_OUT if measured_A.sum() > 1 else 0.0
+        own_N = self.tokens_NA[self.tokens_NA[:, position] > 0.0, position]
+        is_steady = bool(own_N.size) and float(np.log(own_N).std()) <= STEADY
+        likely = RULED_OUT if is_steady and measured_A.sum() > 1 else 0.0
         faster_NA = (1.0 - tolerance) * self.tokens_NA > self.tokens_NA[:, [position]]
         counts_A = measured_A | (faster_NA.mean(axis=0) > likely)
         if among_A is not None:

@@ -121,7 +121,7 @@ def test_where_timings_scatter_the_answer_is_what_was_measured_and_not_sure(seed
     assert found.micro_batch_size is not None and found.confidence is not None and found.scatter is not None
     assert found.sequences_per_second == pytest.approx(rates[found.micro_batch_size])
     assert rates[found.micro_batch_size] >= 0.97 * max(rates.values()) or found.confidence < 50
-    assert found.confidence < 95, "the target, at which a search is sure"
+    assert found.confidence <= 90
     if most > 5:
         assert found.scatter > 0.15
 
