@@ -215,7 +215,7 @@ class OnImport:
             execute(module)
             observe(module)
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        spec.loader.exec_module = executed  # type: ignore[method-assign]  # this import alone
         return spec
 
 
