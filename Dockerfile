@@ -33,7 +33,7 @@ RUN if [ -n "${TORCH}" ]; then sed --in-place "s/^torch==.*/${TORCH}/" constrain
     && /opt/bexp/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} \
        --constraint constraints.txt torch
 
-# Optional parts of bexp, separated by commas: transformers, lora, liger, ray.
+# Optional parts of bexp, separated by commas: transformers, lora, ray.
 ARG EXTRAS=transformers
 
 COPY pyproject.toml README.md ./

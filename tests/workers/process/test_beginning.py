@@ -134,6 +134,7 @@ def test_a_configuration_that_breaks_its_own_class_is_refused_by_its_process(
     """A nested key that shadows a method of the library makes it raise what nobody expects."""
     pytest.importorskip("transformers")
     broken = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 1, "get_text_config": 3, "to_dict": 4}}
+    profiler.start()
     pid = profiler.pid
     report = profiler.begin(type(REQUEST).model_validate({"hf_config": broken, "hf_seq_length": 16}))
     assert "TypeError" in (report.refusal or "")
