@@ -292,6 +292,7 @@ def test_interrupt_ends_a_running_trial_at_once(profiler: Profiler, in_the_middl
 
 
 def test_a_device_has_one_profiler_at_a_time(profiler: Profiler, tmp_path: Path) -> None:
+    profiler.start()
     directory = profiler._process.locks._locks[0].device._stem.parent
     with pytest.raises(DeviceBusyError, match="in use"):
         Profiler("cpu", environment=ENVIRONMENT, lock_directory=directory, lock_timeout_seconds=0.1).start()
