@@ -99,10 +99,11 @@ AUTOCAST: Mapping[str, Key] = {
     "fp16": Key(write=autocast_in(DType.FLOAT16)),
 }
 CHECKPOINTING: Mapping[str, Key] = {
-    "gradient_checkpointing": Key(Setting.RECOMPUTATION, flag),
-    "gradient_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS),
-    "activation_checkpointing": Key(Setting.RECOMPUTATION, flag, _checkpointing),
-    "activation_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS, write=_checkpointing_arguments),
+    # Its new name, since transformers 5.23, is unknown to every earlier version; until 6 all of them take this one.
+    "gradient_checkpointing": Key(Setting.RECOMPUTATION, flag, _checkpointing),
+    "gradient_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS, write=_checkpointing_arguments),
+    "activation_checkpointing": Key(Setting.RECOMPUTATION, flag),
+    "activation_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS),
 }
 FSDP: Mapping[str, Key] = {
     "fsdp": Key(write=lambda settings: settings.sharding is not Sharding.NONE or None),

@@ -13,7 +13,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     values = json.loads(path.read_text())
     found = SFTConfig(**{**values, "output_dir": "out", "use_cpu": True})
     assert found.per_device_train_batch_size == values["per_device_train_batch_size"], path.name
-    assert found.gradient_checkpointing is values["activation_checkpointing"], path.name
+    assert found.gradient_checkpointing is values["gradient_checkpointing"], path.name
     assert (found.packing, found.bf16) == (values["packing"], values["bf16"]), path.name
     assert found.max_length == values["max_length"], path.name
 for path in sorted((Path(sys.argv[1]).parent / "own").iterdir()):

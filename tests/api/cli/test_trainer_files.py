@@ -79,7 +79,7 @@ def test_the_file_comes_out_with_the_measured_size_and_asks_for_the_same_trainin
     assert (trainer == "trl") is not any("expect about" in line or "promises no" in line for line in comments)
 
 
-def test_older_keys_give_way_to_those_of_the_export(files: Path) -> None:
+def test_other_names_of_a_key_give_way_to_those_of_the_export(files: Path) -> None:
     after = yaml.safe_load(written(files, "axolotl", candidate(4, expert_backend=None))[0])
     assert (after["attn_implementation"], after["flash_attention"]) == ("sdpa", None)
     assert after["gradient_checkpointing_kwargs"] == {"use_reentrant": True}, "nothing is recomputed"
@@ -87,8 +87,10 @@ def test_older_keys_give_way_to_those_of_the_export(files: Path) -> None:
     text, _ = written(files, "axolotl", recomputed)
     assert "gradient_checkpointing_kwargs:\n  {use_reentrant: false}\nflash_attention: null\n" in text
     assert "gradient_accumulation_steps: 4  # times two\nmicro_batch_size: 4\n" in text
+    newer = FILES["trl"][1].replace("gradient_checkpointing", "activation_checkpointing")
+    (files / "trl").write_text(newer)
     trl = yaml.safe_load(written(files, "trl", candidate(4, expert_backend=None))[0])
-    assert (trl["gradient_checkpointing"], trl["activation_checkpointing"]) == (None, False)
+    assert (trl["gradient_checkpointing"], trl["activation_checkpointing"]) == (False, None)
 
 
 PLAIN = candidate(4, expert_backend=None)
