@@ -32,6 +32,7 @@ from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
 from bexp.storage.trials import read_all_trials
+from bexp.storage.waiting import find_place
 from bexp.storage.workers import read_workers
 
 _NOTHING = {
@@ -137,7 +138,7 @@ class StoredExplorations:
     def get(self, job_id: str) -> Exploration:
         """Return one exploration."""
         with _refusals():
-            return resources.exploration_of(get_job(self.database, job_id))
+            return resources.exploration_of(get_job(self.database, job_id), place=find_place(self.database, job_id))
 
     def summary(self, job_id: str) -> JobSummary:
         """Return the state of one exploration, which is read faster than the whole."""

@@ -26,7 +26,7 @@ from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import find_quota, quota_of, select_quotas
 from bexp.storage.reuse import Offer, find_answer, software_of
 from bexp.storage.schema import refuse_later_version
-from bexp.storage.tables import UTCDateTime, jobs, turns
+from bexp.storage.tables import IS_QUEUED, UTCDateTime, jobs, turns
 from bexp.storage.trials import select_trials, trial_from_row
 from bexp.storage.workers import WorkerInfo, select_live
 
@@ -194,12 +194,7 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
         conditions = (*conditions, jobs.c.owner.not_in(held_back))
     if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
         return None
-    held = (
-        sa.select(jobs.c.owner, sa.func.sum(jobs.c.devices_needed).label("num_devices"))
-        .where(is_held(database))
-        .group_by(jobs.c.owner)
-        .subquery("held")
-    )
+    held = _select_held_devices(database)
     return (
         sa.select(jobs.c.id)
         .select_from(jobs.outerjoin(held, held.c.owner == jobs.c.owner).outerjoin(turns, turns.c.owner == jobs.c.owner))
@@ -214,6 +209,32 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
         .limit(1)
         .with_for_update(of=jobs, skip_locked=True)
     )
+
+
+def _select_held_devices(database: Database) -> sa.Subquery:
+    """Return the query for the devices that the jobs of each owner hold."""
+    held = sa.select(jobs.c.owner, sa.func.sum(jobs.c.devices_needed).label("num_devices"))
+    return held.where(is_held(database)).group_by(jobs.c.owner).subquery("held")
+
+
+def select_place(database: Database, job_id: str, device_kind: str | None) -> sa.Select[tuple[int, int]]:
+    """Return the query for the place of a queued job in the order of claims, counted from 1, and for their number.
+
+    Jobs for their own workers, and those that name another kind of device, are in no one's way. Each job counts as one
+    device. An index of the queued jobs alone has all of the columns.
+    """
+    order = (jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id)
+    turn = sa.func.row_number().over(partition_by=jobs.c.owner, order_by=order).label("turn")
+    queued = sa.select(jobs.c.owner, *order[1:], jobs.c.priority, turn).where(IS_QUEUED, jobs.c.own_worker == "")
+    if device_kind is not None:
+        queued = queued.where(sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == device_kind))
+    one, held = queued.subquery("queued"), _select_held_devices(database)
+    served = (sa.func.coalesce(held.c.num_devices, 0) + one.c.turn, turns.c.claimed_at.nulls_first())
+    place = sa.func.row_number().over(order_by=(*served, one.c.priority.desc(), one.c.created_at, one.c.id))
+    both = one.outerjoin(held, held.c.owner == one.c.owner).outerjoin(turns, turns.c.owner == one.c.owner)
+    ranked = sa.select(one.c.id, place.label("place"), sa.func.count().over().label("number")).select_from(both)
+    ranks = ranked.subquery("ranks")
+    return sa.select(ranks.c.place, ranks.c.number).where(ranks.c.id == job_id)
 
 
 def await_turn(database: Database, connection: sa.Connection) -> None:

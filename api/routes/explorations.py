@@ -34,6 +34,7 @@ from bexp.storage.jobs import (
 from bexp.storage.owners import Scope
 from bexp.storage.pruning import delete_job
 from bexp.storage.submission import JobFinishedError
+from bexp.storage.waiting import QueuePlace, find_place
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(bodies.accepts_json)])
 
@@ -236,13 +237,20 @@ def get_exploration(
     if_none_match: Annotated[str | None, Header(description="ETags that the client knows.", examples=['"7"'])] = None,
 ) -> Exploration | Response:
     """The state of an exploration, with its request and its results."""
-    etag = f'"{summary.version}"'
+    place = find_place(service.database, summary.id) if summary.state is JobState.QUEUED else None
+    etag = _etag(summary, place)
     if if_none_match is not None and (if_none_match.strip() == "*" or etag in _ETAG.findall(if_none_match)):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": etag, "Cache-Control": "no-cache"})
     job = get_job(service.database, summary.id)
-    response.headers["ETag"] = f'"{job.version}"'
+    response.headers["ETag"] = _etag(job, place)
     response.headers["Cache-Control"] = "no-cache"
-    return exploration_of(job)
+    return exploration_of(job, place=place)
+
+
+def _etag(job: JobSummary, place: QueuePlace | None) -> str:
+    """Return the ETag of an exploration; others change its place in the queue."""
+    where = "" if place is None else f"-{place.place}-{place.num_queued}-{place.busy_until or ''}".replace(" ", "T")
+    return f'"{job.version}{where}"'
 
 
 @router.delete(
