@@ -114,7 +114,7 @@ class QueuePlace:
     """The place of a job among the `num_queued` ones that it waits with, counted from 1.
 
     `busy_until` is when the first of the workers that would take it has used the time budget of its present job. It is
-    None if one of them measures nothing, or if none has any of its budget left.
+    None if one of them is free, or if none has any of its budget left.
     """
 
     place: int
@@ -130,15 +130,16 @@ def find_place(database: Database, job_id: str) -> QueuePlace | None:
         found = connection.execute(select_place(database, job_id, kind)).one_or_none() if rows else None
         if found is None:
             return None
-        takers = [worker.id for worker in _takers_of(rows[0], live)]
+        takers = _takers_of(rows[0], live)
         budget = jobs.c.request["budget"]["max_seconds"].as_float()
         running = sa.select(jobs.c.worker, jobs.c.started_at, budget).where(
-            is_held(database), jobs.c.worker.in_(takers)
+            is_held(database), jobs.c.worker.in_([worker.id for worker in takers])
         )
-        ends = {row[0]: row[1] + timedelta(seconds=row[2]) for row in connection.execute(running)} if takers else {}
+        ends = {row[0]: row[1] + timedelta(seconds=row[2]) for row in connection.execute(running)}
         now = database.now(connection)
-    later = [end for end in ends.values() if end > now] if len(ends) == len(takers) else []
-    return QueuePlace(*found, min(later, default=None))
+    is_one_free = any(worker.id not in ends and worker.held_by is None for worker in takers)
+    later = [] if is_one_free else [end for end in ends.values() if end > now]
+    return QueuePlace(found.place, found.number, min(later, default=None))
 
 
 def _select_busy(database: Database, connection: sa.Connection) -> frozenset[str]:
