@@ -10,15 +10,17 @@ export function requestText(request, remedy, schemas) {
   return JSON.stringify(withoutDefaults(changed, { $ref: "#/components/schemas/ExplorationRequest" }, schemas), null, 2);
 }
 
-/** Leave out the fields that have their defaults. A default that the document does not state is null. */
+/** Leave out the fields that have their defaults. Where the document states none, it is empty for a map, and else null. */
 function withoutDefaults(value, schema, schemas) {
   const known = (schema?.$ref ?? schema?.anyOf?.find(({ $ref }) => $ref)?.$ref)?.split("/").at(-1);
   const { properties } = schemas[known] ?? {};
   if (!properties || value === null || typeof value !== "object" || Array.isArray(value)) return value;
-  const rest = (one, name) => (one === undefined ? null : withoutDefaults(one, properties[name], schemas));
+  const rest = (one, name) => (one === undefined ? nothing(properties[name]) : withoutDefaults(one, properties[name], schemas));
   const isUsual = ([name, one]) => canonical(rest(one, name)) === canonical(rest(properties[name]?.default, name));
   return Object.fromEntries(Object.entries(value).filter((field) => !isUsual(field)).map(([name, one]) => [name, rest(one, name)]));
 }
+
+const nothing = (schema) => (schema?.additionalProperties ? {} : null);
 
 /** A text that is equal for equal values, in whatever order their fields are. */
 const canonical = (value) => JSON.stringify(value, (_, one) =>

@@ -150,7 +150,7 @@ export class ExplorationView {
     this.waiting.hidden = !waits;
     if (waits) this.waiting.replaceChildren(...renderWaiting(exploration));
     this.answer.hidden = this.charts.hidden = waits && trials.length === 0;
-    this.next.hidden = !this.isLinked || this.answer.hidden;
+    this.next.hidden = !this.isLinked || this.answer.hidden || nextCommands(exploration).length === 0;
   }
 
   /** Offer each change after which something would fit as a new request, filled in. */

@@ -97,6 +97,8 @@ export function showSubmit(root, signal, shell, id = "", choice = null) {
     origin.replaceChildren("The request of ", el("a", { href: `#/explorations/${id}` }, exploration.model, " ", el("code", {}, id)),
       remedy ? `, with ${remedy.change}.` : ".");
     take(requestText(exploration.request, remedy, components.schemas));
+    text.setSelectionRange(0, 0);
+    text.scrollTop = 0;
   }
 
   function take(given) {

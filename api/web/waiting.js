@@ -11,7 +11,7 @@ export function renderWaiting({ queue, waiting_reason: reason }) {
     queue && ["place", `${queue.place} of ${queue.num_queued} in the queue`],
     reason === null ? ["waits for", "a worker, which may take it at once"]
       : OF_A_WORKER.test(reason) ? ["waits for", `a worker: ${reason}`] : ["waits because", reason],
-    queue?.busy_until && ["busy", `until about ${format.moment(queue.busy_until)}, or less`],
+    queue?.busy_until && ["busy", `until about ${format.moment(queue.busy_until)}; it may end earlier`],
   ];
   return [
     el("h2", { id: "waiting-title" }, "Waiting"),
