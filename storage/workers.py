@@ -130,14 +130,19 @@ def read_workers(database: Database, *, owner: str | None = None) -> list[KnownW
     )
     with database.read() as connection:
         rows = {row.id: row for row in connection.execute(query)}
-    return [
-        KnownWorker(
-            *(_info_of(row), _state_of(row)),
-            *((row.job_id, row.model_name, row.job_started_at) if owner in {None, row.owner} else (None,) * 3),
-            *(row.started_at, row.last_seen_at),
-        )
-        for row in rows.values()
-    ]
+    return [_known_of(row, sees_job=owner in {None, row.owner}) for row in rows.values()]
+
+
+def _known_of(row: sa.Row[Any], *, sees_job: bool) -> KnownWorker:
+    return KnownWorker(
+        info=_info_of(row),
+        state=_state_of(row),
+        job_id=row.job_id if sees_job else None,
+        model_name=row.model_name if sees_job else None,
+        job_started_at=row.job_started_at if sees_job else None,
+        started_at=row.started_at,
+        last_seen_at=row.last_seen_at,
+    )
 
 
 def _state_of(row: sa.Row[Any]) -> WorkerState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -204,10 +205,10 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
 
 def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browser: Chromium, service: Service) -> None:
     queue, gpus = service.queue, [{"device": "cuda:0", "busy_share": 0.93, "temperature_celsius": 61}]
-    has = {"devices": "cuda:0", "memory_bytes": 32 << 30, "versions": {"torch": "2.13"}}
-    measuring, waiting = (make_worker(f"host-{number}", "cpu", **has) for number in (1, 2))
+    has: dict[str, Any] = {"devices": "cuda:0", "memory_bytes": 32 << 30, "versions": {"torch": "2.13"}}
+    measuring, waiting = (make_worker(f"host-{number}", **has) for number in (1, 2))
     ids = [queue.enqueue(request(seed=seed, device_kind="cpu"))[0].id for seed in (71, 72, 73)]
-    assert queue.claim(measuring) is not None
+    assert queue.claim(measuring, among=ids[:1]) is not None
     register_worker(service.database, replace(measuring, gpus=gpus))
     register_worker(service.database, replace(waiting, held_by="cpu is in use by process 7"))
     shown = "[...document.querySelectorAll('main .card')].filter((card) => card.checkVisibility())"
@@ -215,9 +216,7 @@ def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browse
         log_in(browser, service)
         browser.evaluate("(window.slow = setTimeout, window.setTimeout = (task, delay) => slow(task, delay / 20), 1)")
         browser.evaluate(f"location.hash = '#/explorations/{ids[2]}'")
-        browser.wait_for(
-            "document.querySelector('h1').textContent === 'small' && document.querySelector('.badge.queued') && document.querySelector('.log li')"
-        )
+        browser.wait_for("document.querySelector('.page-head .badge.queued') && document.querySelector('.log li')")
         assert browser.evaluate(f"{shown}.map((card) => card.querySelector('h2').textContent)") == ["Waiting", "Log"]
         assert "2 of 2 in the queue" in browser.evaluate(f"{shown}[0].innerText")
         queue.note_waiting(grace=timedelta(0))

@@ -251,7 +251,7 @@ def test_each_report_of_a_worker_reads_its_gpus(database: Database, monkeypatch:
 
     monkeypatch.setattr("bexp.workers.jobs.worker.read_gpus", read)
     registration = Registration(database, {"cuda:0": "GPU-1"})
-    registration._ended = Waits(1)
+    registration._ended = Waits(2)
     registration.tell(WORKER)
     assert [known.info.gpus for known in read_workers(database)] == [None]
     with registration:
