@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -217,24 +218,37 @@ def _select_held_devices(database: Database) -> sa.Subquery:
     return held.where(is_held(database)).group_by(jobs.c.owner).subquery("held")
 
 
-def select_place(database: Database, job_id: str, device_kind: str | None) -> sa.Select[tuple[int, int]]:
-    """Return the query for the place of a queued job in the order of claims, counted from 1, and for their number.
+def find_turn(database: Database, connection: sa.Connection, job: sa.Row[Any]) -> tuple[int, int] | None:
+    """Return the place of a queued job in the order of claims, counted from 1, and the number of jobs in that order.
 
-    Jobs for their own workers, and those that name another kind of device, are in no one's way. Each job counts as one
-    device. An index of the queued jobs alone has all of the columns.
+    The row of the job has its id, owner, priority, time and device kind. Jobs for their own workers, and those that
+    name another kind of device, are in no one's way. Each job counts as one device. Of two owners from whom no job was
+    ever taken, the one with the oldest job counts as the first. Returns None if the job itself is not in the order.
     """
-    order = (jobs.c.priority.desc(), jobs.c.created_at, jobs.c.id)
-    turn = sa.func.row_number().over(partition_by=jobs.c.owner, order_by=order).label("turn")
-    queued = sa.select(jobs.c.owner, *order[1:], jobs.c.priority, turn).where(IS_QUEUED, jobs.c.own_worker == "")
-    if device_kind is not None:
-        queued = queued.where(sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == device_kind))
-    one, held = queued.subquery("queued"), _select_held_devices(database)
-    served = (sa.func.coalesce(held.c.num_devices, 0) + one.c.turn, turns.c.claimed_at.nulls_first())
-    place = sa.func.row_number().over(order_by=(*served, one.c.priority.desc(), one.c.created_at, one.c.id))
+    is_older = sa.tuple_(jobs.c.created_at, jobs.c.id) <= sa.tuple_(job.created_at, job.id)
+    is_ahead = (jobs.c.priority > job.priority) | ((jobs.c.priority == job.priority) & is_older)
+    ahead = sa.func.sum(sa.case(((jobs.c.owner == job.owner) & is_ahead, 1), else_=0)).label("ahead")
+    number, oldest = sa.func.count().label("number"), sa.func.min(jobs.c.created_at).label("oldest")
+    queued = sa.select(jobs.c.owner, ahead, number, oldest).where(IS_QUEUED, jobs.c.own_worker == "")
+    if job.device_kind is not None:
+        queued = queued.where(sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == job.device_kind))
+    one, held = queued.group_by(jobs.c.owner).subquery("queued"), _select_held_devices(database)
     both = one.outerjoin(held, held.c.owner == one.c.owner).outerjoin(turns, turns.c.owner == one.c.owner)
-    ranked = sa.select(one.c.id, place.label("place"), sa.func.count().over().label("number")).select_from(both)
-    ranks = ranked.subquery("ranks")
-    return sa.select(ranks.c.place, ranks.c.number).where(ranks.c.id == job_id)
+    served = sa.func.coalesce(held.c.num_devices, 0).label("served")
+    owners = connection.execute(sa.select(one, served, turns.c.claimed_at).select_from(both)).all()
+    mine = next((owner for owner in owners if owner.owner == job.owner), None)
+    if mine is None:
+        return None
+    place = mine.ahead
+    for other in owners:
+        if other is not mine:
+            before = mine.served + mine.ahead - other.served - 1 + (_waited_since(other) < _waited_since(mine))
+            place += min(max(before, 0), other.number)
+    return place, sum(owner.number for owner in owners)
+
+
+def _waited_since(owner: sa.Row[Any]) -> tuple[bool, datetime]:
+    return (False, owner.oldest) if owner.claimed_at is None else (True, owner.claimed_at)
 
 
 def await_turn(database: Database, connection: sa.Connection) -> None:

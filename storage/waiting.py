@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
-from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas, select_place
+from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas, find_turn
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import is_held
@@ -26,7 +26,7 @@ from bexp.storage.matching import (
     has_live_own_worker,
     waiting_reason,
 )
-from bexp.storage.tables import events, jobs
+from bexp.storage.tables import IS_QUEUED, events, jobs
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_live
 
 MAX_WAIT = timedelta(days=7)
@@ -76,10 +76,14 @@ def find_waiting(
     device, which stays until the worker has the device.
     """
     changed = []
+    takers_by_needs: dict[tuple[Any, ...], list[WorkerInfo]] = {}  # thousands of jobs have the same
     for row in overdue:
         new = None if row.is_held else waiting_reason(row, live)
         if new is None and not row.is_held:
-            new = _why_none_is_free(row, live, quotas.get(row.owner), busy)
+            needs = tuple(getattr(row, column.name) for column in NEEDED)
+            if needs not in takers_by_needs:
+                takers_by_needs[needs] = _takers_of(row, live)
+            new = _why_none_is_free(row, takers_by_needs[needs], quotas.get(row.owner), busy)
         if row.own_worker and _is_held_device(new if new != STARTING else row.waiting_reason):
             continue
         if new != row.waiting_reason:
@@ -88,12 +92,11 @@ def find_waiting(
 
 
 def _why_none_is_free(
-    row: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo], quota: ClaimQuota | None, busy: Collection[str]
+    row: sa.Row[*tuple[Any, ...]], takers: Sequence[WorkerInfo], quota: ClaimQuota | None, busy: Collection[str]
 ) -> str | None:
     """Return the reason why none of the live workers that can run a job takes it now; None if one may."""
     if quota is not None and quota.holds:
         return quota.reason
-    takers = _takers_of(row, live)
     if takers and all(worker.id in busy or worker.held_by is not None for worker in takers):
         return BUSY if any(worker.id in busy for worker in takers) else f"{DEVICE_HELD}: {takers[0].held_by}"
     stays = row.waiting_reason == BUSY or (quota is not None and row.waiting_reason == quota.reason)
@@ -124,13 +127,14 @@ class QueuePlace:
 
 def find_place(database: Database, job_id: str) -> QueuePlace | None:
     """Return the place of a job in the queue; None if it is not queued, or waits for its own worker alone."""
+    columns = (jobs.c.id, jobs.c.owner, jobs.c.priority, jobs.c.created_at, *NEEDED)
     with database.read() as connection:
-        live, rows = select_overdue(database, connection, jobs.c.id == job_id, live_within=LIVE_WITHIN)
-        kind = rows[0].device_kind if rows else None
-        found = connection.execute(select_place(database, job_id, kind)).one_or_none() if rows else None
-        if found is None:
+        query = sa.select(*columns).where(jobs.c.id == job_id, IS_QUEUED, jobs.c.own_worker == "")
+        job = connection.execute(query).one_or_none()
+        turn = None if job is None else find_turn(database, connection, job)
+        if turn is None:
             return None
-        takers = _takers_of(rows[0], live)
+        takers = _takers_of(job, select_live(database, connection))
         budget = jobs.c.request["budget"]["max_seconds"].as_float()
         running = sa.select(jobs.c.worker, jobs.c.started_at, budget).where(
             is_held(database), jobs.c.worker.in_([worker.id for worker in takers])
@@ -139,7 +143,7 @@ def find_place(database: Database, job_id: str) -> QueuePlace | None:
         now = database.now(connection)
     is_one_free = any(worker.id not in ends and worker.held_by is None for worker in takers)
     later = [] if is_one_free else [end for end in ends.values() if end > now]
-    return QueuePlace(found.place, found.number, min(later, default=None))
+    return QueuePlace(*turn, min(later, default=None))
 
 
 def _select_busy(database: Database, connection: sa.Connection) -> frozenset[str]:
