@@ -16,7 +16,7 @@ from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
 from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas, find_turn
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState
+from bexp.storage.jobs import JobState, JobSummary
 from bexp.storage.leases import is_held
 from bexp.storage.matching import (
     NEEDED,
@@ -125,11 +125,13 @@ class QueuePlace:
     busy_until: datetime | None
 
 
-def find_place(database: Database, job_id: str) -> QueuePlace | None:
+def find_place(database: Database, of: JobSummary) -> QueuePlace | None:
     """Return the place of a job in the queue; None if it is not queued, or waits for its own worker alone."""
+    if of.state is not JobState.QUEUED:
+        return None
     columns = (jobs.c.id, jobs.c.owner, jobs.c.priority, jobs.c.created_at, *NEEDED)
     with database.read() as connection:
-        query = sa.select(*columns).where(jobs.c.id == job_id, IS_QUEUED, jobs.c.own_worker == "")
+        query = sa.select(*columns).where(jobs.c.id == of.id, IS_QUEUED, jobs.c.own_worker == "")
         job = connection.execute(query).one_or_none()
         turn = None if job is None else find_turn(database, connection, job)
         if turn is None:

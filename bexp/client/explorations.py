@@ -137,12 +137,9 @@ class Exploration(ExplorationSummary):
     own_formats: Annotated[
         list[str], Field(description="Those of them that the request's trainer reads; all if it names none.")
     ]
-    queue: Annotated[
-        QueuePlace | None,
-        Field(
-            description="In the answer to `GET` of a queued exploration that any worker may take; else null.",
-        ),
-    ] = None
+    queue: Annotated[QueuePlace | None, Field(description="Null unless it is queued, and any worker may take it.")] = (
+        None
+    )
 
 
 class Result(_Document):

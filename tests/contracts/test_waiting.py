@@ -303,15 +303,16 @@ def test_the_place_of_a_job_is_that_in_the_order_of_claims(database: Database, q
     own, _ = queue.enqueue(make_request(), own_worker="mine")
     queue.enqueue(make_request(device_kind="cuda"), job_id="gpu")
     queue.enqueue(make_request(device_kind="cpu"), job_id="cpu")
-    assert find_place(database, own.id) is None
-    assert find_place(database, "nothing") is None
-    assert find_place(database, "gpu") == QueuePlace(3, 6, None), "nothing is known of when a worker comes"
-    places = {job_id: place.place for job_id in priorities if (place := find_place(database, job_id))}
+    assert find_place(database, own) is None
+    queued = {job_id: get_job(database, job_id) for job_id in (*priorities, "gpu")}
+    assert find_place(database, queued["gpu"]) == QueuePlace(3, 6, None), "nothing is known of when a worker comes"
+    places = {job_id: place.place for job_id in priorities if (place := find_place(database, queued[job_id]))}
     assert [places[job_id] for job_id in ("a3", "b2")] == [1, 2]
     claimed = []
     while (claim := queue.claim(make_worker("w"), among=priorities)) is not None:
         claimed.append(claim.job.id)
-        assert find_place(database, claim.job.id) is None, "it runs"
+        assert find_place(database, claim.job) is None, "it runs"
+        assert find_place(database, queued[claim.job.id]) is None, "it was taken meanwhile"
     assert claimed == sorted(places, key=lambda job_id: places[job_id])
 
 
@@ -321,7 +322,7 @@ def test_a_place_says_until_when_its_workers_are_busy(database: Database, queue:
     job, _ = queue.enqueue(make_request(device_kind="cpu"), priority=-1)
 
     def busy_until() -> object:
-        place = find_place(database, job.id)
+        place = find_place(database, job)
         assert place is not None
         return place.busy_until
 
@@ -348,7 +349,7 @@ def test_a_place_is_read_by_one_query_from_an_index_of_the_queued_jobs(database:
         statements.append((statement, parameters))
 
     sa.event.listen(database.engine, "before_cursor_execute", note)
-    assert find_place(database, job.id) == QueuePlace(1, 1, None)
+    assert find_place(database, job) == QueuePlace(1, 1, None)
     sa.event.remove(database.engine, "before_cursor_execute", note)
     (place,) = [taken for taken in statements if "count(*)" in taken[0]]
     if not database.is_postgresql:  # which takes other plans for small tables
