@@ -18,14 +18,7 @@ from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas, find_t
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, JobSummary
 from bexp.storage.leases import is_held
-from bexp.storage.matching import (
-    NEEDED,
-    OWN_WORKER,
-    STARTING,
-    find_takers,
-    has_live_own_worker,
-    waiting_reason,
-)
+from bexp.storage.matching import NEEDED, OWN_WORKER, STARTING, find_takers, has_live_own_worker, waiting_reason
 from bexp.storage.tables import IS_QUEUED, events, jobs
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_live
 
@@ -137,7 +130,7 @@ def find_place(database: Database, of: JobSummary) -> QueuePlace | None:
         if turn is None:
             return None
         takers = _takers_of(job, select_live(database, connection))
-        budget = jobs.c.request["budget"]["max_seconds"].as_float()
+        budget = sa.func.coalesce(jobs.c.request["budget"]["max_seconds"].as_float(), 0.0)
         running = sa.select(jobs.c.worker, jobs.c.started_at, budget).where(
             is_held(database), jobs.c.worker.in_([worker.id for worker in takers])
         )
