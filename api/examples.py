@@ -114,6 +114,7 @@ EXPLORATION: dict[str, Any] = {
     "text": _TEXT,
     "export_formats": formats_for(_RECOMMENDATION),
     "own_formats": formats_for(_RECOMMENDATION),
+    "queue": None,
 }
 QUEUED: dict[str, Any] = {
     **EXPLORATION,
@@ -172,9 +173,12 @@ WORKERS: dict[str, Any] = {
             "host": "gpu-host",
             "state": "measuring",
             "exploration": JOB_ID,
+            "exploration_model": "tiny-moe",
+            "exploration_started_at": "2026-01-15T19:39:13Z",
             "held_by": None,
             "devices": "cuda:0",
             "num_devices": 1,
+            "gpus": [{"device": "cuda:0", "busy_share": 0.97, "temperature_celsius": 61}],
             "device_kind": "cuda",
             "device_name": "NVIDIA H100 80GB HBM3",
             "memory_bytes": 84_929_347_584,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import datetime
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bexp.client.explorations import AnswerSource, Exploration, ExplorationSummary, Links, Worker
+from bexp.client.explorations import AnswerSource, Exploration, ExplorationSummary, Links, QueuePlace, Worker
 from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
@@ -17,6 +17,7 @@ from bexp.explorer.search.trainer_terms import formats_for, own_formats
 from bexp.storage.audit import Action
 from bexp.storage.jobs import Job, JobSummary
 from bexp.storage.run_reports import StoredRunReport
+from bexp.storage.waiting import QueuePlace as StoredPlace
 from bexp.storage.workers import KnownWorker, WorkerState
 
 NextCursor = Annotated[
@@ -39,8 +40,8 @@ def summary_of(job: JobSummary) -> ExplorationSummary:
     return ExplorationSummary.model_construct(**_summary_fields(job))
 
 
-def exploration_of(job: Job, *, with_results: bool = True) -> Exploration:
-    """Return an exploration, without its results for a caller that may not read them.
+def exploration_of(job: Job, *, with_results: bool = True, place: StoredPlace | None = None) -> Exploration:
+    """Return an exploration and its `place` in the queue, without its results for a caller that may not read them.
 
     Its parts are not validated again, because the rules of a request take longer than all the rest.
     """
@@ -52,6 +53,7 @@ def exploration_of(job: Job, *, with_results: bool = True) -> Exploration:
     shown["text"] = answer_text(explored, job.recommendation, job.answer) if with_results else None
     shown["export_formats"] = [] if best is None else formats_for(best, job.request)
     shown["own_formats"] = [] if best is None else own_formats(best, job.request)
+    shown["queue"] = None if place is None else QueuePlace(**asdict(place))
     return Exploration.model_construct(**shown | ({} if with_results else dict.fromkeys(_RESULTS)))
 
 
@@ -63,6 +65,8 @@ def worker_of(worker: KnownWorker) -> Worker:
         reserved=bool(info.name),
         state=worker.state.value,
         exploration=worker.job_id,
+        exploration_model=worker.model_name,
+        exploration_started_at=worker.job_started_at,
         started_at=worker.started_at,
         last_heartbeat_at=worker.last_seen_at,
         lost_since=worker.last_seen_at if worker.state is WorkerState.LOST else None,

@@ -32,6 +32,7 @@ from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
 from bexp.storage.trials import read_all_trials
+from bexp.storage.waiting import find_place
 from bexp.storage.workers import read_workers
 
 _NOTHING = {
@@ -132,12 +133,15 @@ class StoredExplorations:
                 job_id=job_id,
                 own_worker=own_worker,
             )
-            return resources.exploration_of(job)
+            return self._shown(job)
 
     def get(self, job_id: str) -> Exploration:
         """Return one exploration."""
         with _refusals():
-            return resources.exploration_of(get_job(self.database, job_id))
+            return self._shown(get_job(self.database, job_id))
+
+    def _shown(self, job: Job) -> Exploration:
+        return resources.exploration_of(job, place=find_place(self.database, job))
 
     def summary(self, job_id: str) -> JobSummary:
         """Return the state of one exploration, which is read faster than the whole."""
@@ -164,9 +168,7 @@ class StoredExplorations:
         With `own_worker`, cancel it only if it is that worker's; `has_ended`: the process of that worker has ended.
         """
         with _refusals():
-            return resources.exploration_of(
-                self.queue.request_cancel(job_id, own_worker=own_worker, has_ended=has_ended)
-            )
+            return self._shown(self.queue.request_cancel(job_id, own_worker=own_worker, has_ended=has_ended))
 
     def resume(self, job_id: str, *, own_worker: str = "") -> Exploration:
         """Queue an exploration again that was cancelled or has failed; one that waits or runs stays where it is.
@@ -174,7 +176,7 @@ class StoredExplorations:
         With `own_worker`, the caller has started a worker of this name for it alone.
         """
         with _refusals():
-            return resources.exploration_of(self.queue.resume(job_id, own_worker=own_worker))
+            return self._shown(self.queue.resume(job_id, own_worker=own_worker))
 
     def share(self, job_id: str, *, own_worker: str) -> None:
         """Let any worker take an exploration that is reserved for `own_worker`, which has ended."""

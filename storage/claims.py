@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -26,7 +27,7 @@ from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import find_quota, quota_of, select_quotas
 from bexp.storage.reuse import Offer, find_answer, software_of
 from bexp.storage.schema import refuse_later_version
-from bexp.storage.tables import UTCDateTime, jobs, turns
+from bexp.storage.tables import IS_QUEUED, UTCDateTime, jobs, turns
 from bexp.storage.trials import select_trials, trial_from_row
 from bexp.storage.workers import WorkerInfo, select_live
 
@@ -194,12 +195,7 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
         conditions = (*conditions, jobs.c.owner.not_in(held_back))
     if connection.execute(sa.select(jobs.c.id).where(*conditions).limit(1)).first() is None:
         return None
-    held = (
-        sa.select(jobs.c.owner, sa.func.sum(jobs.c.devices_needed).label("num_devices"))
-        .where(is_held(database))
-        .group_by(jobs.c.owner)
-        .subquery("held")
-    )
+    held = _select_held_devices(database)
     return (
         sa.select(jobs.c.id)
         .select_from(jobs.outerjoin(held, held.c.owner == jobs.c.owner).outerjoin(turns, turns.c.owner == jobs.c.owner))
@@ -214,6 +210,45 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
         .limit(1)
         .with_for_update(of=jobs, skip_locked=True)
     )
+
+
+def _select_held_devices(database: Database) -> sa.Subquery:
+    """Return the query for the devices that the jobs of each owner hold."""
+    held = sa.select(jobs.c.owner, sa.func.sum(jobs.c.devices_needed).label("num_devices"))
+    return held.where(is_held(database)).group_by(jobs.c.owner).subquery("held")
+
+
+def find_turn(database: Database, connection: sa.Connection, job: sa.Row[Any]) -> tuple[int, int] | None:
+    """Return the place of a queued job in the order of claims, counted from 1, and the number of jobs in that order.
+
+    The row of the job has its id, owner, priority, time and device kind. Jobs for their own workers, and those that
+    name another kind of device, are in no one's way. Each job counts as one device. Of two owners from whom no job was
+    ever taken, the one with the oldest job counts as the first. Returns None if the job itself is not in the order.
+    """
+    is_older = sa.tuple_(jobs.c.created_at, jobs.c.id) <= sa.tuple_(job.created_at, job.id)
+    is_ahead = (jobs.c.priority > job.priority) | ((jobs.c.priority == job.priority) & is_older)
+    ahead = sa.func.sum(sa.case(((jobs.c.owner == job.owner) & is_ahead, 1), else_=0)).label("ahead")
+    number, oldest = sa.func.count().label("number"), sa.func.min(jobs.c.created_at).label("oldest")
+    queued = sa.select(jobs.c.owner, ahead, number, oldest).where(IS_QUEUED, jobs.c.own_worker == "")
+    if job.device_kind is not None:
+        queued = queued.where(sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == job.device_kind))
+    one, held = queued.group_by(jobs.c.owner).subquery("queued"), _select_held_devices(database)
+    both = one.outerjoin(held, held.c.owner == one.c.owner).outerjoin(turns, turns.c.owner == one.c.owner)
+    served = sa.func.coalesce(held.c.num_devices, 0).label("served")
+    owners = connection.execute(sa.select(one, served, turns.c.claimed_at).select_from(both)).all()
+    mine = next((owner for owner in owners if owner.owner == job.owner), None)
+    if mine is None:
+        return None
+    place = mine.ahead
+    for other in owners:
+        if other is not mine:
+            before = mine.served + mine.ahead - other.served - 1 + (_waited_since(other) < _waited_since(mine))
+            place += min(max(before, 0), other.number)
+    return place, sum(owner.number for owner in owners)
+
+
+def _waited_since(owner: sa.Row[Any]) -> tuple[bool, datetime]:
+    return (False, owner.oldest) if owner.claimed_at is None else (True, owner.claimed_at)
 
 
 def await_turn(database: Database, connection: sa.Connection) -> None:

@@ -13,6 +13,7 @@ from bexp.storage.claims import HELD_BACK
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs, trials, workers
+from bexp.storage.waiting import HAS_WORKER
 from bexp.storage.workers import KEEP, LIVE_WITHIN, is_live, select_live
 
 RECENT = timedelta(hours=1)
@@ -65,7 +66,7 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
             )
         )
         held_back = _number(connection, jobs, _HELD_BACK, _ACTIVE)
-        lacks_worker = (jobs.c.waiting_reason.is_not(None), sa.not_(_HELD_BACK), _IS_FOR_ANY)
+        lacks_worker = (jobs.c.waiting_reason.is_not(None), sa.not_(HAS_WORKER), _IS_FOR_ANY)
         without_worker = _number(connection, jobs, *lacks_worker, _ACTIVE)
         reused = _number(connection, jobs, jobs.c.reused_from.is_not(None))
         recent = _recent_answer_seconds(database, connection)

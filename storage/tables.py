@@ -142,7 +142,12 @@ jobs = sa.Table(
     sa.Index(None, "owner", "stored_bytes"),
     sa.Index(None, "model_name", "created_at"),
     sa.Index(f"ix_{PREFIX}jobs_searched", "model_name", "device_name", "owner", "id"),
-    sa.Index(f"ix_{PREFIX}jobs_queued", "owner", "state", sqlite_where=IS_QUEUED, postgresql_where=IS_QUEUED),
+    sa.Index(
+        f"ix_{PREFIX}jobs_queued",
+        *("state", "owner", "priority", "created_at", "id", "own_worker", "device_kind"),
+        sqlite_where=IS_QUEUED,
+        postgresql_where=IS_QUEUED,
+    ),
 )
 
 labels = sa.Table(
@@ -244,6 +249,7 @@ workers = sa.Table(
     sa.Column("held_by", sa.Text, doc="Who has the devices, while the worker waits for them."),
     sa.Column("memory_bytes", sa.BigInteger, nullable=False, doc="What one may ask for at most."),
     sa.Column("name", sa.String(32), nullable=False, doc="Jobs name it that it alone may take; else empty."),
+    sa.Column("gpus", _JSON, doc="The use and the temperature of each GPU at its last report, as far as NVML says."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),
 )

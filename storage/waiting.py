@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -13,19 +14,25 @@ from pydantic import ValidationError
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
-from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas
+from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas, find_turn
 from bexp.storage.database import Database
-from bexp.storage.jobs import JobState
+from bexp.storage.jobs import JobState, JobSummary
 from bexp.storage.leases import is_held
-from bexp.storage.matching import NEEDED, OWN_WORKER, STARTING, has_live_own_worker, waiting_reason
-from bexp.storage.tables import events, jobs
+from bexp.storage.matching import NEEDED, OWN_WORKER, STARTING, find_takers, has_live_own_worker, waiting_reason
+from bexp.storage.tables import IS_QUEUED, events, jobs
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_live
 
 MAX_WAIT = timedelta(days=7)
 """A job that no live worker can run stays in the queue for so long, unless the service sets another limit."""
 
 DEVICE_HELD = "the device is in use"
-"""The beginning of a reason that a job's own worker gives."""
+"""The beginning of a reason: the workers that could run the job wait for their devices, which others have."""
+
+BUSY = "each that can run it is busy"
+"""The reason if the workers that could run the job measure others."""
+
+HAS_WORKER = sa.or_(*map(jobs.c.waiting_reason.startswith, (HELD_BACK, DEVICE_HELD, BUSY)))
+"""The condition of jobs that wait although live workers could run them."""
 
 NOTED_AT_ONCE = 20
 """The most jobs whose reasons one transaction stores. More would keep others waiting for SQLite's write lock."""
@@ -52,24 +59,91 @@ def find_waiting(
     live: Sequence[WorkerInfo],
     overdue: Sequence[sa.Row[*tuple[Any, ...]]],
     quotas: Mapping[str, ClaimQuota] = MappingProxyType({}),
+    busy: Collection[str] = (),
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
-    The reason is None when a live worker runs the job, or could run it and is merely busy. `quotas` are those of the
-    owners. A reason from a quota stays while the quota is the same, because between two claims the quota is free for a
-    moment. The reason of a worker that waits for its device stays until the worker has the device.
+    The reason is None when a live worker runs the job, or is free to. `quotas` are those of the owners, and `busy` are
+    the ids of the workers that measure. Reasons from a quota and from busy workers stay until there is another one,
+    because between two claims both are free for a moment. A job's own worker gives the reason that it waits for its
+    device, which stays until the worker has the device.
     """
     changed = []
+    takers_by_needs: dict[tuple[Any, ...], list[WorkerInfo]] = {}  # thousands of jobs have the same
     for row in overdue:
         new = None if row.is_held else waiting_reason(row, live)
-        quota = quotas.get(row.owner)
-        if new is None and not row.is_held and quota is not None:
-            new = quota.reason if quota.holds or row.waiting_reason == quota.reason else None
-        if new == STARTING and row.waiting_reason is not None and row.waiting_reason.startswith(DEVICE_HELD):
+        if new is None and not row.is_held:
+            needs = tuple(getattr(row, column.name) for column in NEEDED)
+            if needs not in takers_by_needs:
+                takers_by_needs[needs] = _takers_of(row, live)
+            new = _why_none_is_free(row, takers_by_needs[needs], quotas.get(row.owner), busy)
+        if row.own_worker and _is_held_device(new if new != STARTING else row.waiting_reason):
             continue
         if new != row.waiting_reason:
             changed.append((row.id, new))
     return changed
+
+
+def _why_none_is_free(
+    row: sa.Row[*tuple[Any, ...]], takers: Sequence[WorkerInfo], quota: ClaimQuota | None, busy: Collection[str]
+) -> str | None:
+    """Return the reason why none of the live workers that can run a job takes it now; None if one may."""
+    if quota is not None and quota.holds:
+        return quota.reason
+    if takers and all(worker.id in busy or worker.held_by is not None for worker in takers):
+        return BUSY if any(worker.id in busy for worker in takers) else f"{DEVICE_HELD}: {takers[0].held_by}"
+    stays = row.waiting_reason == BUSY or (quota is not None and row.waiting_reason == quota.reason)
+    return row.waiting_reason if stays else None
+
+
+def _is_held_device(reason: str | None) -> bool:
+    return reason is not None and reason.startswith(DEVICE_HELD)
+
+
+def _takers_of(row: Any, live: Sequence[WorkerInfo]) -> list[WorkerInfo]:
+    """Return the live workers that would take a job, without those that replay what they may not be able to answer."""
+    return [worker for worker in find_takers(row, live) if row.own_worker or not worker.is_replayed]
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """The place of a job among the `num_queued` ones that it waits with, counted from 1.
+
+    `busy_until` is when the first of the workers that would take it has used the time budget of its present job. It is
+    None if one of them is free, or if none has any of its budget left.
+    """
+
+    place: int
+    num_queued: int
+    busy_until: datetime | None
+
+
+def find_place(database: Database, of: JobSummary) -> QueuePlace | None:
+    """Return the place of a job in the queue; None if it is not queued, or waits for its own worker alone."""
+    if of.state is not JobState.QUEUED:
+        return None
+    columns = (jobs.c.id, jobs.c.owner, jobs.c.priority, jobs.c.created_at, *NEEDED)
+    with database.read() as connection:
+        query = sa.select(*columns).where(jobs.c.id == of.id, IS_QUEUED, jobs.c.own_worker == "")
+        job = connection.execute(query).one_or_none()
+        turn = None if job is None else find_turn(database, connection, job)
+        if turn is None:
+            return None
+        takers = _takers_of(job, select_live(database, connection))
+        budget = sa.func.coalesce(jobs.c.request["budget"]["max_seconds"].as_float(), 0.0)
+        running = sa.select(jobs.c.worker, jobs.c.started_at, budget).where(
+            is_held(database), jobs.c.worker.in_([worker.id for worker in takers])
+        )
+        ends = {row[0]: row[1] + timedelta(seconds=row[2]) for row in connection.execute(running)}
+        now = database.now(connection)
+    is_one_free = any(worker.id not in ends and worker.held_by is None for worker in takers)
+    later = [] if is_one_free else [end for end in ends.values() if end > now]
+    return QueuePlace(*turn, min(later, default=None))
+
+
+def _select_busy(database: Database, connection: sa.Connection) -> frozenset[str]:
+    """Return the ids of the workers that measure a job."""
+    return frozenset(connection.scalars(sa.select(jobs.c.worker).where(is_held(database))))
 
 
 def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
@@ -86,7 +160,8 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
         )
         live, rows = select_overdue(database, connection, overdue, live_within=live_within)
         quotas = find_claim_quotas(database, connection)
-    changed = find_waiting(live, rows, quotas)
+        busy = _select_busy(database, connection)
+    changed = find_waiting(live, rows, quotas, busy)
     for first in range(0, len(changed), NOTED_AT_ONCE):
         by_reason: dict[str | None, list[str]] = {}
         for job_id, reason in changed[first : first + NOTED_AT_ONCE]:
@@ -115,7 +190,7 @@ def _note_reason(database: Database, connection: sa.Connection, job_ids: Sequenc
 
 
 def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta) -> None:
-    """End each job that has been in the queue for `max_wait` and has a reason that no worker could run it.
+    """End each job that has been in the queue for `max_wait` and has a reason why no worker could run it.
 
     A job that was begun stays, because a worker like its first may come; but a job's own worker does not come again.
     The reason must be older than `noted_for`: after a host was asleep, or its clock was set forward, all workers seem
@@ -129,7 +204,7 @@ def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta
     overdue = [
         sa.or_(jobs.c.state == JobState.QUEUED.value, has_no_worker(database) & (jobs.c.own_worker != "")),
         jobs.c.waiting_reason.is_not(None),
-        sa.not_(jobs.c.waiting_reason.startswith(HELD_BACK)),
+        sa.not_(HAS_WORKER),
         jobs.c.queued_at < database.clock(-max_wait),
         sa.not_(sa.exists(just_noted)),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -50,6 +50,8 @@ class WorkerInfo:
     """The holder of the devices while the worker waits for them."""
     name: str = ""
     """If set, the worker takes only jobs whose `own_worker` is this name."""
+    gpus: Sequence[Mapping[str, Any]] | None = None
+    """Each of its GPUs as `device`, with `busy_share` (0..1) and `temperature_celsius` where NVML says them."""
 
     @property
     def is_replayed(self) -> bool:
@@ -68,11 +70,16 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """A worker that lives, or was lost within a day. `job_id` is the job that it measures, or measured last."""
+    """A worker that lives, or was lost within a day.
+
+    `job_id` is the job that it measures, or measured last; `model_name` and `job_started_at` are those of that job.
+    """
 
     info: WorkerInfo
     state: WorkerState
     job_id: str | None
+    model_name: str | None
+    job_started_at: datetime | None
     started_at: datetime
     last_seen_at: datetime
 
@@ -113,23 +120,29 @@ def read_workers(database: Database, *, owner: str | None = None) -> list[KnownW
     are left out.
     """
     alive = is_live(database, LIVE_WITHIN).label("alive")
+    began = jobs.c.started_at.label("job_started_at")
     owned = sa.and_(jobs.c.worker == workers.c.id, jobs.c.state == JobState.RUNNING.value)
     query = (
-        sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owner)
+        sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owner, jobs.c.model_name, began)
         .join(jobs, owned, isouter=True)
         .where(workers.c.last_seen_at >= database.clock(-KEEP))
         .order_by(workers.c.id, jobs.c.lease_expires_at)  # of several, the last one holds: others await another owner
     )
     with database.read() as connection:
         rows = {row.id: row for row in connection.execute(query)}
-    return [
-        KnownWorker(
-            *(_info_of(row), _state_of(row)),
-            row.job_id if owner in {None, row.owner} else None,
-            *(row.started_at, row.last_seen_at),
-        )
-        for row in rows.values()
-    ]
+    return [_known_of(row, sees_job=owner in {None, row.owner}) for row in rows.values()]
+
+
+def _known_of(row: sa.Row[Any], *, sees_job: bool) -> KnownWorker:
+    return KnownWorker(
+        info=_info_of(row),
+        state=_state_of(row),
+        job_id=row.job_id if sees_job else None,
+        model_name=row.model_name if sees_job else None,
+        job_started_at=row.job_started_at if sees_job else None,
+        started_at=row.started_at,
+        last_seen_at=row.last_seen_at,
+    )
 
 
 def _state_of(row: sa.Row[Any]) -> WorkerState:

@@ -6,7 +6,7 @@ from bexp.api.cli.arguments import AsJson
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import say
 from bexp.api.cli.results import print_json, print_table
-from bexp.client.explorations import Worker
+from bexp.client.explorations import GpuReading, Worker
 from bexp.explorer.model.target import describe_target
 
 
@@ -32,8 +32,9 @@ def workers(as_json: AsJson = False) -> None:
         seen = f"{worker.last_heartbeat_at.astimezone():%Y-%m-%d %H:%M:%S}"
         hardware = f"{worker.num_devices} x {worker.device_name}" if worker.num_devices > 1 else worker.device_name
         torch = worker.versions.get("torch", "-")
-        rows.append((worker.id, _state(worker), worker.devices, hardware or "-", torch, targets, seen))
-    print_table(("ID", "STATE", "DEVICES", "HARDWARE", "TORCH", "TARGETS", "LAST_HEARTBEAT"), rows)
+        gpus = ", ".join(map(_reading, worker.gpus or ())) or "-"
+        rows.append((worker.id, _state(worker), worker.devices, hardware or "-", gpus, torch, targets, seen))
+    print_table(("ID", "STATE", "DEVICES", "HARDWARE", "GPU_USE", "TORCH", "TARGETS", "LAST_HEARTBEAT"), rows)
     for worker in live:
         if worker.state == "waiting":
             say(f"{worker.id} waits: {worker.held_by}")
@@ -43,3 +44,9 @@ def _state(worker: Worker) -> str:
     if worker.exploration is None:
         return "reserved" if worker.reserved and worker.state == "idle" else worker.state
     return f"{worker.state} {worker.exploration}"
+
+
+def _reading(gpu: GpuReading) -> str:
+    use = "" if gpu.busy_share is None else f"{gpu.busy_share:.0%}"
+    heat = "" if gpu.temperature_celsius is None else f"{gpu.temperature_celsius} C"
+    return f"{use} {heat}".strip() or "-"

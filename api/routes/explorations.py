@@ -13,7 +13,7 @@ from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
 from bexp.api.refusals import invalid_parameter
 from bexp.api.resources import NO_NUL, SEARCH, ExplorationPage, exploration_of, summary_of
-from bexp.api.service import ServiceDep, body_text
+from bexp.api.service import Service, ServiceDep, body_text
 from bexp.api.stored import submit
 from bexp.client.address import exploration_path
 from bexp.client.explorations import Exploration
@@ -31,9 +31,10 @@ from bexp.storage.jobs import (
     get_summary,
     list_jobs,
 )
-from bexp.storage.owners import Scope
+from bexp.storage.owners import Caller, Scope
 from bexp.storage.pruning import delete_job
 from bexp.storage.submission import JobFinishedError
+from bexp.storage.waiting import QueuePlace, find_place
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(bodies.accepts_json)])
 
@@ -68,6 +69,10 @@ def _summary_of(job_id: JobIdDep, service: ServiceDep, caller: Reader) -> JobSum
 JobDep = Annotated[Job, Depends(_job_of)]
 SummaryDep = Annotated[JobSummary, Depends(_summary_of)]
 """The summary of an exploration, which suffices for most routes: no stored document is parsed for it."""
+
+
+def _shown(service: Service, job: Job, caller: Caller) -> Exploration:
+    return exploration_of(job, with_results=caller.may(Scope.READ), place=find_place(service.database, job))
 
 
 def _fields(assignments: Iterable[str]) -> dict[str, Any]:
@@ -144,7 +149,7 @@ def submit_exploration(
     """
     request = parse_request(load_document(text), overrides=_fields(assignments or ()))
     job, is_new = submit(service.queue, request, idempotency_key=idempotency_key, priority=priority, by=caller)
-    shown = exploration_of(job, with_results=caller.may(Scope.READ))
+    shown = _shown(service, job, caller)
     return Response(  # what FastAPI makes of a model takes another thread
         shown.model_dump_json(),
         status_code=HTTPStatus.CREATED if is_new and job.state.is_final else HTTPStatus.ACCEPTED,
@@ -236,13 +241,20 @@ def get_exploration(
     if_none_match: Annotated[str | None, Header(description="ETags that the client knows.", examples=['"7"'])] = None,
 ) -> Exploration | Response:
     """The state of an exploration, with its request and its results."""
-    etag = f'"{summary.version}"'
+    place = find_place(service.database, summary)
+    etag = _etag(summary, place)
     if if_none_match is not None and (if_none_match.strip() == "*" or etag in _ETAG.findall(if_none_match)):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": etag, "Cache-Control": "no-cache"})
     job = get_job(service.database, summary.id)
-    response.headers["ETag"] = f'"{job.version}"'
+    response.headers["ETag"] = _etag(job, place)
     response.headers["Cache-Control"] = "no-cache"
-    return exploration_of(job)
+    return exploration_of(job, place=place)
+
+
+def _etag(job: JobSummary, place: QueuePlace | None) -> str:
+    """Return the ETag of an exploration; others change its place in the queue."""
+    where = "" if place is None else f"-{place.place}-{place.num_queued}-{place.busy_until or ''}".replace(" ", "T")
+    return f'"{job.version}{where}"'
 
 
 @router.delete(
@@ -278,7 +290,7 @@ def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller,
     """End an exploration. One that has ended does not change, so the call can be repeated."""
     job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
-    return exploration_of(job, with_results=caller.may(Scope.READ))
+    return _shown(service, job, caller)
 
 
 @router.post(
@@ -302,4 +314,4 @@ def resume_exploration(job_id: JobIdDep, service: ServiceDep, caller: Submitter)
     An exploration that waits or runs does not change, so the call can be repeated.
     """
     job = service.queue.resume(job_id, by=caller)
-    return exploration_of(job, with_results=caller.may(Scope.READ))
+    return _shown(service, job, caller)

@@ -5,6 +5,7 @@ import { showList } from "./list.js";
 import { showExploration } from "./live.js";
 import { listExplorations, pause, Problem, token } from "./service.js";
 import { showSubmit } from "./submit.js";
+import { showWorkers } from "./workers.js";
 
 const main = document.getElementById("main");
 const notice = document.getElementById("notice");
@@ -70,7 +71,7 @@ async function show() {
   say("");
   logout.textContent = "Log out";
   logout.hidden = token.get() === null;
-  const [, page = "", id = ""] = location.hash.split("/");
+  const [, page = "", id = "", choice = null] = location.hash.split("/");
   for (const link of document.querySelectorAll("nav a[href^='#']")) {
     const isHere = link.getAttribute("href") === `#/${page}`;
     if (isHere) link.setAttribute("aria-current", "page");
@@ -81,7 +82,8 @@ async function show() {
     try {
       if (page === "explorations" && id) await showExploration(decodeURIComponent(id), main, signal, shell);
       else if (page === "compare") await showComparison(decodeURIComponent(id), main, signal, shell);
-      else if (page === "submit") showSubmit(main, signal, shell);
+      else if (page === "submit") showSubmit(main, signal, shell, decodeURIComponent(id), choice);
+      else if (page === "workers") await showWorkers(main, signal, shell);
       else await showList(main, signal, shell);
       isOver = true;
     } catch (error) {

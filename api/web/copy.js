@@ -27,15 +27,18 @@ async function copied(text, shown) {
   }
 }
 
+/** Whether an exploration has ended before its search: one that failed with an answer would fail again. */
+export const canGoOn = ({ state, answer }) => state === "cancelled" || (state === "failed" && !answer);
+
 /** The commands that follow on an exploration, as pairs of what they do and how they are written. */
-export function nextCommands({ id, state, recommendation, own_formats: [format] = [] }) {
+export function nextCommands({ id, state, recommendation, answer, own_formats: [format] = [] }) {
   const isOver = !["queued", "running"].includes(state);
   return [
     !isOver && ["Follow it in a terminal", `bexp watch ${id}`],
     recommendation && ["The answer as text", `bexp best ${id}`],
     recommendation && format && ["A file for a trainer", `bexp best ${id} --format ${format}`],
     recommendation && ["A page to send", `bexp report ${id} --out report.html`],
-    ["failed", "cancelled"].includes(state) && ["Go on with it", `bexp resume ${id}`],
+    canGoOn({ state, answer }) && ["Go on with it", `bexp resume ${id}`],
     !isOver && ["End it", `bexp cancel ${id}`],
   ].filter(Boolean);
 }

@@ -1,5 +1,6 @@
 /** The view of one exploration: what is known, drawn. It asks no service, so a report in a file uses it as well. */
 
+import { remediesOf } from "./again.js";
 import { renderAnswer } from "./answer.js";
 import { stateBadge } from "./badge.js";
 import { confidenceChart, frontChart, heatMap, memoryChart, throughputChart } from "./charts.js";
@@ -9,6 +10,7 @@ import * as format from "./format.js";
 import { Log } from "./log.js";
 import { TrialsTable, withMeshes } from "./trials_table.js";
 import { confidenceOver } from "./trial_figures.js";
+import { renderWaiting } from "./waiting.js";
 
 const FINAL = new Set(["succeeded", "failed", "cancelled"]);
 const DRAW_MILLISECONDS = 250;
@@ -36,6 +38,8 @@ export class ExplorationView {
     this.source = el("p", { class: "source" });
     this.trouble = el("p", { class: "trouble", role: "alert" });
     this.answer = el("section", { class: "card", "aria-labelledby": "answer-title" });
+    this.waiting = el("section", { class: "card", "aria-labelledby": "waiting-title" });
+    this.remedies = el("section", { class: "card", "aria-labelledby": "remedies-title" });
     this.variants = el("select", { onchange: () => this.#choose(this.variants.value) });
     this.variantLabel = el("label", { class: "variant", hidden: true }, "Charts of the variant with ", this.variants);
     this.figures = CHARTS.map(([name, draw, note]) => {
@@ -51,10 +55,12 @@ export class ExplorationView {
     root.replaceChildren(
       el("header", { class: "page-head" }, el("div", {}, this.title, this.state, this.labels, this.source), el("div", { class: "actions" }, actions)),
       this.trouble,
+      this.waiting,
       this.answer,
+      this.remedies,
       this.next,
       this.variantLabel,
-      el("div", { class: "charts" }, this.figures.map((figure) => figure.root)),
+      (this.charts = el("div", { class: "charts" }, this.figures.map((figure) => figure.root))),
       el("section", { class: "card", "aria-labelledby": "log-title" }, el("h2", { id: "log-title" }, "Log"), this.log.summary, this.log.list),
       this.trialsCard,
     );
@@ -87,6 +93,8 @@ export class ExplorationView {
     this.#drawHead(exploration, trials);
     const title = exploration.answer ? "Answer" : "Best so far";
     this.answer.replaceChildren(el("h2", { id: "answer-title" }, title), ...renderAnswer(exploration));
+    this.#drawWaiting(exploration, trials);
+    this.#drawRemedies(exploration);
     if (this.isLinked) this.#drawNext(exploration);
     const best = this.#drawVariants(exploration, trials);
     const shown = trials.filter((trial) => format.variant(trial.measurement.candidate) === this.variant);
@@ -132,8 +140,30 @@ export class ExplorationView {
     );
     this.labels.replaceChildren(...format.labels(exploration.labels).map((text) => el("span", { class: "label" }, text)));
     this.#drawSource(exploration.answered_from);
-    const trouble = exploration.answer ? "" : exploration.error ?? exploration.waiting_reason ?? ""; // an answer says more
+    const trouble = exploration.answer ? "" : exploration.error ?? (exploration.state === "queued" ? null : exploration.waiting_reason) ?? ""; // an answer says more
     if (this.trouble.textContent !== trouble) this.trouble.textContent = trouble;
+  }
+
+  /** Show what one waits for that is queued, and nothing else of one that has no trial yet. */
+  #drawWaiting(exploration, trials) {
+    const waits = exploration.state === "queued";
+    this.waiting.hidden = !waits;
+    if (waits) this.waiting.replaceChildren(...renderWaiting(exploration));
+    this.answer.hidden = this.charts.hidden = waits && trials.length === 0;
+    this.next.hidden = !this.isLinked || this.answer.hidden || nextCommands(exploration).length === 0;
+  }
+
+  /** Offer each change after which something would fit as a new request, filled in. */
+  #drawRemedies({ id, ...exploration }) {
+    const remedies = this.isLinked ? remediesOf(exploration) : [];
+    this.remedies.hidden = remedies.length === 0;
+    if (this.remedies.childElementCount > 0 || remedies.length === 0) return;
+    const links = remedies.map(({ change }, number) => el("a", { class: "button", href: `#/submit/${id}/${number}` }, `Submit with ${change}`));
+    this.remedies.replaceChildren(
+      el("h2", { id: "remedies-title" }, "Submit with a change"),
+      el("p", { class: "quiet" }, "Any one of these is predicted to fit. Each opens the form with this request, changed."),
+      el("p", { class: "actions" }, links),
+    );
   }
 
   /** Offer the commands that follow, anew only if they are others, so that none moves under a pointer. */

@@ -1,9 +1,10 @@
 /** The page of one exploration: its view, kept current by the stream of its events. */
 
+import { canGoOn } from "./copy.js";
 import { el, throttle } from "./dom.js";
 import { exportControl } from "./exports.js";
 import { ExplorationView, isFinal } from "./exploration.js";
-import { cancelExploration, deleteExploration, followEvents, getExploration, readTrials, resumeExploration } from "./service.js";
+import { cancelExploration, deleteExploration, followEvents, getExploration, pause, readTrials, resumeExploration } from "./service.js";
 
 const READ_MILLISECONDS = 700;
 const AGAIN_MILLISECONDS = 5_000;
@@ -13,16 +14,18 @@ export async function showExploration(id, root, signal, shell) {
   const cancel = el("button", { type: "button", hidden: true }, "Cancel the exploration");
   const resume = el("button", { type: "button", hidden: true }, "Resume the exploration");
   const remove = el("button", { type: "button", hidden: true }, "Delete the exploration");
+  const again = el("a", { class: "button", href: `#/submit/${encodeURIComponent(id)}` }, "Edit and submit again");
   const exports = exportControl(id, signal, shell);
   let [exploration, { trials, cursor }] = await Promise.all([getExploration(id, signal), readTrials(id, null, signal)]);
-  const view = new ExplorationView(root, [exports.root, cancel, resume, remove]);
+  const view = new ExplorationView(root, [exports.root, again, cancel, resume, remove]);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];
   const show = () => {
     exports.offer(exploration.export_formats);
     cancel.hidden = isFinal(exploration) || exploration.cancel_requested;
-    resume.hidden = !["cancelled", "failed"].includes(exploration.state);
+    resume.hidden = !canGoOn(exploration);
+    again.hidden = exploration.request === null;
     remove.hidden = !isFinal(exploration);
     view.update(exploration, trials, events);
   };
@@ -76,6 +79,12 @@ export async function showExploration(id, root, signal, shell) {
 
   show();
   if (!root.contains(document.activeElement)) view.title.focus({ preventScroll: true }); // a reader may be faster
+  void (async () => {
+    while (!signal.aborted && exploration.state === "queued") { // no event says that its place has changed
+      await pause(AGAIN_MILLISECONDS, signal);
+      if (!signal.aborted && !document.hidden) await read();
+    }
+  })();
   for await (const fresh of followEvents(id, signal, shell.connection)) {
     events.push(...fresh);
     show();

@@ -49,6 +49,8 @@ export const listExplorations = (query, signal) => json(`explorations?${new URLS
 
 export const getExploration = (id, signal) => json(one(id), { signal });
 
+export const listWorkers = (signal) => json("workers", { signal });
+
 export const cancelExploration = (id) => json(`${one(id)}/cancel`, { method: "POST" });
 
 export const resumeExploration = (id) => json(`${one(id)}/resume`, { method: "POST" });

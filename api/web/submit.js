@@ -2,7 +2,8 @@
 
 import { copyable } from "./copy.js";
 import { el } from "./dom.js";
-import { Problem, readOpenApi, submitExploration } from "./service.js";
+import { remediesOf, requestText } from "./again.js";
+import { getExploration, Problem, readOpenApi, submitExploration } from "./service.js";
 
 /**
  * The fields below the document. Each has the option of the command, the field of a request that it stands for, the
@@ -22,8 +23,8 @@ function number(text, factor = 1) {
   return Number.isFinite(Number(text)) ? String(factor * Number(text)) : JSON.stringify(text);
 }
 
-/** Show the form. */
-export function showSubmit(root, signal, shell) {
+/** Show the form. With an `id` it has the request of that exploration, changed by its remedy number `choice` if there is one. */
+export function showSubmit(root, signal, shell, id = "", choice = null) {
   document.title = "Submit · bexp";
   const title = el("h1", { tabindex: "-1" }, "Submit an exploration");
   const text = el("textarea", {
@@ -34,6 +35,7 @@ export function showSubmit(root, signal, shell) {
   const button = el("button", { type: "submit", class: "primary" }, "Submit");
   const example = el("button", { type: "button" }, "Fill in an example");
   const next = el("div", {});
+  const origin = el("p", { class: "quiet", role: "status" });
   const inputs = FIELDS.map(fieldOf);
   const controls = [text, ...inputs.map((input) => input.control)];
   const before = kept;
@@ -55,7 +57,7 @@ export function showSubmit(root, signal, shell) {
   );
   const command = el("section", { class: "card", "aria-labelledby": "command-title" },
     el("h2", { id: "command-title" }, "The same in a terminal"), next);
-  root.replaceChildren(el("header", { class: "page-head" }, title), form, command);
+  root.replaceChildren(el("header", { class: "page-head" }, title), origin, form, command);
   title.focus({ preventScroll: true });
   controls.forEach(restore);
   showCommand();
@@ -67,6 +69,7 @@ export function showSubmit(root, signal, shell) {
     restore(select);
     showCommand();
   }).catch((error) => shell.report(error, signal));
+  if (id !== "" && before === null) fillAgain().catch((error) => shell.report(error, signal));
   example.addEventListener("click", async () => {
     const { paths } = await described;
     take(paths["/v1/explorations"].post.requestBody.content["application/yaml"].example);
@@ -86,6 +89,17 @@ export function showSubmit(root, signal, shell) {
     event.preventDefault();
     take(await dropped.text());
   });
+
+  /** Fill in the request of an earlier exploration. */
+  async function fillAgain() {
+    const [exploration, { components }] = await Promise.all([getExploration(id, signal), described]);
+    const remedy = choice === null ? null : remediesOf(exploration)[choice];
+    origin.replaceChildren("The request of ", el("a", { href: `#/explorations/${id}` }, exploration.model, " ", el("code", {}, id)),
+      remedy ? `, with ${remedy.change}.` : ".");
+    take(requestText(exploration.request, remedy, components.schemas));
+    text.setSelectionRange(0, 0);
+    text.scrollTop = 0;
+  }
 
   function take(given) {
     text.value = given;

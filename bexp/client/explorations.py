@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bexp.client.address import exploration_path
 from bexp.client.errors import ServiceError
 from bexp.explorer.answers.rows import AnswerText
-from bexp.explorer.model.base import rule_of
+from bexp.explorer.model.base import is_null, rule_of
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event
@@ -102,6 +102,20 @@ class ExplorationSummary(_Document):
         return self.state in FINAL_STATES
 
 
+class QueuePlace(_Document):
+    """The place of a queued exploration in the order in which workers take them."""
+
+    place: Annotated[int, Field(description="Counted from 1.")]
+    num_queued: Annotated[int, Field(description="Queued explorations that the same kinds of devices can run.")]
+    busy_until: Annotated[
+        datetime | None,
+        Field(
+            description="When the first of the workers that would take it has used the time budget of its present "
+            "exploration; it may end earlier. Null if one is free or none has any budget left."
+        ),
+    ]
+
+
 class Exploration(ExplorationSummary):
     """An exploration: its request, its state, and its results."""
 
@@ -123,6 +137,9 @@ class Exploration(ExplorationSummary):
     own_formats: Annotated[
         list[str], Field(description="Those of them that the request's trainer reads; all if it names none.")
     ]
+    queue: Annotated[QueuePlace | None, Field(description="Null unless it is queued, and any worker may take it.")] = (
+        None
+    )
 
 
 class Result(_Document):
@@ -176,6 +193,17 @@ class Result(_Document):
         )
 
 
+class GpuReading(_Document):
+    """A GPU of a worker at its last heartbeat, as far as NVML says."""
+
+    device: Annotated[str, Field(description="As the worker names it: `cuda:0`.")]
+    busy_share: Annotated[
+        float | None,
+        Field(description="The share of the last second or less in which a kernel ran, 0 to 1.", exclude_if=is_null),
+    ] = None
+    temperature_celsius: Annotated[int | None, Field(exclude_if=is_null)] = None
+
+
 class Worker(_Document):
     """A worker: what it measures with, and what it does."""
 
@@ -183,9 +211,16 @@ class Worker(_Document):
     host: str
     state: Annotated[WorkerState, Field(description="`lost`: its heartbeat is overdue, and it did not shut down.")]
     exploration: Annotated[str | None, Field(description="The one that it measures, or had when it was lost.")]
+    exploration_model: Annotated[str | None, Field(description="The name of that exploration's model.")]
+    exploration_started_at: Annotated[
+        datetime | None, Field(description="When that exploration was started, by whichever worker.")
+    ]
     held_by: Annotated[str | None, Field(description="Of one that is `waiting`: who has its devices.")]
     devices: Annotated[str, Field(description="The devices that it owns; `cuda:0+3` is that one and three more.")]
     num_devices: int
+    gpus: Annotated[
+        tuple[GpuReading, ...] | None, Field(description="Absent where NVML says nothing.", exclude_if=is_null)
+    ] = None
     device_kind: str
     device_name: Annotated[str, Field(description="Empty until it has had the devices.")]
     memory_bytes: Annotated[int, Field(description="What `memory_limit_gib` may ask for of one device.")]

@@ -58,6 +58,10 @@ class Gpu:
         """The temperature of the chip."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU)))
 
+    def busy_share(self) -> float | None:
+        """The share (0..1) of the driver's last sample, of a second at most, in which a kernel of any process ran."""
+        return _ask(lambda: int(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100)
+
     def clock_reasons(self) -> tuple[str, ...]:
         """The reasons for the present clocks, in the order of NVML's bits."""
         bits = _ask(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))

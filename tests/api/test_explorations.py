@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
+from bexp.storage.workers import register_worker
 from tests.api.problems import assert_problem
 from tests.api.serving import Served
 from tests.api.test_logs import follow
@@ -139,6 +142,25 @@ def test_an_unchanged_exploration_is_not_sent_again(client: TestClient, queue: Q
     assert changed.json()["micro_batch_size"] == 1
     assert changed.json()["recommendation"]["confidence"] == 45
     assert changed.json()["report"]["hardware"]["device_name"] == "A device"
+
+
+def test_a_queued_exploration_shows_its_place_which_others_change(client: TestClient, queue: Queue) -> None:
+    ids = [queue.enqueue(make_request(seed=seed))[0].id for seed in range(2)]
+    path = f"{EXPLORATIONS}/{ids[1]}"
+    first = client.get(path)
+    assert first.json()["queue"] == {"place": 2, "num_queued": 2, "busy_until": None}
+    assert client.get(path, headers={"If-None-Match": first.headers["ETag"]}).status_code == 304
+    register_worker(queue.database, make_worker())
+    claim = queue.claim(make_worker())
+    assert claim is not None and claim.job.id == ids[0]
+    changed = client.get(path, headers={"If-None-Match": first.headers["ETag"]})
+    assert changed.status_code == 200, "its own row is as it was"
+    began, place = claim.job.started_at, changed.json()["queue"]
+    assert began is not None
+    until = datetime.fromisoformat(place.pop("busy_until"))
+    assert (place, until) == ({"place": 1, "num_queued": 1}, began + timedelta(seconds=600))
+    assert re.fullmatch(r'"[!-~]+"', changed.headers["ETag"])
+    assert client.get(f"{EXPLORATIONS}/{ids[0]}").json()["queue"] is None
 
 
 def test_cancelling_a_running_exploration_asks_its_worker(client: TestClient, queue: Queue, lease: Lease) -> None:

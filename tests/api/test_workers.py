@@ -56,6 +56,13 @@ def test_workers_say_what_they_have_and_what_they_do(client: TestClient, queue: 
     assert (idle["device_name"], idle["devices"], idle["num_devices"]) == ("A device", "cpu", 1)
     assert (idle["versions"], idle["targets"]) == ({"torch": "2.13"}, TARGETS)
     assert (idle["memory_bytes"], idle["reserved"], "name" in idle) == (2 << 30, False, False)
+    started = client.get(f"{EXPLORATIONS}/{lease.job_id}").json()["started_at"]
+    about = [(worker["exploration_model"], worker["exploration_started_at"]) for worker in found.values()]
+    assert about == [("tiny", started), (None, None), (None, None)]
+    assert "gpus" not in idle, "NVML says nothing"
+    gpus = [{"device": "cuda:0", "busy_share": 0.93, "temperature_celsius": 61}, {"device": "cuda:1"}]
+    register_worker(queue.database, make_worker("worker-2", gpus=gpus))
+    assert listed(client)["worker-2"]["gpus"] == gpus
     register_worker(queue.database, make_worker("own", name="me"))
     assert listed(client)["own"]["reserved"]
 

@@ -1,14 +1,20 @@
-"""What a team does in the page: search, submit, follow, compare, and copy the next command."""
+"""What a team does in the page: search, submit, wait, follow, compare, and copy the next command."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.request.request import Budget
+from bexp.storage.workers import forget_worker, register_worker
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
 from tests.browser.views import CONTRAST, ENTER, count, log_in
+from tests.contracts.samples import make_worker
 from tests.workers.replay.samples import request
 
 ROWS = "[...document.querySelectorAll('.list tbody tr')]"
@@ -195,6 +201,67 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
     assert all(high < y < low for (_, high), (_, low), (_, y) in zip(upper, lower, path, strict=True))
     assert count(browser, "polyline.front") == count(browser, "polyline.confidence") == 1
     check_view(browser)
+
+
+def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browser: Chromium, service: Service) -> None:
+    queue, gpus = service.queue, [{"device": "cuda:0", "busy_share": 0.93, "temperature_celsius": 61}]
+    has: dict[str, Any] = {"devices": "cuda:0", "memory_bytes": 32 << 30, "versions": {"torch": "2.13"}}
+    measuring, waiting = (make_worker(f"host-{number}", **has) for number in (1, 2))
+    ids = [queue.enqueue(request(seed=seed, device_kind="cpu"))[0].id for seed in (71, 72, 73)]
+    assert queue.claim(measuring, among=ids[:1]) is not None
+    register_worker(service.database, replace(measuring, gpus=gpus))
+    register_worker(service.database, replace(waiting, held_by="cpu is in use by process 7"))
+    shown = "[...document.querySelectorAll('main .card')].filter((card) => card.checkVisibility())"
+    try:
+        log_in(browser, service)
+        browser.evaluate("(window.slow = setTimeout, window.setTimeout = (task, delay) => slow(task, delay / 20), 1)")
+        browser.evaluate(f"location.hash = '#/explorations/{ids[2]}'")
+        browser.wait_for("document.querySelector('.page-head .badge.queued') && document.querySelector('.log li')")
+        assert browser.evaluate(f"{shown}.map((card) => card.querySelector('h2').textContent)") == ["Waiting", "Log"]
+        assert "2 of 2 in the queue" in browser.evaluate(f"{shown}[0].innerText")
+        queue.note_waiting(grace=timedelta(0))
+        browser.wait_for(f"{shown}[0].innerText.includes('a worker: each that can run it is busy')")
+        assert "until about" in browser.evaluate(f"{shown}[0].innerText")
+        browser.wait_for("document.querySelectorAll('.log li').length === 2")
+        check_view(browser)
+        queue.request_cancel(ids[1])
+        browser.wait_for(f"{shown}[0].innerText.includes('1 of 1 in the queue')")
+        browser.evaluate("location.hash = '#/workers'")
+        browser.wait_for(f"document.querySelector('.data a[href$=\"{ids[0]}\"]')")
+        rows = browser.evaluate("[...document.querySelectorAll('.data tbody tr')].map((row) => row.innerText)")
+        row = next(row.split("\t") for row in rows if row.startswith("host-1"))
+        assert row[1:3] + row[4:8] == ["measuring", "small", "A device cuda:0", "93%", "61\xa0°C", "2.13"]
+        assert "host-2: cpu is in use by process 7" in browser.evaluate("document.querySelector('main ul').innerText")
+        check_view(browser)
+    finally:
+        for job_id in ids:
+            queue.request_cancel(job_id)
+        for name in ("host-1", "host-2"):
+            forget_worker(service.database, name)
+
+
+def test_a_failed_one_offers_its_remedies_as_requests_that_are_filled_in(browser: Chromium, service: Service) -> None:
+    failed = finish(service, memory_limit_gib=6, micro_batch_size=[16], recompute=["none"], seed=74)
+    known = service.client.get(failed)
+    assert known.state == "failed" and known.request is not None and known.answer is not None
+    first = known.answer.variants[0].remedies[0]
+    log_in(browser, service, at=f"#/explorations/{failed}")
+    browser.wait_for("document.querySelector('.badge.failed') && document.querySelector('.log .end')")
+    actions = browser.evaluate(
+        "[...document.querySelectorAll('.page-head .actions > :not([hidden])')].map((one) => one.innerText)"
+    )
+    assert actions == ["Edit and submit again", "Delete the exploration"]
+    assert f"bexp resume {failed}" not in browser.evaluate("document.querySelector('main').innerText")
+    check_view(browser)
+    browser.evaluate("[...document.querySelectorAll('.card a.button')].at(0).click()")
+    browser.wait_for("document.getElementById('document')?.value.startsWith('{')")
+    assert first.change in browser.evaluate("document.querySelector('main > [role=status]').innerText")
+    assert '"confidence_target"' not in browser.evaluate("document.getElementById('document').value"), "it is usual"
+    browser.evaluate("document.querySelector('form.card').requestSubmit()")
+    browser.wait_for(f"location.hash.startsWith('#/explorations/') && !location.hash.includes('{failed}')")
+    again = service.client.get(browser.evaluate("location.hash.split('/')[2]"))
+    service.queue.request_cancel(again.id)
+    assert again.request == type(known.request).model_validate(known.request.model_dump(mode="json") | first.settings)
 
 
 def test_commands_are_copied_by_keyboard(browser: Chromium, service: Service) -> None:

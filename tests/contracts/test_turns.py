@@ -22,6 +22,7 @@ from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, QueuedQuotaError, Quota, list_quotas, set_quota
 from bexp.storage.tables import jobs
+from bexp.storage.waiting import BUSY
 from bexp.storage.workers import register_worker
 from tests.contracts.samples import make_request, make_worker
 
@@ -209,7 +210,7 @@ def test_a_job_that_its_quota_holds_back_says_so_once_and_never_fails_for_it(dat
     note()
     reason = "the quota of owner 'a': 1 running at a time"
     assert get_job(database, held).waiting_reason == reason
-    assert get_job(database, waiting).waiting_reason is None
+    assert get_job(database, waiting).waiting_reason == BUSY, "only its worker is not free"
     queue.finish(found.lease, JobState.FAILED)
     note()
     note()

@@ -13,12 +13,14 @@ from bexp.storage import waiting
 from bexp.storage.claims import ClaimQuota
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
-from bexp.storage.jobs import Job, JobState, get_job
+from bexp.storage.jobs import Job, JobState, get_job, list_jobs
 from bexp.storage.matching import needs_of
+from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.statistics import read_statistics
 from bexp.storage.tables import events, jobs, workers
-from bexp.storage.waiting import describe_duration, find_waiting, list_waiting_ids
+from bexp.storage.waiting import BUSY, QueuePlace, describe_duration, find_place, find_waiting, list_waiting_ids
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
 from tests.contracts.jobs import claim_one, expire
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
@@ -246,3 +248,112 @@ def test_a_reason_of_a_quota_stays_until_the_quota_changes_and_no_other_reason_d
     for other in ("another", "zero"):
         assert reason_of(other) == [("j", None)]
         assert reason_of(other, holds=True) == [("j", "the quota")]
+
+
+def test_a_job_says_when_its_workers_are_busy_and_who_has_their_device(database: Database, queue: Queue) -> None:
+    add_worker(database, "a")
+    register_worker(database, make_worker("r", device_name="A, replayed", fingerprint=FINGERPRINT))
+    queue.enqueue(make_request())
+    claim = claim_one(queue)
+    job, _ = queue.enqueue(make_request())
+    waits = make_worker("b", fingerprint="", device_name="", held_by="cpu is in use by process 7")
+
+    def note() -> str | None:
+        queue.note_waiting(grace=NO_GRACE, max_wait=NO_GRACE)
+        return reasons(database, job.id)[-1]
+
+    assert note() == BUSY
+    register_worker(database, waits)
+    assert note() == BUSY, "one that measures ends"
+    queue.finish(claim.lease, JobState.FAILED)
+    assert note() == BUSY, "between two claims a worker is free for a moment"
+    forget_worker(database, "a")
+    assert note() == "the device is in use: cpu is in use by process 7"
+    register_worker(database, replace(waits, held_by="cpu is in use by process 8"))
+    assert note() == "the device is in use: cpu is in use by process 8"
+    assert read_statistics(database).num_without_worker == 0, "it has a worker, which waits itself"
+    age_events(database)
+    note()
+    assert get_job(database, job.id).state is JobState.QUEUED, "it never fails for that"
+    add_worker(database, "b")
+    assert note() is None
+    forget_worker(database, "b")
+    forget_worker(database, "r")
+    assert note() == "none is running"
+    messages = [event.message for event in read_events(database, job.id)[1:]]
+    assert messages == [
+        "Waiting for a worker: each that can run it is busy",
+        "Waiting: the device is in use: cpu is in use by process 7",
+        "Waiting: the device is in use: cpu is in use by process 8",
+        "A worker can run it now",
+        "Waiting for a worker: none is running",
+    ]
+
+
+def age_events(database: Database) -> None:
+    with database.begin() as connection:
+        connection.execute(sa.update(events).values(at=database.clock(-LIVE_WITHIN)))
+
+
+def test_the_place_of_a_job_is_that_in_the_order_of_claims(database: Database, queue: Queue) -> None:
+    callers = {name: Caller(name, USUAL_SCOPES) for name in "ab"}
+    priorities = {"a1": 0, "a2": 0, "a3": 5, "b1": 0, "b2": 1}
+    for job_id, priority in priorities.items():
+        queue.enqueue(make_request(), by=callers[job_id[0]], priority=priority, job_id=job_id)
+    own, _ = queue.enqueue(make_request(), own_worker="mine")
+    queue.enqueue(make_request(device_kind="cuda"), job_id="gpu")
+    queue.enqueue(make_request(device_kind="cpu"), job_id="cpu")
+    assert find_place(database, own) is None
+    queued = {job_id: get_job(database, job_id) for job_id in (*priorities, "gpu")}
+    assert find_place(database, queued["gpu"]) == QueuePlace(3, 6, None), "nothing is known of when a worker comes"
+    places = {job_id: place.place for job_id in priorities if (place := find_place(database, queued[job_id]))}
+    assert [places[job_id] for job_id in ("a3", "b2")] == [1, 2]
+    claimed = []
+    while (claim := queue.claim(make_worker("w"), among=priorities)) is not None:
+        claimed.append(claim.job.id)
+        assert find_place(database, claim.job) is None, "it runs"
+        assert find_place(database, queued[claim.job.id]) is None, "it was taken meanwhile"
+    assert claimed == sorted(places, key=lambda job_id: places[job_id])
+
+
+def test_a_place_says_until_when_its_workers_are_busy(database: Database, queue: Queue) -> None:
+    for seconds in (300, 100, 10):
+        queue.enqueue(make_request(budget={"max_seconds": seconds}), priority=seconds)
+    job, _ = queue.enqueue(make_request(device_kind="cpu"), priority=-1)
+
+    def busy_until() -> object:
+        place = find_place(database, job)
+        assert place is not None
+        return place.busy_until
+
+    assert busy_until() is None
+    for name in ("long", "short"):
+        add_worker(database, name)
+        claim_one(queue, name)
+    short = next(job.started_at for job in list_jobs(database)[0] if job.priority == 100)
+    assert short is not None
+    assert busy_until() == short + timedelta(seconds=100)
+    add_worker(database, "idle")
+    assert busy_until() is None, "it is free now"
+    claim_one(queue, "idle")
+    with database.begin() as connection:
+        overdue = sa.update(jobs).where(jobs.c.worker == "idle")
+        connection.execute(overdue.values(started_at=database.clock(timedelta(minutes=-1))))
+    assert busy_until() == short + timedelta(seconds=100), "nobody knows how much longer that one takes"
+
+
+def test_a_place_is_read_by_one_query_from_an_index_of_the_queued_jobs(database: Database, job: Job) -> None:
+    statements: list[tuple[str, Any]] = []
+
+    def note(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+        statements.append((statement, parameters))
+
+    sa.event.listen(database.engine, "before_cursor_execute", note)
+    assert find_place(database, job) == QueuePlace(1, 1, None)
+    sa.event.remove(database.engine, "before_cursor_execute", note)
+    (place,) = [taken for taken in statements if "count(*)" in taken[0]]
+    if not database.is_postgresql:  # which takes other plans for small tables
+        with database.read() as connection:
+            plan = [step.detail for step in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {place[0]}", place[1])]
+        assert sum("COVERING INDEX ix_bexp_jobs_queued" in step for step in plan) == 1
+        assert not any("SCAN bexp_jobs" in step for step in plan), plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pynvml
 
@@ -63,6 +64,18 @@ def open_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
     except ValueError:
         return None
     return None if key == "cpu" else Gpu.open(key)
+
+
+def read_gpus(uuids: Mapping[str, str]) -> list[dict[str, Any]] | None:
+    """Read each GPU, given by name and UUID, as `WorkerInfo.gpus` has it; None if NVML says nothing of any."""
+    read = []
+    for name, uuid in uuids.items():
+        gpu = Gpu.open(uuid)
+        found = (
+            {} if gpu is None else {"busy_share": gpu.busy_share(), "temperature_celsius": gpu.temperature_celsius()}
+        )
+        read.append({"device": name} | {key: value for key, value in found.items() if value is not None})
+    return read if any(len(one) > 1 for one in read) else None
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

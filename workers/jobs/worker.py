@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, TypeVar
 
 import sqlalchemy as sa
@@ -26,6 +26,7 @@ from bexp.storage.notifications import Listener
 from bexp.storage.queue import Queue
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
 from bexp.targets.registry import installed_targets
+from bexp.workers.devices.discovery import read_gpus
 from bexp.workers.devices.lock import POLL_SECONDS, DeviceBusyError
 from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
@@ -34,11 +35,13 @@ from bexp.workers.process.interface import DeviceProfiler, ProfilerError, Profil
 class Registration:
     """A worker's entry in the list, made by `tell`, renewed in a thread, and ended with the context.
 
-    While the database is away, the worker goes on, and the thread makes the entry later.
+    While the database is away, the worker goes on, and the thread makes the entry later. `gpus` are the UUIDs by name
+    of the GPUs that each report reads.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, gpus: Mapping[str, str] = MappingProxyType({})) -> None:
         self._database = database
+        self._gpus = gpus
         self._worker: WorkerInfo | None = None
         self._every_seconds = (LIVE_WITHIN / 3).total_seconds()
         self._ended = threading.Event()
@@ -76,7 +79,7 @@ class Registration:
             if self._worker is None:
                 return
             try:
-                register_worker(self._database, self._worker)
+                register_worker(self._database, replace(self._worker, gpus=read_gpus(self._gpus)))
             except sa.exc.SQLAlchemyError as error:
                 reason = describe_trouble(error)
                 _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)
@@ -164,7 +167,7 @@ class JobWorker:
             DeviceBusyError: another process kept it for all the time that this may wait.
         """
         try:
-            with Registration(self._queue.database) as registration:
+            with Registration(self._queue.database, self._profiler.gpus) as registration:
                 self._await_device(registration)
                 self.hardware = self._find_hardware()
                 registration.tell(self._describe())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from bexp.explorer.model.hardware import HardwareSpec
@@ -34,6 +36,8 @@ class DeviceProfiler(Protocol):
 
     devices: tuple[str, ...] = ()
     """The devices as a process of their host names them; in a cluster, those that a trial needs."""
+    gpus: Mapping[str, str] = MappingProxyType({})
+    """The UUID of each of them that is a GPU of this host, by its name."""
     held_by: str | None = None
     """The other holder of the device, while this profiler waits for it."""
 

@@ -103,6 +103,7 @@ class Profiler:
         keys = [device_key(name, environment) for name in self.devices]
         if len(set(keys)) < len(keys) and self.devices[0] != "cpu":
             raise ValueError(f"{', '.join(self.devices)} names a device twice")
+        self.gpus: Mapping[str, str] = {name: key for name, key in zip(self.devices, keys, strict=True) if key != "cpu"}
         self._process = DeviceProcess(
             self.devices,
             DeviceLocks(keys, directory=lock_directory or lock_folder(environment)),

@@ -72,7 +72,12 @@ def upgrade() -> None:
         sa.Index(None, "owner", "stored_bytes"),
         sa.Index(None, "model_name", "created_at"),
         sa.Index("ix_bexp_jobs_searched", "model_name", "device_name", "owner", "id"),
-        sa.Index("ix_bexp_jobs_queued", "owner", "state", sqlite_where=_IS_QUEUED, postgresql_where=_IS_QUEUED),
+        sa.Index(
+            "ix_bexp_jobs_queued",
+            *("state", "owner", "priority", "created_at", "id", "own_worker", "device_kind"),
+            sqlite_where=_IS_QUEUED,
+            postgresql_where=_IS_QUEUED,
+        ),
     )
     op.create_table(
         "bexp_labels",
@@ -157,6 +162,7 @@ def upgrade() -> None:
         sa.Column("held_by", sa.Text),
         sa.Column("memory_bytes", sa.BigInteger, nullable=False),
         sa.Column("name", sa.String(32), nullable=False),
+        sa.Column("gpus", _JSON),
         sa.Column("started_at", _MOMENT, nullable=False),
         sa.Column("last_seen_at", _MOMENT, nullable=False),
     )

@@ -79,6 +79,9 @@ def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored
     waiting = bexp("workers")
     assert re.search(r"w-2 +waiting +cpu +- ", waiting.stdout)
     assert waiting.stderr == "w-2 waits: by process 7\n"
+    gpus = [{"device": "cuda:0", "busy_share": 0.93, "temperature_celsius": 61}, {"device": "cuda:1", "busy_share": 0}]
+    register_worker(queue.database, make_worker("w-2", devices="cuda:0-1", gpus=gpus))
+    assert re.search(r"w-2 +idle +cuda:0-1 +A device +93% 61 C, 0% ", bexp("workers").stdout)
     forget_worker(queue.database, "w-2")
     queue.pin(claim.lease, REPORT)
     (variant,) = ANSWER.variants

@@ -19,7 +19,7 @@ def test_what_nvml_refuses_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pynvml, name, refuse)
     gpu = Gpu(None)
     assert [gpu.sm_clock_mhz(), gpu.sm_clock_max_mhz(), gpu.memory_clock_mhz()] == [None] * 3
-    assert [gpu.power_watts(), gpu.temperature_celsius(), gpu.used_bytes()] == [None] * 3
+    assert [gpu.power_watts(), gpu.temperature_celsius(), gpu.used_bytes(), gpu.busy_share()] == [None] * 4
     assert [gpu.processes(), gpu.busy_shares(0)] == [None] * 2
     assert gpu.clock_reasons() == ()
 
@@ -64,6 +64,7 @@ def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyP
         "nvmlDeviceGetMaxClockInfo": {pynvml.NVML_CLOCK_SM: 1980}.__getitem__,
         "nvmlDeviceGetPowerUsage": 650_400,
         "nvmlDeviceGetTemperature": sensors.__getitem__,
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=7, memory=90),
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=5 << 30, free=1, total=2),
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=3), SimpleNamespace(pid=4)],
         "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwPowerCap,
@@ -72,7 +73,7 @@ def test_each_query_asks_its_own_gpu_in_its_own_unit(monkeypatch: pytest.MonkeyP
     gpu = Gpu("handle")
     assert (gpu.sm_clock_mhz(), gpu.sm_clock_max_mhz(), gpu.memory_clock_mhz()) == (1410, 1980, 2619)
     assert gpu.power_watts() == 650.4
-    assert gpu.temperature_celsius() == 61
+    assert (gpu.temperature_celsius(), gpu.busy_share()) == (61, 0.07)
     assert gpu.used_bytes() == 5 << 30
     assert gpu.processes() == frozenset({3, 4})
     assert gpu.clock_reasons() == ("sw_power_cap",)

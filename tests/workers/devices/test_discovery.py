@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -9,6 +11,7 @@ from bexp.measure import nvml
 from bexp.measure.device_names import parse_devices
 from bexp.workers.devices import discovery as devices
 from bexp.workers.devices.discovery import default_devices, parse_counts
+from bexp.workers.process.profiler import Profiler
 
 UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
 
@@ -47,6 +50,36 @@ def test_a_gpu_is_opened_by_its_uuid_where_there_is_a_driver(monkeypatch: pytest
     for call in ("nvmlDeviceGetHandleByUUID", "nvmlInit"):
         monkeypatch.setattr(pynvml, call, refuse)
         assert devices.open_gpu("cuda:0", {}) is None
+
+
+def test_what_nvml_says_of_each_gpu_is_read_and_what_it_refuses_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def find(uuid: str) -> str:
+        return refuse() if uuid == UUIDS[2] else uuid
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", find)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda uuid: SimpleNamespace(gpu=int(uuid[-1]) * 93))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda *_: 61)
+    named = {f"cuda:{number}": uuid for number, uuid in enumerate(UUIDS)}
+    assert devices.read_gpus(named) == [
+        {"device": "cuda:0", "busy_share": 0.0, "temperature_celsius": 61},
+        {"device": "cuda:1", "busy_share": 0.93, "temperature_celsius": 61},
+        {"device": "cuda:2"},
+    ]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", refuse)
+    assert devices.read_gpus({"cuda:0": UUIDS[0]}) == [{"device": "cuda:0", "temperature_celsius": 61}]
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert devices.read_gpus(named) is None
+    assert devices.read_gpus({}) is None
+
+
+def test_a_profiler_names_the_gpus_of_its_host(tmp_path: Path) -> None:
+    of_three = Profiler(["cuda:1", "cuda:0"], environment={"CUDA_VISIBLE_DEVICES": "2,0"}, lock_directory=tmp_path)
+    assert of_three.gpus == {"cuda:1": UUIDS[0], "cuda:0": UUIDS[2]}
+    assert Profiler("cpu", lock_directory=tmp_path).gpus == {}
 
 
 @pytest.mark.parametrize(

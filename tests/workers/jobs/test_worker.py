@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -235,6 +236,29 @@ def test_a_worker_is_listed_as_it_says_from_when_it_says_so(database: Database) 
         (idle,) = read_workers(database)
         assert (idle.info, idle.started_at) == (WORKER, waiting.started_at)
     assert read_workers(database) == []
+
+
+def test_each_report_of_a_worker_reads_its_gpus(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings: list[list[dict[str, Any]] | None] = [
+        None,
+        [{"device": "cuda:0", "busy_share": 0.93, "temperature_celsius": 61}],
+    ]
+    asked: list[Mapping[str, str]] = []
+
+    def read(gpus: Mapping[str, str]) -> list[dict[str, Any]] | None:
+        asked.append(gpus)
+        return readings[len(asked) - 1]
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.read_gpus", read)
+    registration = Registration(database, {"cuda:0": "GPU-1"})
+    registration._ended = Waits(2)
+    registration.tell(WORKER)
+    assert [known.info.gpus for known in read_workers(database)] == [None]
+    with registration:
+        registration.tell(WORKER)  # nothing has changed, so that only the heartbeat reports
+        registration._thread.join()
+        assert [known.info.gpus for known in read_workers(database)] == readings[1:]
+    assert asked == [{"cuda:0": "GPU-1"}] * 2
 
 
 def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sqlite_database: Database) -> None:
