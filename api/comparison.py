@@ -256,7 +256,8 @@ def _different_models(a: _Known, b: _Known) -> str | None:
         return None
     same_name = f"two models called {a.job.model}"
     models = same_name if a.job.model == b.job.model else f"different models, {a.job.model} and {b.job.model}"
-    return f"The answers are of {models}. The {a.unit} of one are other work than those of the other."
+    work = f"Each of their {a.unit} is another amount of work, so a ratio does not say which choice is better."
+    return f"The answers are of {models}. {work}"
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], of: tuple[str, str] = ("A", "B")) -> Iterator[str]:

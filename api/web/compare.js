@@ -8,6 +8,8 @@ import { compareExplorations, getExploration, Problem } from "./service.js";
 export const MOST_COMPARED = 6;
 const LETTERS = "ABCDEF";
 const LEAST_LOAD = 0.1; // of a host, from which on two loads differ
+const MEMORY_NOTE = "At the peak, of the candidates above. The reserve is for fragmentation, the runtime's context and a margin.";
+const SUM_NOTE = " Of a candidate that is not the recommended one, the sum of the other parts is known.";
 
 /** Show the explorations whose ids are in `given`, separated by commas. Those of two models are shown if asked for. */
 export async function showComparison(given, root, signal, shell) {
@@ -28,7 +30,8 @@ export async function showComparison(given, root, signal, shell) {
   const show = () => draw(root, title, contendersOf(explorations, first, pairs), pairs, signal);
   if (about.length === 0) return show();
   const anyway = el("button", { type: "button", class: "primary", onclick: () => (show(), title.focus({ preventScroll: true })) }, "Compare them all the same");
-  root.append(el("section", { class: "card ask", "aria-label": "Different models" }, about.map((text) => el("p", {}, text)), anyway));
+  root.append(el("section", { class: "card ask", "aria-label": "Different models" }, about.map((text) => el("p", {}, text)),
+    el("div", { class: "actions" }, anyway, el("a", { href: "#/" }, "Choose others"))));
 }
 
 /** Return the comparison of two answers, or the reason why there is none, such as no recommendation. */
@@ -62,8 +65,8 @@ function draw(root, title, contenders, pairs, signal) {
     el("div", { class: "compared" },
       el("ol", { class: "contenders", "aria-label": "Answers" }, contenders.map((one) => contender(one, first)))),
     sides.length > 0 && el("div", { class: "comparison" },
-      figure("Throughput by micro-batch", "The fastest that ran at each size. A ring is the candidate above.", curves),
-      figure("Memory by part", "At the peak, of the candidates above. The reserve is for fragmentation, the runtime's context and a margin.", memory)),
+      figure("Throughput by micro-batch", "Per device, the fastest that ran at each size. A ring is the candidate above.", curves),
+      figure("Memory by part", MEMORY_NOTE + (sides.every(({ is_recommended: isKnown }) => isKnown) ? "" : SUM_NOTE), memory)),
     differences(contenders, sides, pairs, first),
   );
   if (sides.length === 0) return;
@@ -94,9 +97,9 @@ function contender({ index, letter, exploration, candidate, is_recommended: isRe
   ];
   const why = pair?.reason ?? "There is nothing to compare it with.";
   return el("li", { class: `card contender p${index}` }, head, ...(candidate ? [
-    el("p", { class: "rate" }, el("strong", {}, rateText(side.tokens_per_second)), ` ${format.unit(side)} per device`),
+    el("p", { class: "rate" }, el("strong", {}, rateText(side.tokens_per_second)), ` ${format.unit(side)}`),
     el("p", {}, format.describe(candidate), !isRecommended && ", the best that divides the batch"),
-    el("p", { class: "against" }, isFirst ? "The others are compared with it." : against(pair, first.letter)),
+    el("p", { class: "against" }, isFirst ? "Ratios are over its speed." : against(pair, first.letter)),
   ] : [el("p", { class: "against" }, why)]));
 }
 

@@ -41,7 +41,7 @@ export function curvesChart(sides, width) {
       marks.append(mark(index, ...at(point), { class: `mark p${index} ${kind}` }, title));
       if (point.micro_batch_size === candidate.micro_batch_size) {
         const [cx, cy] = at(point);
-        marks.append(svg("circle", { class: `ring p${index}`, cx, cy, r: 10 }, svg("title", {}, `${letter} is compared with this one`)));
+        marks.append(svg("circle", { class: `ring p${index}`, cx, cy, r: 8 + 2 * index }, svg("title", {}, `${letter} is compared with this one`)));
       }
     }
   }

@@ -62,7 +62,7 @@ export async function showList(root, signal, shell) {
   const body = el("tbody", { role: "rowgroup" });
   const older = el("button", { type: "button", hidden: true }, "Show older ones");
   const empty = el("p", { class: "quiet", hidden: true }, "There are none. ", el("a", { href: "#/submit" }, "Submit one"), ".");
-  const compare = el("a", { class: "button compare-chosen", hidden: true });
+  const compare = el("a", { class: "button primary compare-chosen", hidden: true });
   const chosen = new Set();
   let order = NEWEST;
   let items = [];
@@ -161,7 +161,7 @@ export async function showList(root, signal, shell) {
 const usable = (line) => [...(line?.querySelectorAll("a, button, input") ?? [])];
 
 function row(exploration, find, chosen, offer) {
-  const { id, state } = exploration;
+  const { id } = exploration;
   const choose = ({ target }) => (target.checked ? chosen.add(id) : chosen.delete(id), offer());
   const box = { type: "checkbox", "aria-label": `Compare ${exploration.model} ${id}`, onchange: choose };
   const labels = format.labels(exploration.labels).map((text) => finder(text, "label", find));
@@ -169,16 +169,16 @@ function row(exploration, find, chosen, offer) {
   const cell = ({ name, isFigure, key, show = key }) => {
     const shown = show(exploration, find);
     const isNothing = shown === null || shown === false;
-    const classes = [`is-${name}`, isFigure || name === "duration" ? "figure" : "", isNothing ? "nothing" : ""];
-    const attributes = { role: "cell", class: classes.filter(Boolean).join(" "), "data-name": name };
+    const classes = [`is-${name}`, (isFigure || name === "duration") && "figure", isNothing && "nothing"];
+    const attributes = { role: "cell", class: classes.filter(Boolean).join(" "), "data-name": isFigure && name };
     return el("td", attributes, isNothing ? NOTHING : shown);
   };
   return el(
     "tr",
-    { "data-id": id, role: "row", class: state },
+    { "data-id": id, role: "row" },
     el("td", { role: "cell", class: "choose" }, el("label", {}, el("input", { ...box, checked: chosen.has(id) }))),
     el("th", { scope: "row", role: "rowheader" }, el("a", { href: `#/explorations/${id}` }, exploration.model), labels,
-      el("code", { class: "about" }, id), why && el("span", { class: "about why", title: why }, why)),
+      el("code", { class: "about" }, id), why && el("span", { class: `about why${exploration.error ? " is-wrong" : ""}`, title: why }, why)),
     COLUMNS.slice(1).map(cell),
   );
 }
