@@ -129,7 +129,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
         reason = f"no ratio says which is faster: A counts {units[0]}/s, and B counts {units[1]}/s"
         raise CommandError(ExitCode.NO_ANSWER, reason)
     pair = compare(sides["A"].side, sides["B"].side)
-    asked = [known.asked for known in sides.values()]
+    asked = sides["A"].asked, sides["B"].asked
     differences = list(_differences(*asked))
     models = _different_models(*sides.values())
     differences += _loads(*(known.host_busy_share for known in sides.values()))
@@ -256,8 +256,7 @@ def _different_models(a: _Known, b: _Known) -> str | None:
         return None
     same_name = f"two models called {a.job.model}"
     models = same_name if a.job.model == b.job.model else f"different models, {a.job.model} and {b.job.model}"
-    work = f"Each of their {a.unit} is another amount of work, so a ratio does not say which choice is better."
-    return f"The answers are of {models}. {work}"
+    return f"The answers are of {models}. The work of their {a.unit} differs, so a ratio does not say which is better."
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], of: tuple[str, str] = ("A", "B")) -> Iterator[str]:

@@ -162,7 +162,7 @@ def test_answers_of_different_models_are_compared_only_if_asked(browser: Chromiu
     other = service.queue.enqueue(request(seed=27, labels={"model": "another"}))[0].id
     assert list(service.client.events(other))
     with service.database.begin() as connection:
-        asked = connection.scalar(sa.select(jobs.c.request).where(jobs.c.id == other))
+        asked = connection.execute(sa.select(jobs.c.request).where(jobs.c.id == other)).scalar_one()
         asked = {**asked, "model": {**asked["model"], "name": "wider", "hidden_size": 2048}}
         connection.execute(sa.update(jobs).where(jobs.c.id == other).values(request=asked, model_name="wider"))
     log_in(browser, service, at=f"#/compare/{service.finished},{other}")
