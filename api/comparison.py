@@ -9,6 +9,7 @@ from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
+from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import row
 from bexp.explorer.model.amounts import rate_text, seconds_text
@@ -16,7 +17,7 @@ from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.recommendation import Alternative, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, whole_runs
+from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, throughput_curve, whole_runs
 from bexp.explorer.search.confidence import confidence_score
 
 NOT_COMPARED = {
@@ -27,6 +28,8 @@ NOT_COMPARED = {
 """Fields of a request that change the search or the wording, and neither the best candidate nor its speed."""
 NAMES = {"model.name", "hf_config._name_or_path", "hf_config.transformers_version", "hf_config.architectures"}
 MODELS = ("model", "hf_config")
+LENGTH = "model.seq_length"
+"""Texts of another length do not make another model."""
 MOST_LISTED = 3
 """Fields of two models that are listed one by one where they differ."""
 LEAST_LOAD = 0.1
@@ -54,6 +57,10 @@ class _Known:
         self.without_run = [job.id for job in further if not whole_runs(self.chosen.candidate, trials[job.id])]
         kind = "cpu" if self.job.report is not None and self.job.report.hardware.device_kind == "cpu" else "cuda"
         self.side = MeasuredCandidate(self.chosen, best.run_noise, self.trials, kind).side()
+        self.best = best
+        self.unit = best.rate_unit
+        self.asked = _depends_on(self.job)
+        self.curve = throughput_curve(self.chosen, self.side, self.trials or self._source_trials(client))
 
     @property
     def run_seconds(self) -> float | None:
@@ -70,6 +77,23 @@ class _Known:
         shares = [each.host_busy_share for each in conditions if each.host_busy_share is not None]
         return median(shares) if shares else None
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """The bytes at the peak by part. Those of a candidate that is not the recommended one are known in sum."""
+        if self.chosen.candidate == self.best.candidate:
+            return {name: size for name, size in self.best.memory if size > 0}
+        return {"allocated": self.chosen.expected_peak_bytes}
+
+    def _source_trials(self, client: Explorations) -> list[Trial]:
+        """Return the trials of the exploration that measured a reused answer; none if it has been deleted."""
+        source = self.job.answered_from
+        if source is None or self.best.plan:
+            return []
+        try:
+            return list(client.trials(source.exploration))
+        except ProblemError:
+            return []
+
     def document(self) -> dict[str, Any]:
         """Return the answer and its figures, as JSON."""
         candidate = self.chosen.candidate.model_dump(mode="json")
@@ -78,6 +102,11 @@ class _Known:
             "is_recommended": isinstance(self.chosen, Recommendation),  # else it is the best that divides the batch
             "confidence": self.chosen.confidence,
             "host_busy_share": self.host_busy_share,
+            "rate_unit": self.unit.value,
+            "memory": self.memory,
+            "required_bytes": self.chosen.required_bytes,
+            "memory_limit_bytes": self.best.memory_limit_bytes,
+            "curve": [point.model_dump(mode="json") for point in self.curve],
         }
         return {**about, **known, **self.side.model_dump(mode="json")}
 
@@ -92,11 +121,17 @@ class ComparisonText(Frozen):
 def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     """Compare two answers; `a` and `b` are ids, and further ids behind commas bring more runs of the same candidate.
 
-    Raises CommandError if there is no answer yet, and ProblemError if an id is not known.
+    Raises CommandError without an answer or with rates of two units, and ProblemError if an id is not known.
     """
     sides = {"A": _Known(client, a), "B": _Known(client, b)}
+    units = [known.unit for known in sides.values()]
+    if units[0] is not units[1]:
+        reason = f"no ratio says which is faster: A counts {units[0]}/s, and B counts {units[1]}/s"
+        raise CommandError(ExitCode.NO_ANSWER, reason)
     pair = compare(sides["A"].side, sides["B"].side)
-    differences = list(_differences(_depends_on(sides["A"].job), _depends_on(sides["B"].job)))
+    asked = sides["A"].asked, sides["B"].asked
+    differences = list(_differences(*asked))
+    models = _different_models(*sides.values())
     differences += _loads(*(known.host_busy_share for known in sides.values()))
     missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
@@ -106,6 +141,8 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
         **pair.model_dump(mode="json", exclude={"a", "b"}),
         "a": sides["A"].document(),
         "b": sides["B"].document(),
+        "different_models": models,
+        "differs": [{"field": name, "a": asked[0].get(name), "b": asked[1].get(name)} for name in _names(*asked)],
         "differences": differences,
         "not_measured": missing,
         "next_measurement": {"runs_of_each": pair.runs_needed, "seconds": seconds, "advice": advice},
@@ -114,6 +151,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     lines = [
         f"B is faster than A with a probability of {_percent(pair.probability_b_faster)}: {pair.speedup:.3f}x its "
         f"speed, {least:.3f}x to {most:.3f}x with 90%",
+        *([] if models is None else [row("models", models)]),
         *(row(name, _describe(known)) for name, known in sides.items()),
         *(row("different", line) for line in differences),
         *(row("not measured", line) for line in missing),
@@ -134,9 +172,8 @@ def _describe(known: _Known) -> str:
     candidate = known.chosen.candidate.describe()
     if isinstance(known.chosen, Alternative):
         candidate += ", the best that divides the batch"
-    return (
-        f"{known.job.model} {ids}, {candidate}: {rate_text(side.tokens_per_second)}, {runs}, noise {side.run_noise:.1%}"
-    )
+    rate = rate_text(side.tokens_per_second, known.unit)
+    return f"{known.job.model} {ids}, {candidate}: {rate}, {runs}, noise {side.run_noise:.1%}"
 
 
 def _not_measured(name: str, known: _Known) -> Iterator[str]:
@@ -196,9 +233,35 @@ def _flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", value
 
 
+def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs."""
+    return [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
+
+
+def _is_of_model(name: str) -> bool:
+    return name.partition(".")[0] in MODELS
+
+
+def _different_models(a: _Known, b: _Known) -> str | None:
+    """Return a sentence if the answers are of two models, whose speeds say nothing of each other; else None.
+
+    A training command states no model: its name is all that is known.
+    """
+    states = any(_is_of_model(name) and value is not None for known in (a, b) for name, value in known.asked.items())
+    if states:
+        differ = any(_is_of_model(name) and name != LENGTH for name in _names(a.asked, b.asked))
+    else:
+        differ = a.job.model != b.job.model
+    if not differ:
+        return None
+    same_name = f"two models called {a.job.model}"
+    models = same_name if a.job.model == b.job.model else f"different models, {a.job.model} and {b.job.model}"
+    return f"The answers are of {models}. The work of their {a.unit} differs, so a ratio does not say which is better."
+
+
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], of: tuple[str, str] = ("A", "B")) -> Iterator[str]:
-    names = [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
-    models = [name for name in names if name.partition(".")[0] in MODELS]
+    names = _names(a, b)
+    models = [name for name in names if _is_of_model(name)]
     if len(models) > MOST_LISTED:
         yield f"model: {len(models)} fields, such as {', '.join(models[:MOST_LISTED])}"
         names = [name for name in names if name not in models]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bexp.client.explorations import AnswerSource, Exploration, ExplorationSummary, Links, QueuePlace, Worker
 from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.model.amounts import RateUnit
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
@@ -86,6 +87,7 @@ def _summary_fields(job: JobSummary) -> dict[str, Any]:
         "state": job.state.value,
         "model": job.model_name,
         "labels": dict(job.labels),
+        "rate_unit": RateUnit(job.rate_unit or RateUnit.TOKENS),
         "answered_from": source,
         "links": Links.of(job.id),
     }

@@ -142,7 +142,8 @@ def progress_values(progress: Progress) -> dict[str, Any]:
 def summary_of(best: Recommendation | None) -> dict[str, Any]:
     """Return the columns of a job that describe its recommendation in a list."""
     names = ("micro_batch_size", "performance", "tokens_per_second", "confidence")
-    return {name: best and getattr(best.figures, name) for name in names}
+    figures = {name: best and getattr(best.figures, name) for name in names}
+    return {**figures, "rate_unit": best and best.rate_unit.value}
 
 
 def claim_event(attempt: int, worker: str, description: str | None, target: str, num_trials: int) -> EventDraft:

@@ -62,6 +62,7 @@ class JobSummary:
     micro_batch_size: int | None
     performance: float | None
     tokens_per_second: float | None
+    rate_unit: str | None
     confidence: int | None
     confidence_target: int | None
     created_at: datetime

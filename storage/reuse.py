@@ -30,7 +30,7 @@ from bexp.storage.workers import WorkerInfo, select_live
 
 _COPIED = (
     *("fingerprint", "report", "device_name", "space", "answer"),
-    *("micro_batch_size", "performance", "tokens_per_second", "confidence"),
+    *("micro_batch_size", "performance", "tokens_per_second", "rate_unit", "confidence"),
     *("devices_needed", "software", "request_key"),
 )
 _MOST_TRIED = 5

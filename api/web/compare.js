@@ -1,35 +1,17 @@
-/** Explorations side by side: their answers, and the differences of their requests and hardware. */
+/** Explorations side by side: the candidates that exports take, their curves and memory, and what differs. */
 
-import { stateBadge } from "./badge.js";
-import { copyable } from "./copy.js";
+import { curvesChart, keyOf, letterOf, memoryBars } from "./compare_charts.js";
 import { el } from "./dom.js";
 import * as format from "./format.js";
 import { compareExplorations, getExploration, Problem } from "./service.js";
 
 export const MOST_COMPARED = 6;
+const LETTERS = "ABCDEF";
+const LEAST_LOAD = 0.1; // of a host, from which on two loads differ
+const MEMORY_NOTE = "At the peak, of the candidates above. The reserve is for fragmentation, the runtime's context and a margin.";
+const SUM_NOTE = " Of a candidate that is not the recommended one, the sum of the other parts is known.";
 
-/** Fields of a request that change the search, and not its question. */
-const NOT_COMPARED = new Set(["budget", "fresh", "labels", "notices", "sampler", "seed", "verify"]);
-
-const bestOf = (text) => ({ recommendation: best }) => (best ? text(best) : null);
-
-const FOUND = [
-  ["state", (one) => stateBadge(one)],
-  ["device", (one) => one.device_name],
-  ["micro_batch_size", (one) => one.micro_batch_size],
-  ["tokens/s per device", (one) => one.tokens_per_second && format.number(one.tokens_per_second)],
-  ["gain over its base", bestOf((best) => format.ratio(best.performance, best))],
-  ["base", bestOf((best) => format.describe(best.base))],
-  ["confidence", (one) => one.confidence],
-  ["step", bestOf((best) => format.seconds((best.whole_model ?? best).step_seconds))],
-  ["measured as", bestOf((best) => (best.whole_model ? "a whole model" : "blocks that compose it"))],
-  ["peak memory", bestOf((best) => format.bytes(format.expectedPeak(best)))],
-  ["memory limit", bestOf((best) => format.bytes(best.memory_limit_bytes))],
-  ["duration", (one) => one.started_at && format.duration(one.started_at, one.finished_at)],
-  ["owner", (one) => one.owner],
-];
-
-/** Show the explorations whose ids are in `given`, separated by commas. */
+/** Show the explorations whose ids are in `given`, separated by commas. Those of two models are shown if asked for. */
 export async function showComparison(given, root, signal, shell) {
   document.title = "Comparison · bexp";
   const ids = [...new Set(given.split(",").filter(Boolean))];
@@ -41,104 +23,136 @@ export async function showComparison(given, root, signal, shell) {
     return;
   }
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
+  const first = explorations.find(({ recommendation }) => recommendation !== null) ?? explorations[0];
+  const pairs = await Promise.all(explorations.map((one) => (one === first ? null : compared(first.id, one.id, signal))));
   shell.connection(true);
-  const all = el("input", { type: "checkbox" });
-  const later = (name) => el("tr", {}, el("th", { scope: "row" }, name), ids.map(() => el("td", {}, "…")));
-  const speeds = { candidate: later("candidate for the batch"), rate: later("its tokens/s"), faster: later("faster than the first") };
-  const isSame = (line) => line.matches(".field:not(.differs)");
-  const section = (name, rows) => {
-    const head = el("th", { scope: "rowgroup", colspan: ids.length + 1 }, name);
-    return [el("tr", { class: `section${rows.every(isSame) ? " field" : ""}` }, head), ...rows];
-  };
-  const flat = explorations.map(({ request, report }) =>
-    ({ request: flatten(request, NOT_COMPARED), device: flatten(measuredOn(report)) }));
-  const fields = (part) => {
-    const names = [...new Set(flat.flatMap((one) => Object.keys(one[part])))];
-    return names.map((name) => row(name, flat.map((one) => one[part][name] ?? null), true));
-  };
-  const candidates = explorations.map(({ recommendation }) => (recommendation ? flatten(recommendation.candidate) : {}));
-  const isChosen = (name) => name !== "micro_batch_size" && candidates.some((one) => (one[name] ?? "null") !== "null");
-  const names = [...new Set(candidates.flatMap(Object.keys))].filter(isChosen);
-  const body = el(
-    "tbody",
-    {},
-    section("Found", FOUND.map(([name, show]) => row(name, explorations.map(show)))),
-    section("Which is faster", Object.values(speeds)), // of the candidates that exports take
-    section("The recommended candidate", names.map((name) => row(name, candidates.map((one) => one[name] ?? null)))),
-    section("Measured on", fields("device")),
-    section("Asked", fields("request")),
-  );
-  all.addEventListener("change", () => body.classList.toggle("all", all.checked));
-  const heads = explorations.map(({ id, model }) =>
-    el("th", { scope: "col" }, el("a", { href: `#/explorations/${id}` }, model), el("code", {}, id)));
-  root.append(
-    el("p", {}, el("label", {}, all, " Show what is the same in the request and the device, too")),
-    el(
-      "div",
-      { class: "card scroll whole", tabindex: "0", role: "region", "aria-label": "Comparison" },
-      el("table", { class: "data compared" }, el("caption", {}, "≠ marks what differs"),
-        el("thead", {}, el("tr", {}, el("td"), heads)), body),
-    ),
-    el("section", { class: "card", "aria-labelledby": "next-title" }, el("h2", { id: "next-title" }, "Next"),
-      ids.slice(1).map((id) => copyable(`bexp compare ${ids[0]} ${id}`))),
-  );
-  const fill = (index, texts) => Object.entries(texts).forEach(([name, text]) => (speeds[name].cells[index + 1].textContent = text));
-  const known = await Promise.all(ids.slice(1).map(async (id, index) => {
-    const pair = await compared(ids[0], id, signal);
-    fill(index + 1, pair === null ? { ...NOTHING, faster: "unknown: no recommendation" } : { ...side(pair.b), faster: chance(pair) });
-    return pair;
-  })).catch((error) => shell.report(error, signal));
-  const first = known?.find((pair) => pair !== null)?.a;
-  fill(0, { ...(first ? side(first) : NOTHING), faster: "–" });
+  const about = [...new Set(pairs.map((pair) => pair?.different_models).filter(Boolean))];
+  const show = () => draw(root, title, contendersOf(explorations, first, pairs), pairs, signal);
+  if (about.length === 0) return show();
+  const anyway = el("button", { type: "button", class: "primary", onclick: () => (show(), title.focus({ preventScroll: true })) }, "Compare them all the same");
+  root.append(el("section", { class: "card ask", "aria-label": "Different models" }, about.map((text) => el("p", {}, text)),
+    el("div", { class: "actions" }, anyway, el("a", { href: "#/" }, "Choose others"))));
 }
 
-const NOTHING = { candidate: "–", rate: "–" };
-
-/** Return the comparison of two answers; null if one of them has no recommendation. */
+/** Return the comparison of two answers, or the reason why there is none, such as no recommendation. */
 async function compared(first, id, signal) {
   try {
     return await compareExplorations(first, id, signal);
   } catch (error) {
-    if (error instanceof Problem && error.status === 409) return null;
+    if (error instanceof Problem && error.status === 409) return { reason: error.message };
     throw error;
   }
 }
 
-/** The candidate of which a comparison speaks, and its speed there. */
-const side = ({ candidate, tokens_per_second }) =>
-  ({ candidate: format.describe(candidate), rate: format.number(tokens_per_second) });
-
-/** How likely the second answer of a comparison is the faster one, in words. */
-function chance({ probability_b_faster, speedup, speedup_90_percent: [least, most] }) {
-  return `${format.likely(probability_b_faster)} likely; ${speedup.toFixed(3)}x its speed, ` +
-    `${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%`;
+/** What is shown of each exploration. All figures of a side are those of the candidate that its ratio is of. */
+function contendersOf(explorations, first, pairs) {
+  const a = pairs.find((pair) => pair?.a)?.a;
+  return explorations.map((exploration, index) => {
+    const pair = pairs[index];
+    const side = exploration === first ? a : pair.b;
+    return { index, letter: LETTERS[index], exploration, isFirst: exploration === first, pair, ...side };
+  });
 }
 
-function row(name, values, isField = false) {
-  const texts = values.map((value) => (value instanceof Node ? value.textContent : String(value ?? "–")));
-  const differs = texts.some((text) => text !== texts[0]);
-  const mark = differs && [el("span", { class: "mark-differs", "aria-hidden": "true" }, "≠"), el("span", { class: "hidden" }, " differs")];
-  return el(
-    "tr",
-    { class: [differs && "differs", isField && "field"].filter(Boolean).join(" ") || null },
-    el("th", { scope: "row" }, name, " ", mark),
-    values.map((value, index) => el("td", {}, value instanceof Node ? value : texts[index])),
+function draw(root, title, contenders, pairs, signal) {
+  const sides = contenders.filter(({ candidate }) => candidate);
+  const first = contenders.find(({ isFirst }) => isFirst);
+  const curves = el("div");
+  const memory = el("div");
+  const figure = (name, note, body) => el("figure", { class: "card" }, el("figcaption", {}, el("h2", {}, name), el("p", { class: "quiet" }, note)), body);
+  root.replaceChildren(
+    el("header", { class: "page-head" }, title),
+    el("div", { class: "compared" },
+      el("ol", { class: "contenders", "aria-label": "Answers" }, contenders.map((one) => contender(one, first)))),
+    sides.length > 0 && el("div", { class: "comparison" },
+      figure("Throughput by micro-batch", "Per device, the fastest that ran at each size. A ring is the candidate above.", curves),
+      figure("Memory by part", MEMORY_NOTE + (sides.every(({ is_recommended: isKnown }) => isKnown) ? "" : SUM_NOTE), memory)),
+    differences(contenders, sides, pairs, first),
   );
+  if (sides.length === 0) return;
+  const size = () => {
+    for (const [body, make] of [[curves, curvesChart], [memory, memoryBars]]) {
+      body.replaceChildren(...make(sides, Math.max(260, Math.floor(body.clientWidth))));
+    }
+  };
+  let width = null;
+  const sizes = new ResizeObserver(() => {
+    if (width === (width = root.clientWidth)) return; // a chart that grew changes the height alone
+    size();
+  });
+  sizes.observe(root);
+  signal.addEventListener("abort", () => sizes.disconnect());
 }
 
-function measuredOn(report) {
-  const { device_name, num_devices, versions } = report?.hardware ?? {};
-  return report ? { device_name, num_devices, versions } : null;
+/** A rate with as many digits as a ratio of two of them needs. */
+const precise = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const small = new Intl.NumberFormat("en-US", { minimumSignificantDigits: 5, maximumSignificantDigits: 5 });
+const rateText = (value) => (value >= 10_000 ? precise : small).format(value);
+
+function contender({ index, letter, exploration, candidate, is_recommended: isRecommended, pair, isFirst, ...side }, first) {
+  const { id, model, device_name: device } = exploration;
+  const head = [
+    el("h2", {}, keyOf(index), `${letter} `, el("a", { href: `#/explorations/${id}` }, model)),
+    el("p", { class: "quiet" }, device && `${device} · `, el("code", {}, id)),
+  ];
+  const why = pair?.reason ?? "There is nothing to compare it with.";
+  return el("li", { class: `card contender p${index}` }, head, ...(candidate ? [
+    el("p", { class: "rate" }, el("strong", {}, rateText(side.tokens_per_second)), ` ${format.unit(side)}`),
+    el("p", {}, format.describe(candidate), !isRecommended && ", the best that divides the batch"),
+    el("p", { class: "against" }, isFirst ? "Ratios are over its speed." : against(pair, first.letter)),
+  ] : [el("p", { class: "against" }, why)]));
 }
 
-/** A document as texts by dotted names. */
-function flatten(document, without = new Set(), prefix = "") {
-  const flat = {};
-  for (const [name, value] of Object.entries(document ?? {})) {
-    if (without.has(name)) continue;
-    const isMapping = value !== null && typeof value === "object" && !Array.isArray(value);
-    if (isMapping && Object.keys(value).length > 0) Object.assign(flat, flatten(value, new Set(), `${prefix}${name}.`));
-    else flat[prefix + name] = typeof value === "string" ? value : JSON.stringify(value);
+/** How much faster the second answer of a comparison is than the first, and how likely, in words. */
+function against({ probability_b_faster: probability, speedup, speedup_90_percent: [least, most] }, letter) {
+  return [el("b", {}, `${speedup.toFixed(3)}x`), ` the speed of ${letter}, ${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%; ` +
+    `${format.likely(probability)} likely to be faster`];
+}
+
+/** What differs in the candidates, the requests and the devices, as tables: of the models apart, because it may be much. */
+function differences(contenders, sides, pairs, first) {
+  const rows = new Map();
+  const put = (name, values) => {
+    const texts = values.map(text);
+    if (texts.some((one) => one !== texts[0])) rows.set(name, texts);
+  };
+  put("model", sides.map(({ model }) => model));
+  const settings = [...new Set(sides.flatMap(({ candidate }) => Object.keys(candidate)))];
+  for (const name of settings) put(`answer: ${name}`, sides.map(({ candidate }) => candidate[name] ?? null));
+  put("answer: confidence", sides.map(({ confidence }) => confidence));
+  const fields = new Set(pairs.flatMap((pair) => pair?.differs ?? []).map(({ field }) => field));
+  for (const field of fields) {
+    const found = pairs.map((pair) => pair?.differs?.find((one) => one.field === field));
+    const ofFirst = found.find(Boolean).a;
+    put(field, sides.map(({ index }) => (found[index] ? found[index].b : ofFirst)));
   }
-  return flat;
+  const loads = sides.map(({ host_busy_share: load }) => load);
+  const known = loads.filter((load) => load !== null);
+  if (Math.max(...known) - Math.min(...known) >= LEAST_LOAD) {
+    put("load of the host by other programs", loads.map((load) => (load === null ? null : format.percent(load, 0))));
+  }
+  const isOfModel = ([name]) => /^(model|hf_config)\./.test(name);
+  const [ofModels, others] = [true, false].map((wanted) => [...rows].filter((row) => isOfModel(row) === wanted));
+  return el("section", { class: "card", "aria-labelledby": "differs-title" },
+    el("h2", { id: "differs-title" }, "What differs"),
+    others.length > 0 ? table("Differences of answers, requests and devices", others, sides)
+      : el("p", { class: "quiet" }, "Nothing that was asked or measured differs."),
+    ofModels.length > 0 && el("details", {}, el("summary", {}, `${ofModels.length} fields of the models`), table("Differences of the models", ofModels, sides)));
+}
+
+function table(caption, rows, sides) {
+  return el("table", { class: "data differ", role: "table" },
+    el("caption", { class: "hidden" }, caption),
+    el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, el("td", { role: "cell" }),
+      sides.map((side) => el("th", { scope: "col", role: "columnheader" }, letterOf(side))))),
+    el("tbody", { role: "rowgroup" }, rows.map(([name, values]) => el("tr", { role: "row" },
+      el("th", { scope: "row", role: "rowheader" }, name),
+      values.map((value, index) => el("td", { role: "cell", "data-of": sides[index].letter }, value))))));
+}
+
+/** A value of a request as a person writes it. */
+function text(value) {
+  if (value === null || value === undefined) return "–";
+  if (Array.isArray(value)) return value.map(text).join(", ");
+  return typeof value === "string" ? value : JSON.stringify(value);
 }

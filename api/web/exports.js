@@ -6,7 +6,7 @@ import { exportAnswer } from "./service.js";
 /** Return a choice of formats with a button that saves the file; `offer` sets the formats. `shell` shows problems. */
 export function exportControl(id, signal, shell) {
   const formats = el("select");
-  const save = el("button", { type: "button" }, "Export");
+  const save = el("button", { type: "button", class: "primary" }, "Export");
   save.addEventListener("click", async () => {
     save.disabled = true;
     said.textContent = "";

@@ -57,6 +57,15 @@ const local = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyl
 /** The local date and time of an ISO timestamp. */
 export const moment = (iso) => local.format(new Date(iso));
 
+const thisYear = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
+const anotherYear = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "short", day: "numeric" });
+
+/** The local day of an ISO timestamp in few letters: with the time in this year, else with the year. */
+export function day(iso) {
+  const date = new Date(iso);
+  return (date.getFullYear() === new Date().getFullYear() ? thisYear : anotherYear).format(date);
+}
+
 /** The UTC time of an ISO timestamp, as BEXP lines show it. */
 export const clock = (iso) => `${new Date(iso).toISOString().slice(11, 19)} GMT`;
 

@@ -9,24 +9,45 @@ import { listExplorations, pause } from "./service.js";
 const AGAIN_MILLISECONDS = 5_000;
 const MOST_WORDS = 8; // of a search
 const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
-const or = (value, text = String) => (value === null || value === undefined ? "–" : text(value));
+const NOTHING = "–";
 
-/** Each column: its name, whether it holds figures, and what it shows of an exploration. */
+/**
+ * Each column: its name, what of an exploration it shows, by what it is sorted, and whether that is a figure. A figure
+ * is sorted from the highest first.
+ */
 const COLUMNS = [
-  ["state", false, (one) => [
+  { name: "model", key: (one) => one.model.toLowerCase() },
+  { name: "state", key: (one) => STATES.indexOf(one.state), show: (one) => [
     stateBadge(one, one.error ?? one.waiting_reason),
     one.answered_from && el("span", { class: "quiet reused" }, " reused"),
-  ]],
-  ["device", false, (one, find) => or(one.device_name, (name) => finder(name, "find", find))],
-  ["micro-batch", true, (one) => or(one.micro_batch_size)],
-  ["tokens/s", true, (one) => or(one.tokens_per_second, format.number)],
-  ["gain", true, (one) => or(one.performance, (gain) => `${gain.toFixed(2)}x`)],
-  ["confidence", true, (one) => or(one.confidence)],
-  ["duration", true, (one) => (one.started_at === null ? "–" : format.duration(one.started_at, one.finished_at))],
-  ["submitted", false, (one) => el("time", { datetime: one.created_at }, format.moment(one.created_at))],
-  ["owner", false, (one, find) => finder(one.owner, "find", find)],
-  ["id", false, (one) => el("code", {}, one.id)],
+  ] },
+  { name: "device", key: (one) => one.device_name, show: (one, find) => one.device_name && finder(one.device_name, "find", find) },
+  { name: "micro-batch", isFigure: true, key: (one) => one.micro_batch_size },
+  { name: "rate", isFigure: true, key: (one) => one.tokens_per_second, show: (one) => one.tokens_per_second !== null &&
+    [format.number(one.tokens_per_second), el("span", { class: "unit" }, `\u00a0${format.unit(one)}`)] },
+  { name: "gain", isFigure: true, key: (one) => one.performance, show: (one) => one.performance && `${one.performance.toFixed(2)}x` },
+  { name: "confidence", isFigure: true, key: (one) => one.confidence },
+  { name: "duration", isTime: true, key: (one) => one.started_at && seconds(one), show: (one) =>
+    one.started_at && format.duration(one.started_at, one.finished_at) },
+  { name: "submitted", isTime: true, key: (one) => one.created_at, show: (one) =>
+    el("time", { datetime: one.created_at, title: format.moment(one.created_at) }, format.day(one.created_at)) },
+  { name: "owner", key: (one) => one.owner, show: (one, find) => finder(one.owner, "find", find) },
 ];
+const NEWEST = { name: "submitted", isDown: true };
+
+const seconds = ({ started_at: from, finished_at: to }) => (to === null ? Date.now() : Date.parse(to)) - Date.parse(from);
+
+/** Return explorations by a column; those that have nothing there come last. Rates of two units are kept apart. */
+function sorted(items, { name, isDown }) {
+  const { key } = COLUMNS.find((column) => column.name === name);
+  const order = (a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === null || y === null) return (x === null) - (y === null);
+    if (name === "rate" && a.rate_unit !== b.rate_unit) return a.rate_unit === undefined ? -1 : 1;
+    return (isDown ? -1 : 1) * (x < y ? -1 : x > y ? 1 : 0);
+  };
+  return items.toSorted(order);
+}
 
 /** A button that searches for its text. */
 const finder = (text, kind, find) =>
@@ -38,31 +59,59 @@ export async function showList(root, signal, shell) {
   const title = el("h1", { tabindex: "-1" }, "Explorations");
   const state = el("select", { id: "state" }, el("option", { value: "" }, "all"), STATES.map((name) => el("option", { value: name }, name)));
   const wanted = el("input", { id: "wanted", type: "search", placeholder: "model, device, owner, key=value", maxlength: 192 });
-  const body = el("tbody");
+  const body = el("tbody", { role: "rowgroup" });
   const older = el("button", { type: "button", hidden: true }, "Show older ones");
   const empty = el("p", { class: "quiet", hidden: true }, "There are none. ", el("a", { href: "#/submit" }, "Submit one"), ".");
-  const compare = el("a", { class: "button", hidden: true });
+  const compare = el("a", { class: "button primary compare-chosen", hidden: true });
   const chosen = new Set();
-  const head = [["", false], ["model", false], ...COLUMNS].map(([name, isFigure]) =>
-    el("th", { scope: "col", class: isFigure && "figure" }, name || el("span", { class: "hidden" }, "compare")));
+  let order = NEWEST;
+  let items = [];
+  const heads = COLUMNS.map(({ name, isFigure, isTime }) => {
+    const sort = () => {
+      order = { name, isDown: order.name === name ? !order.isDown : Boolean(isFigure || isTime) };
+      draw();
+    };
+    return el("th", { scope: "col", role: "columnheader", class: (isFigure || name === "duration") && "figure" },
+      el("button", { type: "button", "data-column": name, onclick: sort }, name));
+  });
+  const choose = el("th", { scope: "col", role: "columnheader" }, el("span", { class: "hidden" }, "compare"));
+  const among = el("span", { class: "quiet", role: "status" });
   root.replaceChildren(
     el("header", { class: "page-head" }, title,
       el("div", { class: "actions" }, compare, el("label", {}, "Search ", wanted), el("label", {}, "State ", state))),
     el(
       "div",
-      { class: "card scroll whole", tabindex: "0", role: "region", "aria-label": "Explorations" },
-      el("table", { class: "data list" }, el("caption", { class: "hidden" }, "Explorations, the newest first"), el("thead", {}, el("tr", {}, head)), body),
+      { class: "card scroll whole listed", tabindex: "0", role: "region", "aria-label": "Explorations" },
+      el("table", { class: "data list", role: "table" }, el("caption", { class: "hidden" }, "Explorations"),
+        el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, choose, heads)), body),
       empty,
     ),
-    older,
+    el("p", { class: "more" }, older, among),
   );
+  /** Show what was read in the order that is wanted; what has the focus keeps it. */
+  const draw = () => {
+    const focused = document.activeElement;
+    const line = focused?.closest("tr[data-id]");
+    const place = line && usable(line).indexOf(focused);
+    body.replaceChildren(...sorted(items, order).map((item) => row(item, find, chosen, offer)));
+    if (line) usable(body.querySelector(`[data-id="${line.dataset.id}"]`))[place]?.focus({ preventScroll: true });
+    heads.forEach((head, index) => {
+      if (COLUMNS[index].name === order.name) head.setAttribute("aria-sort", order.isDown ? "descending" : "ascending");
+      else head.removeAttribute("aria-sort");
+    });
+    empty.hidden = items.length > 0;
+    const isPart = !older.hidden && (order.name !== NEWEST.name || order.isDown !== NEWEST.isDown);
+    const said = isPart ? `Sorted among the ${items.length} newest.` : "";
+    if (among.textContent !== said) among.textContent = said;
+    offer();
+  };
 
   let pages = 1;
   let asked = 0;
   /** Read and show what is wanted, unless something else is wanted by the time that the service answers. */
   const read = async () => {
     const mine = (asked += 1);
-    const items = [];
+    const listing = [];
     let cursor = null;
     for (let page = 0; page < pages; page += 1) {
       const search = wanted.value.trim();
@@ -72,17 +121,13 @@ export async function showList(root, signal, shell) {
         if (mine === asked) throw error;
       });
       if (mine !== asked) return;
-      items.push(...listed.items);
+      listing.push(...listed.items);
       cursor = listed.next_cursor;
       if (cursor === null) break;
     }
-    const focused = document.activeElement;
-    const line = focused?.closest("tr[data-id]");
-    const place = line && usable(line).indexOf(focused);
-    body.replaceChildren(...items.map((item) => row(item, find, chosen, offer)));
-    if (line) usable(body.querySelector(`[data-id="${line.dataset.id}"]`))[place]?.focus({ preventScroll: true });
-    empty.hidden = items.length > 0;
+    items = listing;
     older.hidden = cursor === null;
+    draw();
     shell.connection(true);
   };
   const offer = () => {
@@ -91,7 +136,7 @@ export async function showList(root, signal, shell) {
     compare.href = `#/compare/${[...chosen].join(",")}`;
     for (const box of body.querySelectorAll("input")) box.disabled = !box.checked && chosen.size >= MOST_COMPARED;
   };
-  const readNow = () => (shell.clear(), read().then(offer).catch((error) => shell.report(error, signal)));
+  const readNow = () => (shell.clear(), read().catch((error) => shell.report(error, signal)));
   const readFirst = () => ((pages = 1), readNow());
   const find = (text) => ((wanted.value = text.split(" ", MOST_WORDS).join(" ")), readFirst());
   state.addEventListener("change", readFirst);
@@ -104,7 +149,6 @@ export async function showList(root, signal, shell) {
     if (signal.aborted || document.hidden) continue;
     try {
       await read();
-      offer();
     } catch (error) {
       if (signal.aborted) return;
       if (shell.isPassing(error)) shell.connection(false, error);
@@ -121,11 +165,20 @@ function row(exploration, find, chosen, offer) {
   const choose = ({ target }) => (target.checked ? chosen.add(id) : chosen.delete(id), offer());
   const box = { type: "checkbox", "aria-label": `Compare ${exploration.model} ${id}`, onchange: choose };
   const labels = format.labels(exploration.labels).map((text) => finder(text, "label", find));
+  const why = exploration.micro_batch_size === null && (exploration.error ?? exploration.waiting_reason);
+  const cell = ({ name, isFigure, key, show = key }) => {
+    const shown = show(exploration, find);
+    const isNothing = shown === null || shown === false;
+    const classes = [`is-${name}`, (isFigure || name === "duration") && "figure", isNothing && "nothing"];
+    const attributes = { role: "cell", class: classes.filter(Boolean).join(" "), "data-name": isFigure && name };
+    return el("td", attributes, isNothing ? NOTHING : shown);
+  };
   return el(
     "tr",
-    { "data-id": id },
-    el("td", {}, el("input", { ...box, checked: chosen.has(id) })),
-    el("th", { scope: "row" }, el("a", { href: `#/explorations/${id}` }, exploration.model), labels),
-    COLUMNS.map(([, isFigure, show]) => el("td", { class: isFigure && "figure" }, show(exploration, find))),
+    { "data-id": id, role: "row" },
+    el("td", { role: "cell", class: "choose" }, el("label", {}, el("input", { ...box, checked: chosen.has(id) }))),
+    el("th", { scope: "row", role: "rowheader" }, el("a", { href: `#/explorations/${id}` }, exploration.model), labels,
+      el("code", { class: "about" }, id), why && el("span", { class: `about why${exploration.error ? " is-wrong" : ""}`, title: why }, why)),
+    COLUMNS.slice(1).map(cell),
   );
 }

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bexp.client.address import exploration_path
 from bexp.client.errors import ServiceError
 from bexp.explorer.answers.rows import AnswerText
+from bexp.explorer.model.amounts import RateUnit, is_in_tokens
 from bexp.explorer.model.base import is_null, rule_of
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import DeviceReport
@@ -78,6 +79,9 @@ class ExplorationSummary(_Document):
     micro_batch_size: Annotated[int | None, Field(description="The one recommended so far.")]
     performance: Annotated[float | None, Field(description="Its speed relative to the base.")]
     tokens_per_second: Annotated[float | None, Field(description="Those to expect of one device.")]
+    rate_unit: Annotated[RateUnit, Field(description="What tokens_per_second counts.", exclude_if=is_in_tokens)] = (
+        RateUnit.TOKENS
+    )
     confidence: Annotated[
         int | None,
         Field(description="The probability in percent that it is within the tolerance of the best: 0 to 99."),

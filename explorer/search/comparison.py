@@ -7,7 +7,7 @@ estimated as the search does it. Without such runs its measured blocks compose i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import CandidateFigures
-from bexp.explorer.records.trial import Trial
+from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.confidence import MOST_CONFIDENT
 from bexp.explorer.surrogate.whole_model_error import COMMON_STD, NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
 
@@ -52,6 +52,14 @@ class Comparison(Frozen):
         description=f"Further runs of each until one of them is faster with a probability of {KNOWN:.0%}, if the "
         f"speedup stays what it is; 0 if that is known, null if {MOST_RUNS} do not suffice."
     )
+
+
+class CurvePoint(Frozen):
+    """The fastest candidate that ran at a micro-batch size."""
+
+    micro_batch_size: int
+    tokens_per_second: float = Field(description="Of one device.")
+    is_measured_whole: bool = Field(description="Whether whole steps were measured, and not only their parts.")
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,34 @@ def whole_runs(candidate: Candidate, trials: Sequence[Trial]) -> list[tuple[floa
         if trial.candidate == candidate and trial.measurement.outcome is Outcome.OK
         if trial.tokens_per_second and (run := trial.measurement.whole_model) is not None
     ]
+
+
+def throughput_curve(chosen: CandidateFigures, side: ComparedSide, trials: Iterable[Trial]) -> list[CurvePoint]:
+    """Return the fastest point of each micro-batch size that ran, from the smallest size.
+
+    At the size of `chosen` it is `chosen` with the speed of `side`, so that the curve leads through what is compared. A
+    candidate that ran whole has the speed of its latest whole run, whatever its parts compose.
+    """
+    latest: dict[Candidate, Trial] = {}
+    for trial in trials:
+        ran = trial.measurement.outcome is Outcome.OK and trial.tokens_per_second is not None
+        if not ran or trial.candidate.variant != chosen.candidate.variant:
+            continue
+        known = latest.get(trial.candidate)
+        if known is None or trial.kind is TrialKind.WHOLE_MODEL or known.kind is not TrialKind.WHOLE_MODEL:
+            latest[trial.candidate] = trial
+    points: dict[int, CurvePoint] = {}
+    for candidate, trial in latest.items():
+        size, speed = candidate.micro_batch_size, trial.tokens_per_second or 0.0
+        if size not in points or speed > points[size].tokens_per_second:
+            is_whole = trial.kind is TrialKind.WHOLE_MODEL or candidate.is_whole
+            points[size] = CurvePoint(micro_batch_size=size, tokens_per_second=speed, is_measured_whole=is_whole)
+    size = chosen.candidate.micro_batch_size
+    is_whole = side.num_runs > 0 or chosen.candidate.is_whole
+    points[size] = CurvePoint(
+        micro_batch_size=size, tokens_per_second=side.tokens_per_second, is_measured_whole=is_whole
+    )
+    return [points[size] for size in sorted(points)]
 
 
 def compare(a: ComparedSide, b: ComparedSide) -> Comparison:

@@ -7,9 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.request.request import Budget
+from bexp.storage.tables import jobs
 from bexp.storage.workers import forget_worker, register_worker
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
@@ -43,7 +45,7 @@ def check_view(browser: Chromium, *widths: int) -> None:
     """Check that a view fits, has readable texts in both schemes, and names everything that can be used."""
     for width in widths or (390, 2560):
         browser.resize(width, 900)
-        browser.wait_for(f"document.documentElement.scrollWidth <= {width}")
+        browser.wait_for("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     for dark in (False, True):
         browser.use_dark(dark)
         ratio, text = browser.evaluate(CONTRAST)
@@ -66,7 +68,8 @@ def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Se
     browser.wait_for(f"{ROWS}.length === 1")
     assert column(browser, "state") == ["provisional"]
     assert column(browser, "confidence") == [str(best.recommendation.confidence)]
-    assert column(browser, "tokens/s") == [f"{best.recommendation.expected_tokens_per_second:,.0f}"]
+    rate = f"{best.recommendation.expected_tokens_per_second:,.0f}\xa0"
+    assert column(browser, "rate") == [f"{rate}tokens/s"]
     assert column(browser, "gain") == [f"{best.recommendation.performance:.2f}x"]
     assert "H200" in column(browser, "device")[0]
     assert column(browser, "duration")[0].endswith("\xa0s")
@@ -76,11 +79,34 @@ def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Se
         browser.evaluate(f"(document.querySelector('.badge').className = 'badge succeeded', {colour})")
         != is_provisional
     )
+    shown = "[...document.querySelector('.list tbody tr').cells].filter((cell) => cell.checkVisibility())"
+    browser.resize(390, 900)
+    card = browser.evaluate(
+        f"{shown}.map((cell) => [cell.dataset.name, cell.innerText, cell.getBoundingClientRect().right])"
+    )
+    assert {("micro-batch", str(best.micro_batch_size)), ("confidence", str(best.recommendation.confidence))} <= {
+        (name, text) for name, text, _ in card
+    }
+    assert max(right for *_, right in card) <= browser.evaluate("document.documentElement.clientWidth")
+    with service.database.begin() as connection:
+        connection.execute(sa.update(jobs).where(jobs.c.id == provisional).values(rate_unit="samples"))
+    search(browser, "H200 team=PAGES")
+    browser.wait_for(f"{ROWS}[0].innerText.includes('samples/s')")
+    assert column(browser, "rate") == [f"{rate}samples/s"]
     check_view(browser)
     search(browser, "nothing-like-it")
     browser.wait_for(f"{ROWS}.length === 0 && document.body.innerText.includes('There are none')")
     search(browser, "local")
     browser.wait_for(f"{ROWS}.length > 1")
+    newest = column(browser, "submitted")
+    browser.evaluate("document.querySelector('[data-column=confidence]').focus()")
+    for direction in ("descending", "ascending"):
+        browser.press(*ENTER)
+        assert browser.evaluate("document.activeElement.closest('th').ariaSort") == direction
+        found = [int(text) for text in column(browser, "confidence") if text[0].isdigit()]
+        assert found == sorted(found, reverse=direction == "descending")
+        assert found[0] != found[-1], "what has an order"
+    assert len(column(browser, "submitted")) == len(newest)
 
 
 def test_explorations_are_compared_side_by_side(browser: Chromium, service: Service) -> None:
@@ -94,40 +120,67 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
         browser.press(" ", 32, " ")
     assert browser.evaluate(f"{boxes}.filter((box) => box.checked).length") == 2
     browser.evaluate("document.querySelector('a.button').click()")
-    browser.wait_for(
-        "document.querySelector('.compared') && !document.querySelector('.compared').innerText.includes('…')"
-    )
-    shown = "[...document.querySelectorAll('.compared tbody tr')].filter((row) => row.checkVisibility())"
-    rows = dict(browser.evaluate(f"{shown}.map((row) => [row.cells[0].firstChild.textContent, row.className])"))
-    assert rows["memory_limit_gib"] == "differs field"
-    assert rows["device"] == ""
-    assert "model.hidden_size" not in rows, "what is the same is hidden"
-    before = len(rows)
+    browser.wait_for("document.querySelectorAll('.comparison svg.plot').length === 2")
+    rows = "[...document.querySelectorAll('.differ tbody tr')].map((row) => [...row.cells].map((one) => one.innerText))"
+    differs = {name: values for name, *values in browser.evaluate(rows)}
+    assert (differs["memory_limit_gib"], differs["batch_size"]) == (["24", "20"], ["64", "33"])
+    assert "device.device_name" not in differs, "what is the same is not shown"
     compared = service.client.connection.request("GET", f"/v1/explorations/{service.finished}/comparison?other={other}")
-    text = browser.evaluate("document.querySelector('.compared').innerText")
-    assert f" likely; {compared['speedup']:.3f}x" in text
-    cells = {
-        name: browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('{name}')).innerText").split("\t")[1:]
-        for name in ("candidate for", "its tokens/s", "faster than")
-    }
     sides = [compared["a"], compared["b"]]
-    assert cells["candidate for"] == [Candidate(**side["candidate"]).describe() for side in sides]
-    assert cells["its tokens/s"] == [f"{side['tokens_per_second']:,.0f}" for side in sides]
-    shown_ratio = float(cells["faster than"][1].split("; ")[1].partition("x")[0])
-    a, b = (float(text.replace(",", "")) for text in cells["its tokens/s"])
-    assert shown_ratio == pytest.approx(b / a, abs=1e-3), "it is that of the figures above it"
-    peaks = browser.evaluate(f"{shown}.find((row) => row.innerText.startsWith('peak')).innerText").split("\t")[1:]
-    found = [service.client.get(job_id) for job_id in (service.finished, other)]
-    bests = [one.recommendation for one in found if one.recommendation]
-    assert bests[1].for_batch.candidate != bests[1].candidate
-    assert peaks == [f"{best.expected_peak_bytes / 2**30:.1f}\xa0GiB" for best in bests]
-    browser.evaluate("document.querySelector('main label input').click()")
-    assert browser.evaluate(f"{shown}.length") > before
-    check_view(browser)
+    best = service.client.get(other).recommendation
+    assert best is not None and best.for_batch.candidate != best.candidate
+    rates = browser.evaluate("[...document.querySelectorAll('.contender strong')].map((one) => one.innerText)")
+    assert rates == [f"{side['tokens_per_second']:,.0f}" for side in sides]
+    said = browser.evaluate("[...document.querySelectorAll('.contender')].map((one) => one.innerText)")
+    for side, text in zip(sides, said, strict=True):
+        assert Candidate(**side["candidate"]).describe() in text
+    ratios = browser.evaluate("[...document.querySelectorAll('.contender .against b')].map((one) => one.innerText)")
+    a, b = (float(text.replace(",", "")) for text in rates)
+    assert [float(text.removesuffix("x")) for text in ratios] == [pytest.approx(b / a, abs=1e-3)]
+    for index, side in enumerate(sides):  # the ring of the chart is on the candidate that has the rate above
+        (point,) = (
+            point for point in side["curve"] if point["micro_batch_size"] == side["candidate"]["micro_batch_size"]
+        )
+        assert point["tokens_per_second"] == side["tokens_per_second"]
+        assert count(browser, f".comparison circle.ring.p{index}") == 1
+    total = "[...document.querySelectorAll('.comparison .parts .sum td')].map((one) => Number(one.innerText))"
+    assert browser.evaluate(total) == [round(side["required_bytes"] / 2**30, 2) for side in sides]
+    check_view(browser, 2560, 390)
     assert browser.problems == [] or all("401" in problem for problem in browser.problems)
+
+    browser.resize(390, 900)  # four answers
+    four = (
+        service.finished,
+        other,
+        finish(service, seed=25, batch_size=32),
+        finish(service, seed=26, recompute=["full"]),
+    )
+    browser.evaluate(f"location.hash = '#/compare/{','.join(four)}'")
+    browser.wait_for("document.querySelectorAll('.contender strong').length === 4")
+    narrow = "[...document.querySelectorAll('main :is(td, th, p, h2)')].filter((one) => one.checkVisibility() && "
+    assert browser.evaluate(f"{narrow}one.innerText.length > 12 && one.clientWidth < 60).length") == 0
+    assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     browser.evaluate("location.hash = '#/compare/one'")
     browser.wait_for("document.querySelector('.trouble').innerText.includes('Choose two to 6')")
     assert count(browser, ".compared") == 0
+
+
+def test_answers_of_different_models_are_compared_only_if_asked(browser: Chromium, service: Service) -> None:
+    other = service.queue.enqueue(request(seed=27, labels={"model": "another"}))[0].id
+    assert list(service.client.events(other))
+    with service.database.begin() as connection:
+        asked = connection.execute(sa.select(jobs.c.request).where(jobs.c.id == other)).scalar_one()
+        asked = {**asked, "model": {**asked["model"], "name": "wider", "hidden_size": 2048}}
+        connection.execute(sa.update(jobs).where(jobs.c.id == other).values(request=asked, model_name="wider"))
+    log_in(browser, service, at=f"#/compare/{service.finished},{other}")
+    browser.wait_for("document.querySelector('.ask button')")
+    assert "different models, small and wider" in browser.evaluate("document.querySelector('.ask').innerText")
+    assert count(browser, ".contender") == count(browser, "svg.plot") == 0
+    check_view(browser)
+    browser.evaluate("document.querySelector('.ask button').focus()")
+    browser.press(*ENTER)
+    browser.wait_for("document.querySelectorAll('.contender .against').length === 2")
+    assert "model.hidden_size" in browser.evaluate("document.querySelector('details').textContent")
 
 
 def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, service: Service) -> None:

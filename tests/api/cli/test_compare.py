@@ -121,6 +121,7 @@ def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callabl
     assert said["a"]["num_runs"] == 0
     assert "A as a whole model; its speed follows from measured parts" in said["not_measured"]
     assert not said["a"]["is_recommended"]
+    assert said["a"]["memory"] == {"allocated": UNDIVIDED.for_batch.expected_peak_bytes}
     assert "the best that divides the batch" in " ".join(bexp("compare", job_id, job_id).stdout.split())
     said = json.loads(bexp("compare", job_id, explored(), "--json").stdout)
     lines = " ".join(bexp("compare", job_id, "latest").stdout.split())
@@ -225,9 +226,44 @@ def test_what_does_not_decide_is_no_difference_and_the_load_of_the_host_is_one()
     assert said["differences"] == [load]
     assert load in " ".join(lines.split())
     assert (said["a"]["host_busy_share"], said["b"]["host_busy_share"]) == (0.02, 0.5)
-    model, batch = known.compare("first", "other")[0]["differences"]
+    assert (said["different_models"], said["differs"]) == (None, [])
+    said, lines = known.compare("first", "other")
+    sentence = "The answers are of two models called tiny. The work of their tokens differs, "
+    assert said["different_models"].startswith(sentence)
+    assert said["different_models"] in lines
+    assert {"field": "batch_size", "a": 24, "b": 48} in said["differs"]
+    model, batch = said["differences"]
     assert model.startswith("model: 4 fields, such as model.")
     assert batch == "batch_size: 24 in A, 48 in B"
+
+
+def test_a_reused_answer_has_the_curve_of_its_source_and_rates_of_two_units_have_no_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = Known(source=(100.0,), reused=(), samples=(7.0,), left=())
+    run = whole_run(9, 90.0)
+    larger = RECOMMENDATION.candidate.model_copy(update={"micro_batch_size": 64})
+    run = run.model_copy(update={"measurement": run.measurement.model_copy(update={"candidate": larger})})
+
+    def trials(job_id: str) -> Iterator[Trial]:
+        if job_id == "deleted":
+            raise ProblemError(404, {"title": "Not Found"})
+        yield from Known.trials(known, job_id)
+        if job_id == "source":
+            yield run
+
+    monkeypatch.setattr(known, "trials", trials)
+    for name, source in (("reused", "source"), ("left", "deleted")):
+        known.changes[name] = {"answered_from": {"exploration": source, "measured_at": "2026-01-01T00:00:00Z"}}
+    said, _ = known.compare("reused", "left")
+    assert [point["micro_batch_size"] for point in said["a"]["curve"]][-1] == 64
+    assert [point["micro_batch_size"] for point in said["b"]["curve"]] == [RECOMMENDATION.candidate.micro_batch_size]
+    assert said["a"]["curve"][0]["tokens_per_second"] == said["a"]["tokens_per_second"]
+    best = {**RECOMMENDATION.model_dump(mode="json"), "rate_unit": "samples"}
+    known.changes["samples"] = {"recommendation": best}
+    assert "7.0 samples/s" in known.compare("samples", "samples")[1]
+    with pytest.raises(CommandError, match="A counts tokens/s, and B counts samples/s"):
+        known.compare("source", "samples")
 
 
 def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() -> None:

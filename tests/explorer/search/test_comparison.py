@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from numpy.random import Generator
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.comparison import KNOWN, ComparedSide, MeasuredCandidate, compare
+from bexp.explorer.search.comparison import KNOWN, ComparedSide, MeasuredCandidate, compare, throughput_curve
 from tests.api.cli.samples import BASE, BEST, RECOMMENDATION
 
 UNCHECKED = RECOMMENDATION.model_copy(update={"whole_model": None})
@@ -45,6 +46,35 @@ def test_equal_speeds_are_a_coin_toss_and_the_sides_add_up() -> None:
     assert forth.probability_b_faster + back.probability_b_faster == pytest.approx(1.0)
     assert forth.speedup_90_percent[0] == pytest.approx(1.0 / back.speedup_90_percent[1])
     assert forth.runs_needed == back.runs_needed
+
+
+def composed(number: int, candidate: Candidate, tokens_per_second: float) -> Trial:
+    measurement = Measurement(candidate=candidate, outcome=Outcome.OK)
+    return Trial(number=number, kind=TrialKind.COMPONENTS, measurement=measurement, tokens_per_second=tokens_per_second)
+
+
+def test_a_curve_leads_through_the_compared_speed_and_a_whole_run_counts_more_than_what_parts_compose() -> None:
+    size = BEST.micro_batch_size
+    other, another = (BEST.model_copy(update={"micro_batch_size": size + more}) for more in (1, 2))
+    variant = other.model_copy(update={"num_query_groups": BEST.num_query_groups + 1})
+    at_other = whole_run(3, 90.0)
+    trials = [
+        *(whole_run(0, 100.0), whole_run(1, 102.0), composed(2, other, 95.0)),
+        at_other.model_copy(update={"measurement": at_other.measurement.model_copy(update={"candidate": other})}),
+        *(
+            composed(4, other, 96.0),
+            composed(5, another, 80.0),
+            composed(6, another, 81.0),
+            composed(7, variant, 999.0),
+        ),
+    ]
+    compared = side(100.0, 102.0)
+    curve = throughput_curve(UNCHECKED, compared, trials)
+    assert [(point.micro_batch_size, point.tokens_per_second, point.is_measured_whole) for point in curve] == [
+        (size, compared.tokens_per_second, True),
+        (size + 1, 90.0, True),
+        (size + 2, 81.0, False),
+    ]
 
 
 def test_more_runs_and_larger_differences_are_surer() -> None:
