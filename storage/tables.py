@@ -136,6 +136,7 @@ jobs = sa.Table(
     sa.Column("confidence_target", sa.Integer, doc="Of the request."),
     sa.Column("performance", sa.Float, doc="Of the recommendation, relative to its base."),
     sa.Column("tokens_per_second", sa.Float, doc="To expect of one device with the recommendation."),
+    sa.Column("notes", PlainText, doc="What people have written on it."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
     sa.Index(None, "owner", "created_at"),

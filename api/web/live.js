@@ -3,7 +3,7 @@
 import { el, throttle } from "./dom.js";
 import { exportControl } from "./exports.js";
 import { ExplorationView, isFinal } from "./exploration.js";
-import { cancelExploration, deleteExploration, followEvents, getExploration, readTrials, resumeExploration } from "./service.js";
+import { cancelExploration, deleteExploration, followEvents, getExploration, readTrials, resumeExploration, writeNotes } from "./service.js";
 
 const READ_MILLISECONDS = 700;
 const AGAIN_MILLISECONDS = 5_000;
@@ -15,7 +15,16 @@ export async function showExploration(id, root, signal, shell) {
   const remove = el("button", { type: "button", hidden: true }, "Delete the exploration");
   const exports = exportControl(id, signal, shell);
   let [exploration, { trials, cursor }] = await Promise.all([getExploration(id, signal), readTrials(id, null, signal)]);
-  const view = new ExplorationView(root, [exports.root, cancel, resume, remove]);
+  const saveNotes = async (text) => {
+    try {
+      exploration = await writeNotes(id, text);
+      show();
+    } catch (error) {
+      shell.report(error, signal);
+      throw error;
+    }
+  };
+  const view = new ExplorationView(root, [exports.root, cancel, resume, remove], saveNotes);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];

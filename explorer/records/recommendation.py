@@ -436,6 +436,13 @@ class VariantAnswer(Frozen):
         "trials ended it.",
     )
 
+    importance: dict[str, float] = Field(
+        default_factory=dict,
+        description="For each dimension that varies, the share of the variance of log tokens/s that it explains by "
+        "itself (the first-order Sobol' index), over the candidates that are expected to fit, measured or predicted.",
+        exclude_if=operator.not_,
+    )
+
     @classmethod
     def without_model(cls, reason: str) -> VariantAnswer:
         """Return the outcome for a model that cannot be built here."""
