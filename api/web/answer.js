@@ -47,7 +47,7 @@ function rest(rows, isOpen) {
   const left = groups.filter(({ first, parts }) => !IN_SHORT.has(first.importance) || parts.length > 0);
   if (left.length === 0) return null;
   return el("details", { open: isOpen }, el("summary", {}, "Details"),
-    el("dl", { class: "rows" }, left.map(({ first, parts }) => row(IN_SHORT.has(first.importance) ? { ...first, text: "" } : first, parts))));
+    el("dl", { class: "rows" }, left.map(({ first, parts }) => row(IN_SHORT.has(first.importance) ? { ...first, text: "", importance: "detail" } : first, parts))));
 }
 
 /** A text of several lines is a picture in characters. */

@@ -25,7 +25,7 @@ const CHARTS = [
   ["Recomputation by micro-batch", heatMap, "The fastest tokens/s that was tried. * is predicted in part."],
   ["What mattered", importanceChart,
     "How much of the differences in speed each choice explains by itself: the share of the variance of log tokens/s over all " +
-    "candidates that fit, measured or predicted. The rest is what choices do together."],
+    "candidates that fit, measured or predicted. Shares overlap where choices exclude each other, and leave out what choices do together."],
   ["Confidence over time", confidenceChart, "A number at a dot is a new micro_batch_size."],
   ["Where the time went", timelineChart, "What the seconds of each trial went to. Idle is the time in which no trial ran."],
 ];
@@ -60,8 +60,8 @@ export class ExplorationView {
       el("header", { class: "page-head" }, el("div", {}, this.title, this.state, this.labels, this.source), el("div", { class: "actions" }, actions)),
       this.trouble,
       this.answer,
-      this.notes.root,
       this.next,
+      this.notes.root,
       this.variantLabel,
       el("div", { class: "charts" }, this.figures.map((figure) => figure.root)),
       this.parallel.root,

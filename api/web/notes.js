@@ -1,4 +1,4 @@
-/** The notes of people on an exploration: shown to all, and written where `save` is given. */
+/** The notes of people on an exploration, folded while there are none; written where `save` is given. */
 
 import { el } from "./dom.js";
 
@@ -12,7 +12,7 @@ export class Notes {
       : el("textarea", { rows: 3, maxlength: MOST, "aria-labelledby": "notes-title", oninput: () => this.#offer() });
     this.button = el("button", { type: "button", disabled: true, onclick: () => this.#save(save) }, "Save the notes");
     this.said = el("span", { class: "quiet", role: "status" });
-    this.root = el("section", { class: "card notes", "aria-labelledby": "notes-title" }, el("h2", { id: "notes-title" }, "Notes"),
+    this.root = el("details", { class: "card notes" }, el("summary", {}, el("h2", { id: "notes-title" }, "Notes")),
       this.text, save !== null && el("p", { class: "actions" }, this.button, this.said));
     this.isWritten = save !== null;
   }
@@ -20,8 +20,9 @@ export class Notes {
   /** Show the stored notes; what somebody is writing here stays. */
   update(stored) {
     const text = stored ?? "";
+    if (text !== this.known && this.known === "") this.root.open = true;
     if (!this.isWritten) {
-      this.text.textContent = text;
+      this.text.textContent = this.known = text;
       this.root.hidden = text === "";
     } else if (text !== this.known) {
       if (this.text.value === this.known) this.text.value = text;
