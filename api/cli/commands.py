@@ -128,7 +128,7 @@ COMMANDS = {
     ),
     "audit": (
         "access:audit",
-        "Show who submitted, cancelled, resumed or deleted what, and who changed tokens and quotas, from where and "
+        "Show who submitted, cancelled, resumed, deleted or annotated what, and who changed tokens and quotas, from where and "
         "when.",
     ),
     "token": ("access:token_commands", "Create, list and revoke the bearer tokens of the service."),
