@@ -260,8 +260,9 @@ def test_what_no_trial_took_is_idle_and_a_replay_has_no_idle_time(browser: Chrom
         moments = [(102, 5, {}), (201, 15, {"trial": 0}), (203, 25, {"trial": 1}), (401, 30, {})]
         events = [{"code": code, "at": f"2026-01-01T00:00:{at:02}Z", "data": data} for code, at, data in moments]
         found = browser.evaluate(
-            "import(new URL('web/trial_figures.js', document.baseURI)).then(({ timelineOf }) => { const { sums, spans } = "
-            f"timelineOf({json.dumps(trials)}, {json.dumps(events)}, null, '2026-01-01T00:00:30Z');"
+            "import(new URL('web/trial_figures.js', document.baseURI)).then(({ timelineOf }) => {"
+            f"const {{ sums, spans }} = timelineOf({json.dumps(trials)}, {json.dumps(events)}, null, "
+            "'2026-01-01T00:00:30Z');"
             "return [sums, spans.map(({ start }) => start)]; })"
         )
         return dict(found[0]), found[1]
