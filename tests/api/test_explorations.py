@@ -184,8 +184,8 @@ def test_notes_are_written_and_have_no_control_characters(client: TestClient, le
     for text in ("<b>\t\u00e9\n", "x" * 4000):
         assert client.put(f"{path}/notes", json={"text": text}).json()["notes"] == text
         assert client.get(path, headers={"If-None-Match": tag}).json()["notes"] == text
-    for text in ("x" * 4001, "\x1b[2J", "\x00", "\x9b", 1):
-        assert_problem(client.put(f"{path}/notes", json={"text": text}), 422)
+    for refused in ("x" * 4001, "\x1b[2J", "\x00", "\x9b", 1):
+        assert_problem(client.put(f"{path}/notes", json={"text": refused}), 422)
     assert client.put(f"{path}/notes", json={"text": ""}).json()["notes"] is None
 
 
