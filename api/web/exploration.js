@@ -24,7 +24,7 @@ const CHARTS = [
   ["Memory by part", memoryChart, "The candidate recommended so far. The reserve is for fragmentation, the runtime's context and a margin."],
   ["Recomputation by micro-batch", heatMap, "The fastest tokens/s that was tried. * is predicted in part."],
   ["What mattered", importanceChart,
-    "How much of the differences in speed each choice explains by itself: the share of the variance of log tokens/s over all " +
+    "How much of the differences in speed each choice explains by itself: the share of the variance of log speed over all " +
     "candidates that fit, measured or predicted. Shares overlap where choices exclude each other, and leave out what choices do together."],
   ["Confidence over time", confidenceChart, "A number at a dot is a new micro_batch_size."],
   ["Where the time went", timelineChart, "What the seconds of each trial went to. Idle is the time in which no trial ran."],

@@ -438,8 +438,9 @@ class VariantAnswer(Frozen):
 
     importance: dict[str, float] = Field(
         default_factory=dict,
-        description="For each dimension that varies, the share of the variance of log tokens/s that it explains by "
-        "itself (the first-order Sobol' index), over the candidates that are expected to fit, measured or predicted.",
+        description="For each dimension that varies, the share of the variance of log throughput that it explains by "
+        "itself (the first-order Sobol' index), over the candidates that are expected to fit, measured or predicted. "
+        "Empty if only one varies, and for devices that share the model.",
         exclude_if=operator.not_,
     )
 

@@ -312,7 +312,8 @@ class CandidateSpace(SearchSpace):
     def importance(self) -> dict[str, float]:
         """Return the importance of each dimension among the candidates that are expected to fit, as now expected."""
         posterior = self._posterior
-        rows = [row for row in posterior.open_rows() if posterior.fits(row)]
+        rows = posterior.open_rows()
+        rows = rows[posterior.memory.fits_C[rows]]
         candidates = [self._table.candidates[row] for row in rows]
         return importance_of_dimensions(candidates, posterior.mean_tokens_per_second()[rows])
 

@@ -21,7 +21,7 @@ def importance_of_dimensions(candidates: Sequence[Candidate], tokens_per_second_
     On candidates this is Pearson's correlation ratio: the variance of the means of groups with equal values of d, each
     weighted by its size, over that of all. Shares need not add up to 1: the rest is what dimensions do together,
     and dimensions whose values exclude each other share what they explain. A dimension with one value is left out, and
-    all of them if the candidates are equally fast.
+    all of them if only one varies or the candidates are equally fast.
     """
     log_C = np.log(tokens_per_second_C)
     if len(log_C) == 0 or (variance := float(log_C.var())) < np.finfo(np.float64).eps:
@@ -36,4 +36,4 @@ def importance_of_dimensions(candidates: Sequence[Candidate], tokens_per_second_
             means = np.bincount(group_C, weights=log_C) / sizes
             between = float(np.average((means - log_C.mean()) ** 2, weights=sizes))
             shares[dimension.name] = min(1.0, between / variance)
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+    return dict(sorted(shares.items(), key=lambda item: -item[1])) if len(shares) > 1 else {}
