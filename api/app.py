@@ -42,7 +42,7 @@ from bexp.api.refusals import (
     readable,
     refusal_of,
 )
-from bexp.api.resources import QuotaLimits
+from bexp.api.resources import Notes, QuotaLimits
 from bexp.api.routes import (
     administration,
     explorations,
@@ -157,7 +157,12 @@ def describe_api() -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, for which this has problem documents
         schemas.pop(name, None)
     _, definitions = models_json_schema(
-        [(Problem, "serialization"), (ExplorationRequest, "validation"), (QuotaLimits, "validation")],
+        [
+            (Problem, "serialization"),
+            (ExplorationRequest, "validation"),
+            (QuotaLimits, "validation"),
+            (Notes, "validation"),
+        ],
         ref_template="#/components/schemas/{model}",
     )
     for name, schema in definitions["$defs"].items():

@@ -107,6 +107,7 @@ EXPLORATION: dict[str, Any] = {
     "request": ExplorationRequest.model_validate(REQUEST).model_dump(mode="json"),
     "attempt": 1,
     "last_seq": 2,
+    "notes": "Before the change of the tokenizer.",
     "report": None,
     "space": None,
     "recommendation": _RECOMMENDATION.model_dump(mode="json"),
@@ -119,7 +120,7 @@ EXPLORATION: dict[str, Any] = {
 QUEUED: dict[str, Any] = {
     **EXPLORATION,
     **dict.fromkeys(("device_name", "micro_batch_size", "performance", "tokens_per_second", "confidence")),
-    **dict.fromkeys(("started_at", "recommendation", "text")),
+    **dict.fromkeys(("started_at", "notes", "recommendation", "text")),
     "state": "queued",
     "attempt": 0,
     "last_seq": 1,

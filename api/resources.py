@@ -26,14 +26,16 @@ NextCursor = Annotated[
 ]
 NO_NUL = r"^[^\x00]*$"
 """The pattern of a parameter that is compared with stored text: PostgreSQL refuses NUL."""
+NO_CONTROL = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$"
+"""The pattern of a text that terminals print: they act on control characters."""
 SEARCH = r"^\s*([^\s\x00]+(\s+|$)){0,8}$"
 """Eight words at most: each of them reads an index of all explorations."""
 
 _RESULTS = (
     *("device_name", "micro_batch_size", "performance", "tokens_per_second", "confidence"),
-    *("report", "space", "recommendation", "answer", "text"),
+    *("notes", "report", "space", "recommendation", "answer", "text"),
 )
-"""The fields of an exploration that its measurements fill."""
+"""The fields of an exploration that its measurements fill, and what people write of them."""
 
 
 def summary_of(job: JobSummary) -> ExplorationSummary:
@@ -46,7 +48,7 @@ def exploration_of(job: Job, *, with_results: bool = True, place: StoredPlace | 
 
     Its parts are not validated again, because the rules of a request take longer than all the rest.
     """
-    names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
+    names = ("request", "attempt", "last_seq", "notes", "report", "space", "recommendation", "answer")
     shown = _summary_fields(job) | {name: getattr(job, name) for name in names}
     shown["error"] = job.error or job.unreadable
     best = job.recommendation if with_results else None
@@ -91,6 +93,25 @@ def _summary_fields(job: JobSummary) -> dict[str, Any]:
         "answered_from": source,
         "links": Links.of(job.id),
     }
+
+
+MAX_NOTES = 4000
+
+
+class Notes(BaseModel):
+    """Notes of people on an exploration."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: Annotated[
+        str,
+        Field(
+            max_length=MAX_NOTES,
+            pattern=NO_CONTROL,
+            description="They replace those before; an empty text removes them. Of control characters it has only tabs "
+            "and line breaks.",
+        ),
+    ]
 
 
 class RunReportResource(BaseModel):

@@ -36,7 +36,7 @@ def main() -> int:
             subprocess.run([sys.executable, "-m", "bexp.api.cli", *command], env=environment, check=True)
         with Chromium(executable, folder / "profile") as browser:
             browser.open((folder / "report.html").as_uri(), width=WIDTH, height=HEIGHT)
-            browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
+            browser.wait_for("document.querySelectorAll('svg.plot').length === 5 && document.querySelector('.heatmap')")
             browser.screenshot(PICTURE, whole=False)
     return 0
 

@@ -27,6 +27,7 @@ class Action(StrEnum):
     CANCEL = "cancel"
     RESUME = "resume"
     DELETE = "delete"
+    WRITE_NOTES = "write notes"
     CREATE_TOKEN = "create token"  # noqa: S105 - no password
     REVOKE_TOKEN = "revoke token"  # noqa: S105 - no password
     SET_QUOTA = "set quota"

@@ -92,6 +92,7 @@ class Job(JobSummary):
     attempt: int
     worker: str | None
     lease_expires_at: datetime | None
+    notes: str | None
     software: str | None
     """The target and the libraries that all claims measured with; None if a version changed between two claims."""
     space: dict[str, Any] | None

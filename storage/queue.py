@@ -305,6 +305,20 @@ class Queue:
         """Queue a job again that was cancelled or has failed, as `resume_job` does."""
         return resume_job(self.database, job_id, by=by, own_worker=own_worker)
 
+    def write_notes(self, job_id: str, text: str, *, by: Caller = LOCAL) -> Job:
+        """Replace the notes of people on a job, in any state; an empty `text` removes them.
+
+        Raises:
+            JobNotFoundError: there is no such job that `by` sees.
+        """
+        with self.database.begin() as connection:
+            row = select_row(connection, job_id, lock=True, owner=by.sees)
+            if (row.notes or "") != text:
+                change_job(self.database, connection, [jobs.c.id == job_id], notes=text or None, stored_bytes=None)
+                note_action(self.database, connection, by, Action.WRITE_NOTES, job_id)
+                row = select_row(connection, job_id)
+        return job_from_row(row)
+
     def note_waiting(
         self,
         *,

@@ -36,7 +36,7 @@ left to accept when the quota is reached.
 """
 
 _TEXTS = {
-    jobs: ("request", "report", "space", "recommendation", "answer", "error", "waiting_reason"),
+    jobs: ("request", "report", "space", "recommendation", "answer", "error", "waiting_reason", "notes"),
     events: ("message", "data"),
     recommendations: ("candidate",),
     trials: ("trial",),

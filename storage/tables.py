@@ -137,6 +137,7 @@ jobs = sa.Table(
     sa.Column("performance", sa.Float, doc="Of the recommendation, relative to its base."),
     sa.Column("tokens_per_second", sa.Float, doc="To expect of one device with the recommendation."),
     sa.Column("rate_unit", sa.String(16), doc="What these tokens_per_second count."),
+    sa.Column("notes", PlainText, doc="What people have written on it."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
     sa.Index(None, "owner", "created_at"),

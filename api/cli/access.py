@@ -163,7 +163,9 @@ def audit(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="How many, the newest first.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Show who submitted, cancelled, resumed or deleted what, and who changed tokens and quotas, from where and when.
+    """Show who submitted, cancelled, resumed, deleted or annotated what, and who changed tokens and quotas.
+
+    Each line says from where and when.
 
     Example: bexp audit
     """

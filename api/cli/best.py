@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated
 
 import typer
@@ -109,6 +110,8 @@ def _print_whole(client: Explorations, job: Exploration, *, as_json: bool) -> No
         print_json(document(client, job))
     elif job.text is not None:
         typer.echo(render(job.text, terminal_width()))
+        if job.notes:
+            typer.echo(f"\nNotes\n{indent(job.notes, '  ')}")
 
 
 def _print_export(

@@ -62,7 +62,7 @@ def show_audit(
     cursor: Annotated[int | None, Query(ge=1, lt=1 << 63, description="`next_cursor` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 100,
 ) -> AuditPage:
-    """Submissions, cancels, resumes and deletions of explorations, and changes of tokens and quotas, newest first."""
+    """Submissions, cancels, resumes, deletions and notes; changes of tokens and quotas. The newest comes first."""
     records = read_audit(service.database, owner=owner, before=cursor, limit=limit + 1)
     page = records[:limit]
     items = [AuditResource.model_validate(asdict(record)) for record in page]

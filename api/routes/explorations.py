@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
 from bexp.api.refusals import invalid_parameter
-from bexp.api.resources import NO_NUL, SEARCH, ExplorationPage, exploration_of, summary_of
+from bexp.api.resources import NO_NUL, SEARCH, ExplorationPage, Notes, exploration_of, summary_of
 from bexp.api.service import Service, ServiceDep, body_text
 from bexp.api.stored import submit
 from bexp.client.address import exploration_path
@@ -290,6 +290,46 @@ def cancel_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller,
     """End an exploration. One that has ended does not change, so the call can be repeated."""
     job = service.queue.request_cancel(job_id, by=caller)
     response.status_code = HTTPStatus.OK if job.state.is_final else HTTPStatus.ACCEPTED
+    return _shown(service, job, caller)
+
+
+MAX_NOTES_BYTES = 32 * 1024  # of as many characters as Notes takes, each escaped
+
+
+@router.put(
+    "/{exploration_id}/notes",
+    summary="Write notes on an exploration",
+    responses={
+        200: examples.example(examples.EXPLORATION),
+        **examples.problems(
+            f"{_ONE}/notes",
+            HTTPStatus.NOT_FOUND,
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+        ),
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                bodies.JSON: {
+                    "schema": {"$ref": "#/components/schemas/Notes"},
+                    "example": {"text": examples.EXPLORATION["notes"]},
+                }
+            },
+        }
+    },
+)
+def write_notes(
+    job_id: JobIdDep,
+    caller: Submitter,
+    text: Annotated[str, Depends(body_text(MAX_NOTES_BYTES))],
+    service: ServiceDep,
+) -> Exploration:
+    """Replace the notes of people on an exploration, in any state. Its page and `bexp best -v` show them."""
+    notes = bodies.parse_body(Notes, text, "These are no notes.")
+    job = service.queue.write_notes(job_id, notes.text, by=caller)
     return _shown(service, job, caller)
 
 

@@ -3,7 +3,9 @@
 import { el, svg } from "./dom.js";
 import * as format from "./format.js";
 import { line, linear, logarithmic, mark, plot } from "./plot.js";
-import { fastestByPolicy, heatCells, latestByCandidate, paretoFront, pointsOf, policiesOf, policyIndex } from "./trial_figures.js";
+import {
+  fastestByPolicy, heatCells, latestByCandidate, paretoFront, PHASES, pointsOf, policiesOf, policyIndex, timelineOf,
+} from "./trial_figures.js";
 
 const HEIGHT = 300;
 
@@ -21,7 +23,8 @@ const titleOf = (point) =>
   format.rate(point.tokensPerSecond, point) + (point.peakBytes === null ? "" : `, peak ${format.bytes(point.peakBytes)}`) +
   format.predicted(point.isPredicted);
 
-const markClass = (point) => `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}`;
+const markClass = (point) =>
+  `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}${point.isPredicted ? " predicted" : ""}`;
 
 function policyLegend(points) {
   const policies = policiesOf(points.map((point) => point.policy));
@@ -35,6 +38,7 @@ function policyLegend(points) {
       return el("li", {}, key(index, `mark p${index} whole`), format.words(policy));
     }),
     points.some((point) => !point.isWholeModel) && el("li", {}, key(0, "mark composed plain"), "hollow: composed"),
+    points.some((point) => point.isPredicted) && el("li", {}, key(0, "mark composed plain predicted"), `dotted: ${format.PREDICTED}`),
     points.some((point) => point.isWholeModel) && el("li", {}, key(0, "mark whole plain"), "filled: whole model"),
   );
 }
@@ -59,8 +63,8 @@ export function throughputChart({ trials, best, width }) {
     xLabel: "micro_batch_size",
     yLabel: `${format.unit(points[0])} per device`,
     yText: speedText,
-    label: `Throughput over the micro-batch size. ${points.length} candidates were measured. The fastest has ` +
-      `${format.describe(fastest.candidate)}, with ${format.rate(fastest.tokensPerSecond, fastest)}.`,
+    label: `Throughput over the micro-batch size. ${points.length} candidates were tried. The fastest has ` +
+      `${format.describe(fastest.candidate)}, with ${format.rate(fastest.tokensPerSecond, fastest)}${format.predicted(fastest.isPredicted)}.`,
   });
   const end = (point, sign) => [x.at(point.microBatch), y.at(point.tokensPerSecond * (1 + sign * point.interval))];
   const banded = new Set();
@@ -104,7 +108,7 @@ export function frontChart({ trials, best, width }) {
     yLabel: `${format.unit(points[0])} per device`,
     xText: (value) => value.toFixed(digits),
     yText: speedText,
-    label: `Throughput against peak memory. No other measured candidate is both faster and smaller than these: ` +
+    label: `Throughput against peak memory. No other candidate that was tried is both faster and smaller than these: ` +
       front.map((p) => `${format.bytes(p.peakBytes)} at ${format.rate(p.tokensPerSecond, p)}${format.predicted(p.isPredicted)}`)
         .join("; ") + ".",
   });
@@ -203,6 +207,7 @@ export function heatMap({ trials, best }) {
       "td",
       { class: `heat${chosen ? " chosen" : ""}`, title: titleOf(point) },
       speedText(point.tokensPerSecond),
+      point.isPredicted && [el("span", { "aria-hidden": "true" }, "*"), el("span", { class: "hidden" }, format.predicted(true))],
       chosen && el("span", { class: "hidden" }, " recommended"),
     );
     made.style.setProperty("--share", `${Math.round(100 * share)}%`);
@@ -260,4 +265,64 @@ export function confidenceChart({ steps, target, width }) {
     }
   });
   return [image];
+}
+
+/** What every second went to: a row for each trial, and the sums. */
+export function timelineChart({ all, events, startedAt, finishedAt, width }) {
+  const { spans, sums, end, isReplayed } = timelineOf(all, events, startedAt, finishedAt);
+  if (spans.length === 0) return null;
+  const row = Math.max(5, Math.min(16, 260 / spans.length));
+  const height = Math.round(row * spans.length) + 60;
+  const every = Math.ceil(16 / row);
+  const { image, marks, x, y } = plot({
+    width,
+    height,
+    makeX: (range) => linear([0, end], range, width < 420 ? 4 : 8),
+    makeY: ([bottom, top]) => ({
+      at: (index) => top + ((index + 0.5) / spans.length) * (bottom - top),
+      ticks: spans.map((_, index) => index).filter((index) => index % every === 0),
+    }),
+    xLabel: isReplayed ? "seconds of trials, end to end" : "seconds since the start",
+    yLabel: "trial",
+    xText: (value) => (end < 5 ? value.toFixed(1) : format.number(value)),
+    yText: (index) => spans[index].trial.number,
+    label: `${spans.length} trials over time, ${format.seconds(end)}: ${sums.map(([name, seconds]) => `${name} ${format.seconds(seconds)}`).join(", ")}.`,
+  });
+  spans.forEach(({ trial, start, seconds, phases }, index) => {
+    let from = start;
+    const parts = phases.map((size, phase) => {
+      const part = { x: x.at(from), width: Math.max(0, x.at(from + size) - x.at(from)), y: y.at(index) - row / 2 + 0.5, height: row - 1 };
+      from += size;
+      return size > 0 && svg("rect", { class: `phase ${phaseClass(PHASES[phase])}`, ...part });
+    });
+    const spent = phases.map((size, phase) => size > 0 && `${PHASES[phase]} ${format.seconds(size)}`).filter(Boolean).join(", ");
+    const title = `Trial ${trial.number}: ${format.describe(trial.measurement.candidate)}: ${format.seconds(seconds)}: ${spent}`;
+    marks.append(svg("g", {}, svg("title", {}, title), parts));
+  });
+  const total = sums.reduce((sum, [, seconds]) => sum + seconds, 0);
+  return [
+    image,
+    el("table", { class: "parts" }, el("caption", { class: "hidden" }, "Seconds by phase"),
+      el("tbody", {}, sums.map(([name, seconds]) =>
+        el("tr", {}, el("th", { scope: "row" }, el("span", { class: `key ${phaseClass(name)}` }), name),
+          el("td", {}, format.seconds(seconds)), el("td", {}, format.percent(seconds / total, 0)))))),
+    isReplayed && el("p", { class: "quiet" }, "A recording was replayed: the seconds are those of its measurement, and no idle time is known."),
+  ].filter(Boolean);
+}
+
+const phaseClass = (name) => `phase-${name.replace(/\W/g, "-")}`;
+
+/** How much of the differences in speed each dimension explains by itself. */
+export function importanceChart({ importance }) {
+  const shares = Object.entries(importance ?? {});
+  if (shares.length === 0) return null;
+  return el(
+    "dl",
+    { class: "bars" },
+    shares.map(([name, share]) => {
+      const bar = el("span", { class: "bar-of", "aria-hidden": "true" });
+      bar.style.setProperty("--share", format.percent(share));
+      return el("div", {}, el("dt", {}, format.words(name)), el("dd", {}, bar, el("span", {}, format.percent(share, 0))));
+    }),
+  );
 }

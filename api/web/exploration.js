@@ -3,11 +3,13 @@
 import { remediesOf } from "./again.js";
 import { renderAnswer } from "./answer.js";
 import { stateBadge } from "./badge.js";
-import { confidenceChart, frontChart, heatMap, memoryChart, throughputChart } from "./charts.js";
+import { confidenceChart, frontChart, heatMap, importanceChart, memoryChart, throughputChart, timelineChart } from "./charts.js";
 import { copyable, nextCommands } from "./copy.js";
 import { el, throttle } from "./dom.js";
 import * as format from "./format.js";
 import { Log } from "./log.js";
+import { Notes } from "./notes.js";
+import { ParallelView } from "./parallel.js";
 import { TrialsTable, withMeshes } from "./trials_table.js";
 import { confidenceOver } from "./trial_figures.js";
 import { renderWaiting } from "./waiting.js";
@@ -22,13 +24,17 @@ const CHARTS = [
     "A band, or a bar, spans two standard errors, each way, of the noisiest part that the trial timed."],
   ["Throughput against memory", frontChart, "The line joins candidates that no other beats in both."],
   ["Memory by part", memoryChart, "The candidate recommended so far. The reserve is for fragmentation, the runtime's context and a margin."],
-  ["Recomputation by micro-batch", heatMap, "The fastest tokens/s that was measured."],
+  ["Recomputation by micro-batch", heatMap, "The fastest tokens/s that was tried. * is predicted in part."],
+  ["What mattered", importanceChart,
+    "How much of the differences in speed each choice explains by itself: the share of the variance of log speed over all " +
+    "candidates that fit, measured or predicted. Shares overlap where choices exclude each other, and leave out what choices do together."],
   ["Confidence over time", confidenceChart, "A number at a dot is a new micro_batch_size."],
+  ["Where the time went", timelineChart, "What the seconds of each trial went to. Idle is the time in which no trial ran."],
 ];
 
-/** Shows an exploration in `root`. `actions` are elements for its header, such as a button. */
+/** Shows an exploration in `root`. `actions` are elements for its header, such as a button; `saveNotes` takes a text. */
 export class ExplorationView {
-  constructor(root, actions = []) {
+  constructor(root, actions = [], saveNotes = null) {
     this.known = null;
     this.variant = null;
     this.title = el("h1", { tabindex: "-1" });
@@ -49,6 +55,8 @@ export class ExplorationView {
     });
     this.next = el("section", { class: "card", "aria-labelledby": "next-title", hidden: !this.isLinked },
       el("h2", { id: "next-title" }, "Next"));
+    this.notes = new Notes(saveNotes);
+    this.parallel = new ParallelView();
     this.log = new Log();
     this.trials = new TrialsTable();
     this.trialsCard = el("section", { class: "card", "aria-labelledby": "trials-title" }, el("h2", { id: "trials-title" }, "Trials"), this.trials.root);
@@ -59,9 +67,12 @@ export class ExplorationView {
       this.answer,
       this.remedies,
       this.next,
+      this.notes.root,
       this.variantLabel,
       (this.charts = el("div", { class: "charts" }, this.figures.map((figure) => figure.root))),
-      el("section", { class: "card", "aria-labelledby": "log-title" }, el("h2", { id: "log-title" }, "Log"), this.log.summary, this.log.list),
+      this.parallel.root,
+      el("section", { class: "card", "aria-labelledby": "log-title" }, el("h2", { id: "log-title" }, "Log"),
+        this.log.summary, this.log.filters, this.log.list),
       this.trialsCard,
     );
     this.draw = throttle(() => this.#draw(), DRAW_MILLISECONDS);
@@ -91,16 +102,22 @@ export class ExplorationView {
     if (this.known === null || !this.title.isConnected) return;
     const { exploration, trials, events } = this.known;
     this.#drawHead(exploration, trials);
-    const title = exploration.answer ? "Answer" : "Best so far";
-    this.answer.replaceChildren(el("h2", { id: "answer-title" }, title), ...renderAnswer(exploration));
+    this.#drawAnswer(exploration);
     this.#drawWaiting(exploration, trials);
     this.#drawRemedies(exploration);
+    this.notes.update(exploration.notes);
     if (this.isLinked) this.#drawNext(exploration);
     const best = this.#drawVariants(exploration, trials);
     const shown = trials.filter((trial) => format.variant(trial.measurement.candidate) === this.variant);
+    const answered = exploration.answer?.variants.find((one) => format.variant(one) === this.variant);
     const common = {
       trials: shown,
       best,
+      all: exploration.answered_from ? [] : trials,
+      events,
+      startedAt: exploration.started_at,
+      finishedAt: exploration.finished_at,
+      importance: answered?.importance,
       steps: exploration.answered_from ? [] : confidenceOver(events, exploration.started_at, this.variant),
       target: exploration.request?.budget.confidence_target ?? null,
     };
@@ -111,6 +128,7 @@ export class ExplorationView {
       body.replaceChildren(...[made ?? el("p", { class: "quiet" }, "Nothing to show yet.")].flat());
       if (hadFocus) body.querySelector("[tabindex]")?.focus({ preventScroll: true });
     }
+    this.parallel.update(shown, best);
     this.log.update(events, exploration.recommendation, isFinal(exploration));
     this.trialsCard.hidden = trials.length === 0;
     this.#drawTrials(trials, events);
@@ -122,6 +140,18 @@ export class ExplorationView {
     const shown = this.trials.trials;
     const isShown = described.length === shown.length && described.every((trial, index) => trial.mesh === shown[index].mesh);
     if (!isShown) this.trials.update(described);
+  }
+
+  /** Show the answer, anew only if it is another, so that nothing folds or loses the focus under a reader. */
+  #drawAnswer(exploration) {
+    const text = JSON.stringify([exploration.text, exploration.recommendation, exploration.answer !== null]);
+    if (this.answerText === text) return;
+    this.answerText = text;
+    const details = this.answer.querySelector("details");
+    const hadFocus = details?.contains(document.activeElement);
+    const title = exploration.answer ? "Answer" : "Best so far";
+    this.answer.replaceChildren(el("h2", { id: "answer-title" }, title), ...renderAnswer(exploration, details?.open));
+    if (hadFocus) this.answer.querySelector("summary")?.focus({ preventScroll: true });
   }
 
   #drawHead(exploration, trials) {

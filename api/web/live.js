@@ -4,7 +4,9 @@ import { canGoOn } from "./copy.js";
 import { el, throttle } from "./dom.js";
 import { exportControl } from "./exports.js";
 import { ExplorationView, isFinal } from "./exploration.js";
-import { cancelExploration, deleteExploration, followEvents, getExploration, pause, readTrials, resumeExploration } from "./service.js";
+import {
+  cancelExploration, deleteExploration, followEvents, getExploration, pause, readTrials, resumeExploration, writeNotes,
+} from "./service.js";
 
 const READ_MILLISECONDS = 700;
 const AGAIN_MILLISECONDS = 5_000;
@@ -17,7 +19,16 @@ export async function showExploration(id, root, signal, shell) {
   const again = el("a", { class: "button", href: `#/submit/${encodeURIComponent(id)}` }, "Edit and submit again");
   const exports = exportControl(id, signal, shell);
   let [exploration, { trials, cursor }] = await Promise.all([getExploration(id, signal), readTrials(id, null, signal)]);
-  const view = new ExplorationView(root, [exports.root, again, cancel, resume, remove]);
+  const saveNotes = async (text) => {
+    try {
+      exploration = await writeNotes(id, text);
+      show();
+    } catch (error) {
+      shell.report(error, signal);
+      throw error;
+    }
+  };
+  const view = new ExplorationView(root, [exports.root, again, cancel, resume, remove], saveNotes);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];

@@ -6,12 +6,18 @@ import * as format from "./format.js";
 const SPEAK_MILLISECONDS = 5_000;
 const KINDS = { 1: "progress", 2: "result", 3: "trouble", 4: "end" };
 
-/** A list of BEXP lines that grows. It stays at its end while the reader is there. */
+const LEVELS = [["", "all"], ["1", "progress"], ["2", "results"], ["3", "trouble"], ["4", "ends"]];
+
+/** A list of BEXP lines that grows, of which a filter shows some. It stays at its end while the reader is there. */
 export class Log {
   constructor() {
     this.lines = el("ol");
     this.list = el("div", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-labelledby": "log-title" }, this.lines);
     this.summary = el("p", { class: "quiet", role: "status", "aria-live": "polite" });
+    this.text = el("input", { type: "search", placeholder: "text, or a code such as 203", oninput: () => this.#filter() });
+    this.level = el("select", { onchange: () => this.#filter() }, LEVELS.map(([value, name]) => el("option", { value }, name)));
+    this.matching = el("span", { class: "quiet", role: "status" });
+    this.filters = el("p", { class: "filters" }, el("label", {}, "Filter ", this.text), el("label", {}, "Show ", this.level), this.matching);
     this.shown = 0;
     this.isFinal = false;
     this.spoken = -Infinity;
@@ -23,7 +29,9 @@ export class Log {
     if (fresh.length === 0 && this.shown > 0 && isFinal === this.isFinal) return;
     this.isFinal = isFinal;
     const follows = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 8;
-    this.lines.append(...fresh.map(row));
+    const rows = fresh.map(row);
+    this.lines.append(...rows);
+    if (this.#isFiltered) this.#hide(rows);
     this.shown = events.length;
     if (follows) this.list.scrollTop = this.list.scrollHeight;
     const now = performance.now();
@@ -32,6 +40,26 @@ export class Log {
       const summary = best ? ` Best micro_batch_size ${isFinal ? "" : "so far "}${best.candidate.micro_batch_size}, confidence ${best.confidence}.` : "";
       this.summary.textContent = `${events.length} events.${summary}`;
     }
+  }
+
+  get #isFiltered() {
+    return this.text.value.trim() !== "" || this.level.value !== "";
+  }
+
+  #filter() {
+    this.#hide(this.lines.children);
+    this.list.scrollTop = this.list.scrollHeight;
+  }
+
+  /** Hide those of some lines that the filter leaves out, and say how many of all are left. */
+  #hide(rows) {
+    const words = this.text.value.toLowerCase().split(/\s+/);
+    for (const line of rows) {
+      const text = line.textContent.toLowerCase();
+      line.hidden = !text.startsWith(`bexp${this.level.value}`) || !words.every((word) => text.includes(word));
+    }
+    const left = this.lines.querySelectorAll(":scope > :not([hidden])").length;
+    this.matching.textContent = this.#isFiltered ? `${left} of ${this.lines.childElementCount} lines` : "";
   }
 }
 

@@ -55,6 +55,9 @@ export const cancelExploration = (id) => json(`${one(id)}/cancel`, { method: "PO
 
 export const resumeExploration = (id) => json(`${one(id)}/resume`, { method: "POST" });
 
+export const writeNotes = (id, text) =>
+  json(`${one(id)}/notes`, { method: "PUT", body: JSON.stringify({ text }), headers: { "Content-Type": "application/json" } });
+
 export const deleteExploration = (id) => send(one(id), { method: "DELETE" });
 
 /** Return how likely the answer of exploration `b` is faster than that of `a`. */

@@ -132,3 +132,70 @@ export function confidenceOver(events, startedAt, variant) {
       at: event.at,
     }));
 }
+
+/** The phases of a trial in the order in which it spends them; `rest` is what is left of its seconds. */
+export const PHASES = ["start", "build", "warm-up", "measure", "whole model", "rest"];
+
+const STARTED = 102;
+
+/**
+ * When each trial ran, in seconds since the search began, and what it spent its seconds on: `spans`; and the seconds of
+ * all of them by phase, with those in which none ran as `idle`: `sums`, as pairs.
+ *
+ * A trial ended with its event, and began its seconds before. A recording is replayed faster than it was measured:
+ * then trials stand end to end with the seconds of their phases, and no idle time is known.
+ */
+export function timelineOf(trials, events, startedAt, finishedAt) {
+  const second = (iso) => Date.parse(iso) / 1000;
+  const zero = second(events.find(({ code }) => code === STARTED)?.at ?? startedAt);
+  const ends = new Map(events.filter(({ data }) => data.trial !== undefined).map(({ at, data }) => [data.trial, second(at) - zero]));
+  const ended = trials.filter(({ number }) => ends.has(number)).sort((a, b) => a.number - b.number);
+  const isReplayed = ended.some(({ seconds, measurement }) => insideOf(measurement.phases) > 1.05 * seconds + 0.05);
+  let next = 0;
+  const spans = ended.map((trial) => {
+    const phases = phasesOf(trial, isReplayed);
+    const seconds = phases.reduce((sum, each) => sum + each, 0);
+    const start = isReplayed ? next : Math.max(0, ends.get(trial.number) - seconds);
+    next = start + seconds;
+    return { trial, start, seconds, phases };
+  });
+  const end = isReplayed ? next : second(finishedAt ?? events.at(-1)?.at ?? startedAt) - zero;
+  const sums = PHASES.map((phase, index) => [phase, spans.reduce((sum, { phases }) => sum + phases[index], 0)]);
+  if (!isReplayed) sums.push(["idle", Math.max(0, end - covered(spans))]);
+  return { spans, sums: sums.filter(([, seconds]) => seconds > 0), end, isReplayed };
+}
+
+const insideOf = ({ build, warm_up: warmUp, timed, messaging }) => build + warmUp + timed + messaging;
+
+/** Seconds by phase, which add up to those of the trial: its process may have started before the trial began. */
+function phasesOf({ kind, seconds, measurement: { phases } }, isReplayed) {
+  const room = Math.max(0, seconds - insideOf(phases));
+  const start = isReplayed ? phases.process_start : Math.min(room, phases.process_start);
+  const timed = kind === "whole_model" ? [0, phases.timed] : [phases.timed, 0];
+  return [start, phases.build, phases.warm_up, ...timed, phases.messaging + (isReplayed ? 0 : room - start)];
+}
+
+/** The seconds in which at least one trial ran. */
+function covered(spans) {
+  let [total, until] = [0, 0];
+  for (const { start, seconds } of [...spans].sort((a, b) => a.start - b.start)) {
+    total += Math.max(0, start + seconds - Math.max(start, until));
+    until = Math.max(until, start + seconds);
+  }
+  return total;
+}
+
+/** What candidates choose in more than one way: names of fields with their values, in the order of an axis. */
+export function varyingOf(points) {
+  const names = points.length === 0 ? [] : Object.keys(points[0].candidate);
+  return names.map((name) => [name, valuesOf(name, points.map(({ candidate }) => candidate[name] ?? null))])
+    .filter(([, values]) => values.length > 1);
+}
+
+function valuesOf(name, given) {
+  const distinct = [...new Set(given)];
+  if (name === "recompute") return policiesOf(distinct);
+  const isNumber = distinct.every((value) => value === null || typeof value === "number");
+  const compare = isNumber ? (a, b) => a - b : (a, b) => String(a).localeCompare(String(b));
+  return distinct.sort((a, b) => (b === null) - (a === null) || compare(a, b)); // what is left out comes first
+}

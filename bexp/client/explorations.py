@@ -128,6 +128,7 @@ class Exploration(ExplorationSummary):
     ]
     attempt: Annotated[int, Field(description="How many times a worker has started or resumed it.")]
     last_seq: Annotated[int, Field(description="The seq of its latest event.")]
+    notes: Annotated[str | None, Field(description="What people have written on it; null if nothing.")]
     report: Annotated[
         DeviceReport | None, Field(description="The device that it runs on, and the back ends that are usable there.")
     ]

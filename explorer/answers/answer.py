@@ -58,6 +58,9 @@ def answer_text(job: Explored, best: Recommendation | None, answer: Answer | Non
         rows = list(_rows(job, best, answer))
     if answer is None:
         return AnswerText(title=title, rows=tuple(rows))
+    if best is not None and (shares := answer.variants[0].importance):
+        said = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        rows.append(detail("what mattered", f"{said} of the variance of log speed, each by itself"))
     rows += [detail("time spent", text) for text in [_time_spent(answer.timings)] if text]
     table = variant_table(answer.variants) if len(answer.variants) > 1 else None
     return AnswerText(title=title, rows=tuple(rows), variants=table)

@@ -436,6 +436,14 @@ class VariantAnswer(Frozen):
         "trials ended it.",
     )
 
+    importance: dict[str, float] = Field(
+        default_factory=dict,
+        description="For each dimension that varies, the share of the variance of log throughput that it explains by "
+        "itself (the first-order Sobol' index), over the candidates that are expected to fit, measured or predicted. "
+        "Empty if only one varies, and for devices that share the model.",
+        exclude_if=operator.not_,
+    )
+
     @classmethod
     def without_model(cls, reason: str) -> VariantAnswer:
         """Return the outcome for a model that cannot be built here."""

@@ -177,7 +177,9 @@ class Trial(Frozen):
         None, description="The prediction just before the trial; of a whole model, the composed peak."
     )
     measured_peak_bytes: int | None = Field(
-        None, description="Composed of measured components; of a whole model, the peak of its run."
+        None,
+        description="Composed of measured components; of a whole model, the peak of its run. Null if a component was "
+        "not measured by then: the figures are predicted in part.",
     )
     predicted_tokens_per_second: float | None = None
     tokens_per_second: float | None = None

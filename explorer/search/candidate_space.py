@@ -26,6 +26,7 @@ from bexp.explorer.search.event_messages import (
     trial_event,
     whole_model_event,
 )
+from bexp.explorer.search.importance import importance_of_dimensions
 from bexp.explorer.search.legal_space import PrunedSpace
 from bexp.explorer.search.loop import ProgressLog, VariantContext
 from bexp.explorer.search.noise_limit import noise_figures
@@ -307,6 +308,14 @@ class CandidateSpace(SearchSpace):
             out_of_budget=final and self._history.exhausted(self._context.index),
             limited_by_noise=final and self._noise.is_reached,
         )
+
+    def importance(self) -> dict[str, float]:
+        """Return the importance of each dimension among the candidates that are expected to fit, as now expected."""
+        posterior = self._posterior
+        rows = posterior.open_rows()
+        rows = rows[posterior.memory.fits_C[rows]]
+        candidates = [self._table.candidates[row] for row in rows]
+        return importance_of_dimensions(candidates, posterior.mean_tokens_per_second()[rows])
 
     def _recommended(self) -> Candidate | None:
         best = self._posterior.recommend()

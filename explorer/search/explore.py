@@ -98,7 +98,8 @@ def _explore_variant(
     cut_short = context.history.exhausted(context.index) or context.history.is_hopeless(context.variant)
     cut_short = cut_short or space.is_limited_by_noise
     target = None if cut_short else context.request.budget.confidence_target
-    return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
+    known = {"recommendation": recommendation, "completed_target": target, "importance": space.importance()}
+    return answer.model_copy(update=known)
 
 
 def open_candidates(context: VariantContext, prune: PruneSpace, log: ProgressLog) -> CandidateSpace | None:

@@ -129,6 +129,10 @@ class SearchSpace(ABC):
     def recommend(self, *, final: bool = False) -> Recommendation | None:
         """Return the present recommendation; None while no candidate is known well enough."""
 
+    def importance(self) -> dict[str, float]:
+        """Return the importance of each dimension that varies, by name; nothing if the space does not say it."""
+        return {}
+
     @abstractmethod
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
         """Return why nothing can be recommended, and the changes that would mend it."""

@@ -115,6 +115,7 @@ def test_a_quota_is_between_nothing_and_its_most(client: TestClient, limit: str,
     [
         ("PUT", "/v1/owners/team-a/quota", {"max_queued": 1}, 4 * 1024),
         ("POST", f"{ONE}/run-reports", {"steps": 0}, 16 * 1024),
+        ("PUT", f"{ONE}/notes", {"text": 0}, 32 * 1024),
         ("POST", "/v1/explorations", {"batch_size": 0}, 256 * 1024),
     ],
 )

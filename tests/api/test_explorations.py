@@ -199,6 +199,18 @@ def test_a_stream_ends_when_its_exploration_is_deleted(served: Served, queue: Qu
         assert list(lines) == []
 
 
+def test_notes_are_written_and_have_no_control_characters(client: TestClient, lease: Lease) -> None:
+    path = f"{EXPLORATIONS}/{lease.job_id}"
+    assert client.get(path).json()["notes"] is None
+    tag = client.get(path).headers["ETag"]
+    for text in ("<b>\t\u00e9\n", "x" * 4000):
+        assert client.put(f"{path}/notes", json={"text": text}).json()["notes"] == text
+        assert client.get(path, headers={"If-None-Match": tag}).json()["notes"] == text
+    for refused in ("x" * 4001, "\x1b[2J", "\x00", "\x9b", 1):
+        assert_problem(client.put(f"{path}/notes", json={"text": refused}), 422)
+    assert client.put(f"{path}/notes", json={"text": ""}).json()["notes"] is None
+
+
 def test_a_cancelled_exploration_is_resumed_and_a_finished_one_is_not(
     client: TestClient, queue: Queue, lease: Lease
 ) -> None:

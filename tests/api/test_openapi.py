@@ -83,6 +83,7 @@ STATUSES = {
     "delete /v1/explorations/{exploration_id}": {204, 404, 409, 422},
     "get /v1/explorations/{exploration_id}": {200, 304, 404, 422},
     "post /v1/explorations/{exploration_id}/cancel": {200, 202, 404, 422},
+    "put /v1/explorations/{exploration_id}/notes": {200, 404, 413, 415, 422},
     "post /v1/explorations/{exploration_id}/resume": {202, 404, 409, 422},
     "get /v1/explorations/{exploration_id}/recommendation": {200, 404, 409, 422},
     "get /v1/explorations/{exploration_id}/comparison": {200, 404, 409, 422},

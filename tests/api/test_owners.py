@@ -103,6 +103,7 @@ def test_what_belongs_to_another_owner_does_not_exist(guarded: TestClient, sqlit
         assert response.json()["detail"] == unknown.json()["detail"]
     for path in ("cancel", "run-reports"):
         assert_problem(guarded.post(f"{HERE}/{job['id']}/{path}", headers=b, json={}), 404)
+    assert_problem(guarded.put(f"{HERE}/{job['id']}/notes", headers=b, json={"text": "mine"}), 404)
     assert guarded.get(HERE, headers=b).json()["items"] == []
     assert guarded.get(f"{HERE}?search=team-a", headers=b).json()["items"] == []
     own = guarded.post(HERE, json=REQUEST, headers=b).json()["id"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,9 +13,12 @@ from typer.testing import CliRunner
 
 from bexp.api.cli import app
 from bexp.explorer.answers.answer import Explored, answer_text
+from bexp.explorer.answers.lines import BRIEF
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture
 from bexp.explorer.model.amounts import bytes_text
+from bexp.explorer.records.event import Event, render_line
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service
@@ -32,7 +36,7 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     assert browser.processor_seconds() < MAX_LIST_SECONDS
     assert MODEL["name"] in browser.evaluate("document.querySelector('.list').innerText")
     browser.evaluate(f"document.querySelector('.list a[href$=\"{service.finished}\"]').click()")
-    browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 5 && document.querySelector('.heatmap')")
 
     best = service.client.get(service.finished)
     assert best.recommendation is not None
@@ -44,6 +48,23 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     browser.wait_for(f"document.querySelectorAll('.log li').length === {len(events)}")
     assert count(browser, ".data tbody tr") == len(trials)
     assert browser.evaluate("document.querySelector('h1').textContent") == MODEL["name"]
+
+    rows = best.text.rows if best.text is not None else ()
+    in_short = [row.text for row in rows if row.importance in BRIEF]
+    assert (
+        browser.evaluate("[...document.querySelectorAll('.said ~ .rows > div > dd')].map((one) => one.textContent)")
+        == in_short
+    )
+    assert not browser.evaluate("document.querySelector('.rows + details').open")
+    assert best.answer is not None
+    shares = browser.evaluate("[...document.querySelectorAll('.bars dd')].map((one) => one.textContent)")
+    assert shares == [f"{share:.0%}" for share in best.answer.variants[0].importance.values()]
+    spent = sum(trial.measurement.phases.total for trial in trials)
+    text = browser.evaluate("document.querySelector('[aria-label*=\"trials over time\"]').ariaLabel")
+    assert text.startswith(f"{len(trials)} trials over time, {spent:.1f}\xa0s: ")
+    check_parallel(browser, [trial.candidate for trial in trials if trial.tokens_per_second is not None])
+    check_filters(browser, events)
+    check_notes(browser, service)
 
     browser.evaluate(
         "(HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; }, "
@@ -69,6 +90,48 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
         service.url.removesuffix("/team/bexp")
     }
     assert 0 < browser.received_bytes < MAX_BYTES
+
+
+def check_parallel(browser: Chromium, candidates: list[Candidate]) -> None:
+    """Check that a choice of a size leaves the lines of its candidates, and no others."""
+    browser.evaluate(
+        "document.querySelector('.strand') === null && document.querySelector('details:has(.filters) summary').click()"
+    )
+    browser.wait_for(f"document.querySelectorAll('.strand').length === {len(set(candidates))}")
+    browser.evaluate("document.querySelector('[data-axis=micro_batch_size]').focus()")
+    browser.press("ArrowDown", 40)
+    size = int(browser.wait_for("document.activeElement.value"))
+    of_size = len({one for one in candidates if one.micro_batch_size == size})
+    assert 0 < of_size < len(set(candidates))
+    assert count(browser, ".strand") == of_size
+
+
+def check_filters(browser: Chromium, events: Sequence[Event]) -> None:
+    """Check that the filter of the log shows the lines of a level with a word, and says how many."""
+    shown = "[...document.querySelectorAll('.log li:not([hidden])')].map((line) => line.textContent)"
+    browser.evaluate(
+        "([window.word, window.level] = document.querySelectorAll('.filters:has([type=search]) :is(input, select)'), "
+        "level.value = '2', level.dispatchEvent(new Event('change')), word.focus())"
+    )
+    browser.type("FLASH")
+    found = [" ".join(render_line(one).split()) for one in events if one.code // 100 == 2 and "flash" in one.message]
+    assert 0 < len(found) < len(events)
+    assert browser.evaluate(shown) == found
+    assert browser.evaluate("document.querySelector('.filters:has([type=search]) [role=status]').textContent") == (
+        f"{len(found)} of {len(events)} lines"
+    )
+
+
+def check_notes(browser: Chromium, service: Service) -> None:
+    """Check that notes are saved as they are written, and not read as markup."""
+    browser.evaluate(
+        "(document.querySelector('.notes').open = true, document.querySelector('.notes textarea').focus())"
+    )
+    browser.type("<i>twice</i>\nslow")
+    browser.evaluate("document.querySelector('.notes button').click()")
+    browser.wait_for("document.querySelector('.notes [role=status]').textContent === 'Saved'")
+    assert service.client.get(service.finished).notes == "<i>twice</i>\nslow"
+    assert browser.evaluate("document.querySelector('.notes button').disabled")
 
 
 def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) -> None:
@@ -198,14 +261,16 @@ def test_a_trial_has_the_figures_of_its_log_line_and_says_whether_they_are_measu
     found = [next(trial for trial in stored if trial.is_predicted is asked) for asked in (True, False)]
     both = sorted(found, key=lambda trial: trial.number)
     documents = json.dumps([trial.model_dump(mode="json") for trial in both])
-    rows, titles = browser.evaluate(
+    rows, titles, starred = browser.evaluate(
         "Promise.all(['trials_table', 'charts'].map((name) => import(new URL(`web/${name}.js`, document.baseURI))))"
-        f".then(([{{ TrialsTable }}, {{ throughputChart }}]) => {{ const trials = {documents}; "
+        f".then(([{{ TrialsTable }}, {{ throughputChart, heatMap }}]) => {{ const trials = {documents}; "
         "const table = new TrialsTable(); table.update(trials); "
         "const chart = throughputChart({ trials, best: null, width: 600 }); "
         "return [[...table.body.rows].map((row) => [...row.cells].map((cell) => cell.textContent)), "
-        "[...chart[0].querySelectorAll('title')].map((title) => title.textContent)]; })"
+        "[...chart[0].querySelectorAll('title')].map((title) => title.textContent), "
+        "heatMap({ trials, best: null }).querySelectorAll('td:has([aria-hidden])').length]; })"
     )
+    assert starred == 1, "a cell says of a figure what the log says"
     for trial, row, title in zip(both, rows, titles, strict=True):
         figures = trial.describe_figures()
         assert title.replace("\xa0", " ").endswith(figures)
@@ -236,7 +301,7 @@ def test_columns_of_trials_sort_by_keyboard(browser: Chromium, service: Service)
 
 def test_keyboard_and_screen_reader_find_everything(browser: Chromium, service: Service) -> None:
     open_exploration(browser, service, service.finished)
-    browser.wait_for("document.querySelectorAll('svg.plot').length === 4")
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 5")
     named = browser.accessible_names()
     roles = {role for role, _ in named}
     assert {"main", "banner", "navigation", "log", "status", "figure", "table", "columnheader"} <= roles
@@ -264,7 +329,7 @@ def test_nothing_moves_while_an_exploration_appears(browser: Chromium, service: 
         "(window.moved = 0, new PerformanceObserver((list) => list.getEntries().forEach((one) => window.moved += "
         f"one.value)).observe({{ type: 'layout-shift' }}), location.hash = '#/explorations/{service.finished}')"
     )
-    browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.log li')")
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 5 && document.querySelector('.log li')")
     assert browser.evaluate("new Promise((done) => setTimeout(() => done(window.moved), 200))") < 0.1
 
 
@@ -282,11 +347,14 @@ def test_a_report_is_one_file_that_loads_nothing(
     monkeypatch.setenv("BEXP_API_URL", service.url)
     monkeypatch.setenv("BEXP_API_TOKEN", service.token)
     file = tmp_path / "report.html"
+    service.queue.write_notes(service.finished, "of the page")
     ran = CliRunner().invoke(app, ["report", service.finished, "--out", str(file)])
     assert ran.exit_code == 0, ran.output
     assert service.token not in file.read_text()
     browser.open(file.as_uri())
-    browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
+    browser.wait_for("document.querySelector('.notes p.written')?.textContent === 'of the page'")
+    assert count(browser, ".notes :is(textarea, button, i)") == 0
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 5 && document.querySelector('.heatmap')")
     assert browser.evaluate("document.querySelector('h1').textContent") == MODEL["name"]
     assert count(browser, ".data tbody tr") == len(service.client.trials(service.finished))
     assert browser.problems == []

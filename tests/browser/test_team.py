@@ -240,7 +240,7 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         browser.evaluate("window.same = true")
     finally:
         service.profiler.gate.set()
-    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelectorAll('svg.plot').length === 4")
+    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelectorAll('svg.plot').length === 5")
     assert browser.evaluate("window.same"), "the view was not loaded again"
     browser.wait_for("document.querySelector('#answer-title').textContent === 'Answer'")
     assert count(browser, ".log li") == len(service.client.stored_events(job_id))

@@ -248,6 +248,31 @@ def test_a_view_tells_variants_and_states_apart(browser: Chromium, service: Serv
     assert place == [0, True], "a new trial does not scroll to the column that has the focus"
 
 
+def test_what_no_trial_took_is_idle_and_a_replay_has_no_idle_time(browser: Chromium, service: Service) -> None:
+    log_in(browser, service)
+
+    def sums(seconds: float, *, started: float = 0.0) -> tuple[dict[str, float], list[float]]:
+        phases = {"process_start": started, "build": 1, "warm_up": 2, "timed": 3, "messaging": 0.5}
+        trials = [
+            {"number": number, "kind": kind, "seconds": seconds, "measurement": {"phases": phases}}
+            for number, kind in enumerate(("components", "whole_model"))
+        ]
+        moments = [(102, 5, {}), (201, 15, {"trial": 0}), (203, 25, {"trial": 1}), (401, 30, {})]
+        events = [{"code": code, "at": f"2026-01-01T00:00:{at:02}Z", "data": data} for code, at, data in moments]
+        found = browser.evaluate(
+            "import(new URL('web/trial_figures.js', document.baseURI)).then(({ timelineOf }) => {"
+            f"const {{ sums, spans }} = timelineOf({json.dumps(trials)}, {json.dumps(events)}, null, "
+            "'2026-01-01T00:00:30Z');"
+            "return [sums, spans.map(({ start }) => start)]; })"
+        )
+        return dict(found[0]), found[1]
+
+    common = {"build": 2, "warm-up": 4, "measure": 3, "whole model": 3}
+    assert sums(8, started=90) == ({**common, "start": 3, "rest": 1, "idle": 9}, [2, 12])
+    assert sums(8) == ({**common, "rest": 4, "idle": 9}, [2, 12])
+    assert sums(0.1, started=5) == ({**common, "start": 10, "rest": 1}, [0, 11.5])
+
+
 def test_a_probability_is_no_certainty(browser: Chromium, service: Service) -> None:
     log_in(browser, service)
     said = "import(new URL('web/format.js', document.baseURI)).then((all) => [1, 0.9996, 0.971, 0].map(all.likely))"

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 JOBS = "/v1/explorations"
 JOB = f"{JOBS}/{{exploration_id}}"
 SUBMIT, REPORT, SET_QUOTA = f"POST {JOBS}", f"POST {JOB}/run-reports", "PUT /v1/owners/{owner}/quota"
+NOTE = f"PUT {JOB}/notes"
 CANCEL, RESUME, DELETE = f"POST {JOB}/cancel", f"POST {JOB}/resume", f"DELETE {JOB}"
 
 WEIGHTS = {
@@ -81,6 +82,8 @@ class Requests:
         elif route == REPORT:
             steps = rng.randrange(1, 1 << 40)
             request.send_json({**examples.RUN_REPORT["report"], "steps": steps, "hardware": tenant.name})
+        elif route == NOTE:
+            request.send_json({"text": rng.choice(("", "tried twice", "\u00e9 <b>\n"))})
         elif route == SET_QUOTA:
             request.send_json(self._schemas.draw({"$ref": "#/components/schemas/QuotaLimits"}))
         request.is_chunked = rng.random() < 0.1

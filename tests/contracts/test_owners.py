@@ -50,6 +50,21 @@ def test_the_jobs_of_another_owner_are_not_there(database: Database, queue: Queu
     assert queue.request_cancel(mine, by=ADMIN).state is JobState.CANCELLED
 
 
+def test_notes_are_the_owners_and_stay(database: Database, queue: Queue) -> None:
+    mine, _ = submit(queue, A)
+    with pytest.raises(JobNotFoundError):
+        queue.write_notes(mine, "not mine", by=B)
+    before = get_job(database, mine)
+    written = queue.write_notes(mine, "twice\n<b>", by=A)
+    assert (before.notes, written.notes, written.version) == (None, "twice\n<b>", before.version + 1)
+    assert queue.write_notes(mine, "twice\n<b>", by=A).version == written.version
+    queue.request_cancel(mine, by=A)
+    assert queue.resume(mine, by=A).notes == get_job(database, mine).notes == "twice\n<b>"
+    assert queue.write_notes(mine, "", by=ADMIN).notes is None
+    done = [(one.action, one.owner) for one in read_audit(database) if one.action is Action.WRITE_NOTES]
+    assert done == [(Action.WRITE_NOTES, "ops"), (Action.WRITE_NOTES, "team-a")]
+
+
 @pytest.mark.parametrize("end", ["cancelled", "being cancelled", "failed", "a day old"])
 def test_an_idempotency_key_is_free_again(database: Database, queue: Queue, end: str) -> None:
     first, _ = submit(queue, A, "k")

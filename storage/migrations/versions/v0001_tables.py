@@ -67,6 +67,7 @@ def upgrade() -> None:
         sa.Column("performance", sa.Float),
         sa.Column("tokens_per_second", sa.Float),
         sa.Column("rate_unit", sa.String(16)),
+        sa.Column("notes", sa.Text),
         sa.Index(None, "created_at", "id"),
         sa.Index(None, "state", "created_at"),
         sa.Index(None, "owner", "created_at"),

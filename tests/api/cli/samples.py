@@ -196,6 +196,7 @@ def job_document(state: str = "succeeded", **changes: Any) -> dict[str, Any]:
         **_answered(state, **changes),
         "export_formats": [],
         "own_formats": [],
+        "notes": None,
         **changes,
     }
     return {**document, "links": Links.of(document["id"]).model_dump()}

@@ -95,7 +95,7 @@ def test_watch_prints_lines_then_the_answer_and_writes_the_log(bexp: Run, config
         assert log.read_text() == lines + "\n"
 
 
-def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) -> None:
+def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker, queue: Queue) -> None:
     job_id = bexp("submit", config).stdout.strip()
     before = bexp("best", job_id)
     assert (before.code, before.stdout) == (1, "")
@@ -104,7 +104,10 @@ def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) ->
         bexp("watch", job_id)
     done = bexp("best", job_id)
     assert (done.code, done.stdout, done.stderr) == (0, "4\n", "")
-    assert f"bexp report {job_id} --out report.html" in bexp("best", job_id, "-v").stdout
+    queue.write_notes(job_id, "tried twice\nslow")
+    whole = bexp("best", job_id, "-v").stdout
+    assert f"bexp report {job_id} --out report.html" in whole
+    assert whole.endswith("\n\nNotes\n  tried twice\n  slow\n")
     everything = json.loads(bexp("best", job_id, "--json").stdout)
     assert everything["recommendation"]["candidate"]["bta_tile"] == 2
     assert (everything["target"], everything["target_version"], everything["allocator"]) == ("bexp", None, "default")
