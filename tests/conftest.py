@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -102,6 +103,15 @@ class Statements(dict[Any, Any]):
 
     def __setitem__(self, key: tuple[Any, ...], compiled: Any) -> None:
         super().__setitem__((self._kind, *key[1:]), compiled)
+
+
+@pytest.fixture(autouse=True)
+def quiet_workers() -> Iterator[None]:
+    """Restore what a worker that a test starts in this process logs; later tests compare their logs."""
+    logger = logging.getLogger("bexp.workers")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

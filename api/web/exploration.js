@@ -179,7 +179,7 @@ export class ExplorationView {
     const waits = exploration.state === "queued";
     this.waiting.hidden = !waits;
     if (waits) this.waiting.replaceChildren(...renderWaiting(exploration));
-    this.answer.hidden = this.charts.hidden = waits && trials.length === 0;
+    this.answer.hidden = this.charts.hidden = this.notes.root.hidden = waits && trials.length === 0;
     this.next.hidden = !this.isLinked || this.answer.hidden || nextCommands(exploration).length === 0;
   }
 
