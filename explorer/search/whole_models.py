@@ -94,13 +94,10 @@ def find_above_limit(posterior: Posterior) -> RunnerUp | None:
     return RunnerUp(int(contenders.rows[best]), float(fits_A[best]), float(gain_A[best]), float(fits_A[best]))
 
 
-ATTEMPTS = 14
-"""The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
-RUNNER_UP_ATTEMPTS = 12
-"""After this many whole models no runner-up is run."""
-LAST_ATTEMPTS = 40
+ATTEMPTS = 40
+"""The most whole models of one variant. Before, the confidence in the answer or the budget usually ends them."""
 LEAST_CHANCE = 0.02
-"""While nothing can be recommended, so many whole models are tried, each at least so likely to fit."""
+"""While nothing can be recommended, each whole model is at least so likely to fit."""
 NEGLIGIBLE = 0.02
 """A runner-up whose expected gain is below this share of the tolerance is not run."""
 CONSIDERABLE = 0.1
@@ -116,7 +113,7 @@ RUN_WORTH = 0.5
 It is a share of what its seconds are worth to the compiler. It is less, because a whole model also makes the answer
 surer.
 """
-SHARE = 1 / 3
+SHARE = 1 / 2
 """Share of a variant's seconds that its whole models have, after the first that ran well.
 
 If noise outweighs what they tell, it is the same share of the seconds that a search then has.
@@ -197,14 +194,16 @@ class WholeModels:
         outcomes = [trial.measurement.outcome for trial in trials]
         if self.is_impossible or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
+        if len(trials) >= ATTEMPTS:
+            return None
         if self.has_run and best is not None and self._noise.settles_on_cpu:
             return None
         if best is not None and not posterior.knowledge.whole_models.was_run(best.row):
-            begins = len(trials) < ATTEMPTS and (not self.has_run or self._has_time(best.row))
+            begins = not self.has_run or self._has_time(best.row)
             return NextCheck(best.row) if begins else None
         if best is None:
             return self._likeliest_to_fit()
-        if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
+        if self._history.exhausted(self._variant):
             return None
         rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
@@ -244,7 +243,7 @@ class WholeModels:
         The search may overdraw its budget until there is one candidate to recommend.
         """
         hopeless = self._history.is_hopeless(self._posterior.table.model.variant)
-        if hopeless or len(self.trials) >= LAST_ATTEMPTS or self._history.overdrawn(self._variant):
+        if hopeless or self._history.overdrawn(self._variant):
             return None
         runner_up = find_runner_up(self._posterior)
         if runner_up is None or runner_up.probability < LEAST_CHANCE:

@@ -21,7 +21,7 @@ from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import NoiseLimit
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.search_space import NextCheck
-from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, RunnerUp, WholeModels
+from bexp.explorer.search.whole_models import ATTEMPTS, RunnerUp, WholeModels
 from tests.explorer.alternatives import other_of
 from tests.explorer.explorations import answer_of, best_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, candidate, know, small_state, trial
@@ -93,7 +93,7 @@ def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
     assert [t.candidate for t in whole(steps)[:2]] == [winner, rival]
     assert found.candidate != rival
     assert rival not in [t.candidate for t in whole(steps)[2:]]
-    assert len(whole(steps)) <= RUNNER_UP_ATTEMPTS
+    assert len(whole(steps)) <= ATTEMPTS
     assert found.alternative(Role.RUNNER_UP) is not None
     assert any("out_of_memory" in line for line in lines(steps, EventCode.WARNING))
 
@@ -280,8 +280,8 @@ def next_row(
     return (None if check is None else check.row), rival
 
 
-@pytest.mark.parametrize(("spent", "is_run"), [(150.0, True), (198.5, False)])
-def test_after_the_first_a_whole_model_begins_only_if_it_ends_within_a_third_of_the_seconds(
+@pytest.mark.parametrize(("spent", "is_run"), [(250.0, True), (298.5, False)])
+def test_after_the_first_a_whole_model_begins_only_if_it_ends_within_half_of_the_seconds(
     monkeypatch: pytest.MonkeyPatch, spent: float, is_run: bool
 ) -> None:
     first, rival = next_row(monkeypatch, lambda size: [])
