@@ -128,8 +128,7 @@ COMMANDS = {
     ),
     "audit": (
         "access:audit",
-        "Show who submitted, cancelled, resumed, deleted or annotated what, and who changed tokens and quotas, from "
-        "where and when.",
+        "Show who submitted, cancelled, resumed, deleted or annotated what, and who changed tokens and quotas.",
     ),
     "token": ("access:token_commands", "Create, list and revoke the bearer tokens of the service."),
     "quota": ("access:quota_commands", "Set and list the quotas of owners."),
