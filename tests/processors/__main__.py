@@ -43,8 +43,10 @@ class Setting:
     needs: frozenset[str] = frozenset()
 
 
+BELOW_AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""torch asks oneDNN whether attention in bfloat16 is packed, and its own code for less than AVX-512 then refuses to."""
 LOWEST = {
-    "aten default": {"ATEN_CPU_CAPABILITY": "default"},
+    "aten default": {"ATEN_CPU_CAPABILITY": "default", **BELOW_AVX512},
     "onednn sse4.1": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
     "mkl sse4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "numpy lowest": {
@@ -54,7 +56,7 @@ LOWEST = {
 }
 SETTINGS = {
     "its own": Setting(),
-    "aten avx2": Setting({"ATEN_CPU_CAPABILITY": "avx2"}, frozenset({"avx2", "fma"})),
+    "aten avx2": Setting({"ATEN_CPU_CAPABILITY": "avx2", **BELOW_AVX512}, frozenset({"avx2", "fma"})),
     "aten avx512": Setting(
         {"ATEN_CPU_CAPABILITY": "avx512"}, frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"})
     ),
