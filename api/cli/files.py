@@ -12,6 +12,8 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.training_files import base_model, find_trainer
 from bexp.explorer.model.lengths import is_distribution, parse_lengths
+from bexp.explorer.trainers.keys import Setting
+from bexp.explorer.trainers.registry import FILES
 
 HF_CONFIG = "config.json"
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
@@ -25,20 +27,32 @@ def read_document(config: Path) -> Any:
     return load_document(_read(config))
 
 
-def with_model(document: Any, trainer: str | None, model: Path | None) -> Any:
-    """Return a trainer's own file together with the config.json of its base model; other documents as they are.
+def with_model(document: Any, trainer: str | None, model: Path | None, folder: Path) -> Any:
+    """Return a trainer's own file together with the files that it names; other documents as they are.
 
-    The command names the `trainer`, and `model`, a config.json or its folder.
+    These are the config.json of its base model, and DeepSpeed's JSON, below the `folder` of the file or below that of
+    the command. The command names the `trainer`, and `model`, a config.json or its folder.
 
     Raises FormatError if it may be the file of several trainers, and CommandError if there is no config.json.
     """
     name = find_trainer(document, trainer) if isinstance(document, dict) else None
     if name is not None:
         stated = base_model(name, document)
+        document = _with_deepspeed(document, name, folder)
         return {name: document, "model": {"_name_or_path": stated, **read_document(model or _local_model(stated))}}
     if model is not None:
         raise CommandError(ExitCode.USAGE, "--model is for a trainer's own file, and CONFIG is none")
     return document
+
+
+def _with_deepspeed(document: dict[str, Any], trainer: str, folder: Path) -> dict[str, Any]:
+    """Return the document with the content of DeepSpeed's JSON in place of its path, where there is such a file."""
+    keys = (name for name, known in FILES[trainer].keys.items() if known.setting is Setting.DEEPSPEED)
+    key = next(keys, None)
+    if key is None or not isinstance(path := document.get(key), str):
+        return document
+    found = next((each for each in (folder / path, Path(path)) if each.is_file()), None)
+    return document if found is None else {**document, key: read_document(found)}
 
 
 def _local_model(name: str) -> Path:

@@ -310,7 +310,7 @@ def build_request(
     A value of `fields` may be None; `others` that are None are left out. `model` is the config.json of a base model
     that a trainer's own file names and that is not on this disk.
     """
-    document = with_model(document, fields.get("trainer"), model)
+    document = with_model(document, fields.get("trainer"), model, config.parent)
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)

@@ -18,6 +18,7 @@ from bexp.api.cli.options import build_request
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.exports.export import export
+from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.request.request import ExplorationRequest
 from tests.api.cli.conftest import Run
@@ -214,3 +215,21 @@ def test_a_base_model_in_the_cache_of_the_hub_is_found(files: Path, monkeypatch:
     path = files / "sft.yaml"
     path.write_text(FILES["trl"][1].replace("models/Llama-3.2-1B", "a/b"))
     assert asked_by(path, "trl").batch_size == 16
+
+
+def test_the_json_that_a_file_names_is_read_from_its_folder(
+    files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """DeepSpeed's stages shard nothing on one device; what the JSON offloads is refused before anything is measured."""
+    (files / "axolotl").write_text(FILES["axolotl, QLoRA"][1] + "deepspeed: parts/zero.json\n")
+    (files / "parts").mkdir()
+    (files / "parts/zero.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}')
+    asked = asked_by(files / "axolotl", "axolotl")
+    assert asked.training.lora is not None
+    assert not any("is not read" in notice for notice in asked.notices)
+    after = yaml.safe_load(written(files, "axolotl", PLAIN, asked)[0])
+    assert after["deepspeed"] == "parts/zero.json"
+    offloads = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (files / "parts/zero.json").write_text(json.dumps(offloads))
+    with pytest.raises(FormatError, match=r"axolotl\.deepspeed\.zero_optimization\.offload_optimizer"):
+        asked_by(files / "axolotl", "axolotl")
