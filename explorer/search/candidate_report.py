@@ -39,7 +39,7 @@ from bexp.explorer.search.event_messages import describe_noise
 from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
-from bexp.explorer.search.whole_models import find_runner_up
+from bexp.explorer.search.whole_models import SHARE, find_runner_up
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 """A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""
@@ -61,12 +61,13 @@ def build_recommendation(
     *,
     final: bool = False,
     out_of_budget: bool = False,
+    out_of_time: bool = False,
     limited_by_noise: bool = False,
 ) -> Recommendation:
     """Return all that is known about the recommended candidate. `base` is the row of the base.
 
     The notes of the `final` answer also say why its confidence is below the target: the search may be `out_of_budget`
-    or `limited_by_noise`.
+    or `limited_by_noise`, or its whole models `out_of_time`.
     """
     request = posterior.request
     table = posterior.table
@@ -95,7 +96,8 @@ def build_recommendation(
         text = "no candidate without tiling fits, so nothing shows what tiling gains or costs"
         notes.add(NoteCode.NOTHING_UNTILED, text)
     if final and confidence_score(best.confidence) < request.budget.confidence_target:
-        notes += _shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget)
+        limit = noise if limited_by_noise else None
+        notes += _shortfall(posterior, best, limit, out_of_budget=out_of_budget, out_of_time=out_of_time)
     return Recommendation(
         candidate=candidate,
         base=table.candidates[base],
@@ -158,7 +160,7 @@ def _shared_cores(posterior: Posterior) -> Iterator[str]:
 
 
 def _shortfall(
-    posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, out_of_budget: bool
+    posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, *, out_of_budget: bool, out_of_time: bool
 ) -> tuple[Note, ...]:
     """Return why the confidence is below its target, if that is known; `limit` has the noise if that is why."""
     request, target = posterior.request, posterior.request.budget.confidence_target
@@ -166,6 +168,12 @@ def _shortfall(
         return (Note(code=NoteCode.NOISE, text=describe_noise(limit, target)),)
     if out_of_budget:
         text = f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials"
+        return (Note(code=NoteCode.BUDGET, text=text),)
+    if out_of_time:
+        text = (
+            f"whole models have {SHARE:.0%} of max_seconds, and had used it up before the confidence reached {target}: "
+            "raise max_seconds"
+        )
         return (Note(code=NoteCode.BUDGET, text=text),)
     if request.verify and composes_on_cpu(posterior):
         text = (

@@ -256,9 +256,13 @@ class CandidateSpace(SearchSpace):
         return [noise_event(noise_figures(self._posterior, best.row), self._request.budget.confidence_target)]
 
     @property
-    def is_limited_by_noise(self) -> bool:
-        """Whether noise keeps the confidence below its target, or whole models from raising it."""
-        return self._noise.outweighs_whole_models
+    def is_cut_short(self) -> bool:
+        """Whether noise keeps the confidence below its target, or noise or time whole models from raising it."""
+        return self._noise.outweighs_whole_models or self._lacks_time
+
+    @property
+    def _lacks_time(self) -> bool:
+        return self._request.verify and self._whole_models.lacks_time
 
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """Return the whole model of a candidate, and its composed step."""
@@ -306,6 +310,7 @@ class CandidateSpace(SearchSpace):
             alternatives,
             final=final,
             out_of_budget=final and self._history.exhausted(self._context.index),
+            out_of_time=final and self._lacks_time,
             limited_by_noise=final and self._noise.is_reached,
         )
 

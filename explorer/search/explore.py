@@ -96,7 +96,7 @@ def _explore_variant(
         reason, remedies = space.explain()
         return answer.model_copy(update={"reason": reason, "remedies": remedies})
     cut_short = context.history.exhausted(context.index) or context.history.is_hopeless(context.variant)
-    cut_short = cut_short or space.is_limited_by_noise
+    cut_short = cut_short or space.is_cut_short
     target = None if cut_short else context.request.budget.confidence_target
     known = {"recommendation": recommendation, "completed_target": target, "importance": space.importance()}
     return answer.model_copy(update=known)

@@ -77,8 +77,8 @@ class SearchSpace(ABC):
         """Whether whole models have ended the search for the time being."""
 
     @property
-    def is_limited_by_noise(self) -> bool:
-        """Whether noise keeps the confidence below its target, or whole models from raising it."""
+    def is_cut_short(self) -> bool:
+        """Whether noise keeps the confidence below its target, or noise or time whole models from raising it."""
         return False
 
     @abstractmethod

@@ -187,6 +187,23 @@ class WholeModels:
         again. On a CPU no other is run once the answer is surely within several percent of the best. A model that is
         always measured whole needs none.
         """
+        check = self._wanted()
+        return check if check is not None and self._begins(check) else None
+
+    @property
+    def lacks_time(self) -> bool:
+        """Whether another whole model would make the answer surer, and there is no time for it."""
+        if self._is_sure(self._posterior.recommend()):
+            return False
+        check = self._wanted()
+        return check is not None and not self._begins(check)
+
+    def _begins(self, check: NextCheck) -> bool:
+        """Return whether there is time for a whole model; until one ran well and there is an answer, there is."""
+        return not self.has_run or self._posterior.recommend() is None or self._has_time(check.row)
+
+    def _wanted(self) -> NextCheck | None:
+        """Return the next row to run whole if there is time for it."""
         posterior, trials = self._posterior, self.trials
         if posterior.is_whole:
             return None
@@ -199,8 +216,7 @@ class WholeModels:
         if self.has_run and best is not None and self._noise.settles_on_cpu:
             return None
         if best is not None and not posterior.knowledge.whole_models.was_run(best.row):
-            begins = not self.has_run or self._has_time(best.row)
-            return NextCheck(best.row) if begins else None
+            return NextCheck(best.row)
         if best is None:
             return self._likeliest_to_fit()
         if self._history.exhausted(self._variant):
@@ -211,8 +227,6 @@ class WholeModels:
             least = max(least, RUN_WORTH * worth(posterior.whole_model_seconds(rival.row)))
         if rival is None or rival.gain < least * posterior.request.tolerance:
             return self._above_limit()
-        if not self._has_time(rival.row):
-            return None
         if rival.row == best.row:
             return NextCheck(rival.row)
         return NextCheck(rival.row, rival.probability, None if posterior.fits(rival.row) else rival.probability_fits)
@@ -221,8 +235,6 @@ class WholeModels:
         """Return a candidate above the memory limit as composed, if its speed makes up for its small chance to fit."""
         above = find_above_limit(self._posterior)
         if above is None or above.gain < NEGLIGIBLE * self._posterior.request.tolerance:
-            return None
-        if not self._has_time(above.row):
             return None
         return NextCheck(above.row, above.probability, probability_fits=above.probability)
 

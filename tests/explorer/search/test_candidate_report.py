@@ -154,13 +154,24 @@ def test_what_the_request_names_beside_others_and_the_device_cannot_use_is_noted
     assert note not in notes_of(recommend(known_state(attention_backends=["cudnn"]), report=report))
 
 
-def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -> None:
-    words = "the budget was used up before the confidence reached 95: raise max_seconds or max_trials"
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("out_of_budget", "the budget was used up before the confidence reached 95: raise max_seconds or max_trials"),
+        (
+            "out_of_time",
+            "whole models have 50% of max_seconds, and had used it up before the confidence reached 95: "
+            "raise max_seconds",
+        ),
+    ],
+)
+def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted(why: str, words: str) -> None:
     state = known_state()
-    assert words in notes_of(recommend(state, final=True, out_of_budget=True))
+    ended: dict[str, Any] = {"final": True, why: True}
+    assert words in notes_of(recommend(state, **ended))
     assert words not in notes_of(recommend(state, final=True))
     reached = BestCandidate(state.table.row[candidate(4)], 0.96)
-    assert words not in notes_of(recommend(state, best=reached, final=True, out_of_budget=True))
+    assert words not in notes_of(recommend(state, best=reached, **ended))
 
 
 def test_the_best_stock_candidate_uses_back_ends_of_an_ordinary_framework() -> None:
