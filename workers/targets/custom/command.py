@@ -54,7 +54,8 @@ TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
 NO_STEP, TOO_FEW_STEPS = "it ended before its first optimizer step", "it ended before its steps could be timed"
 NO_SIZE = (
     "its loop is none of transformers' Trainer, Lightning's and accelerate's, so its size cannot be set: put "
-    "{micro_batch_size} where the command takes it"
+    "{micro_batch_size} where the command takes it, and {grad_accum_steps} if it accumulates; --batch-size N keeps the "
+    "batch at N"
 )
 
 NO_APPLY = "--apply is for transformers' Trainer, and needs a size that does not stand in the command"

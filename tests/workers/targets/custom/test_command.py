@@ -182,6 +182,32 @@ def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) ->
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [("prior", "reads several loaders in a step"), ("unread", "does not read the first prepared loader")],
+)
+def test_a_loop_that_trains_with_other_loaders_than_the_first_one_is_refused(
+    commands: Commands, other: str, why: str
+) -> None:
+    process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", "model", "--other", other)
+    with pytest.raises(TrialFailedError) as caught:
+        open_(process)
+    assert str(caught.value) == f"the training {why}: put {{micro_batch_size}} where the command takes it"
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [(("--other", "evaluation"), (16, 4)), (("--other", "prior", "--batch", "{micro_batch_size}"), (8, 2))],
+)
+def test_the_loader_that_trains_has_the_size_also_if_it_is_not_the_first(
+    commands: Commands, given: tuple[str, ...], sizes: tuple[int, int]
+) -> None:
+    process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", "model", *given, batch_size=sizes[0])
+    open_(process)
+    assert measure(process, sizes[1]).repeats >= 6
+    assert process._hello["micro_batch_size"] == sizes[1]
+
+
 def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
