@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed, training_loader
+from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed, is_shuffled, training_loader
 from bexp.tune.lengths import Lengths
 from bexp.tune.link import SIZE, CannotSetError, asked, refusing
 from bexp.tune.measuring import ACCUMULATION, serving
@@ -20,6 +21,7 @@ def patch(module: ModuleType) -> None:
     """Have the next Accelerator that prepares a loader of data prepare one of the trial's size."""
     prepare = module.Accelerator.prepare
     first: list[DataLoader[Any]] = []
+    others: list[Any] = []
 
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
@@ -36,7 +38,9 @@ def patch(module: ModuleType) -> None:
         prepared = prepare(self, *loaders, **named)
         for each, sized in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):
             if isinstance(sized, SizedLoader):
-                _follow(each, sized)
+                _follow(each, sized, others)
+            elif is_shuffled(sized):
+                others.append(each)
         return prepared
 
     module.Accelerator.prepare = prepare_resized
@@ -85,8 +89,11 @@ def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_c
     return sized
 
 
-def _follow(prepared: Any, sized: SizedLoader) -> None:
-    """Note each micro-batch of a prepared loader when the loop takes it, because the loader itself is one ahead."""
+def _follow(prepared: Any, sized: SizedLoader, others: Sequence[Any]) -> None:
+    """Note each micro-batch of a prepared loader when the loop takes it, because the loader itself is one ahead.
+
+    `others` are prepared loaders that an evaluation does not read.
+    """
     followed.is_needed = True
     own = type(prepared)
     iterate = own.__iter__
@@ -95,6 +102,6 @@ def _follow(prepared: Any, sized: SizedLoader) -> None:
     def iterate_followed(self: Any) -> Any:
         if self is prepared:
             return followed.follow(partial(iterate, self), sized)
-        return followed.watch(iterate(self))
+        return followed.watch(iterate(self)) if any(self is other for other in others) else iterate(self)
 
     own.__iter__ = iterate_followed  # Python looks for it in the class, and this one cannot be changed for one object

@@ -63,9 +63,10 @@ class Followed:
     other_size: int | None = None
     """That of the first loader which was prepared with another size than the one in braces."""
     is_needed: bool = False
+    """Whether the training must read the loader whose size was set."""
     is_read: bool = False
     has_others: bool = False
-    """Whether a training must read the loader whose size was set, has read it, and reads others in the same step."""
+    """Whether the training has read that loader, and another one that is shuffled, as no evaluation's is."""
     early: list[tuple[float, int, int | None]] | None = field(default_factory=list)
     """Of each micro-batch before the first optimizer step: when it was taken, its number, its positions. Later None."""
 
@@ -80,13 +81,13 @@ class Followed:
         if not self.is_needed or SIZE in os.environ:
             return
         if self.has_others or not self.is_read:
-            what = "reads several loaders in a step" if self.has_others else "does not read the first prepared loader"
+            what = "reads several loaders in a step" if self.is_read else "does not read the first prepared loader"
             raise CannotSetError(f"the training {what}: put {{micro_batch_size}} where the command takes it")
 
     def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of another loader, and note if they come within the first optimizer step."""
+        """Yield the batches of another shuffled loader, and note if they come before the first optimizer step."""
         for batch in batches:
-            self.has_others = self.has_others or (self.is_read and self.early is not None)
+            self.has_others = self.has_others or self.early is not None
             yield batch
 
     def follow(self, iterate: Callable[[], Iterable[Any]], sized: SizedLoader) -> Iterator[Any]:
@@ -128,12 +129,18 @@ def training_loader(given: Iterable[Any]) -> DataLoader[Any] | None:
 
     If none is, it is the first. If the size stands in braces in the command, others than those of this size are none.
     """
-    from torch.utils.data import DataLoader, SequentialSampler  # noqa: PLC0415 - they are complete by now
+    from torch.utils.data import DataLoader  # noqa: PLC0415 - it is complete by now
 
     sizes = {None, size_in_braces()}
     loaders = [each for each in given if isinstance(each, DataLoader) and (len(sizes) == 1 or each.batch_size in sizes)]
-    shuffled = (each for each in loaders if not isinstance(each.sampler, SequentialSampler))
-    return next(shuffled, loaders[0] if loaders else None)
+    return next(filter(is_shuffled, loaders), loaders[0] if loaders else None)
+
+
+def is_shuffled(given: Any) -> bool:
+    """Return whether this is a loader in another order than that of its data, or of a stream."""
+    from torch.utils.data import DataLoader, SequentialSampler  # noqa: PLC0415 - they are complete by now
+
+    return isinstance(given, DataLoader) and not isinstance(given.sampler, SequentialSampler)
 
 
 def resize(loader: DataLoader[Any], size: int) -> None:

@@ -97,6 +97,7 @@ class CommandProcess:
         self._kills = 0  # by the kernel, before the present wait
         self._data: dict[str, Any] = {}  # of the texts and the processes, as the measured size reports them
         self._most_bytes, self._compare_seconds = MAX_BYTES, 0.0
+        self._started_at = 0.0
         self._start_seconds = 0.0  # of the last start, until the training described itself
         self._has_ended = False
         self._has_begun = self._has_served = False  # this start has described itself, and has sent figures
@@ -382,11 +383,11 @@ class CommandProcess:
             raise TrialFailedError(Outcome.UNSUPPORTED, reason) from error
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
-        begun = time.monotonic()
-        self._said_at = begun + SILENT_SECONDS
+        self._started_at = time.monotonic()
+        self._said_at = self._started_at + SILENT_SECONDS
         self._hello = self._receive(until)
         self._said_at = math.inf
-        self._start_seconds = time.monotonic() - begun
+        self._start_seconds = time.monotonic() - self._started_at
         self._has_begun = True
         if self._hello["event"] == "refused":
             raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])
@@ -400,7 +401,10 @@ class CommandProcess:
         self._kills = count_kernel_oom_kills()
         while (message := self._line.take()) is None:
             if time.monotonic() >= until:
-                raise TrialFailedError(Outcome.TIMED_OUT, f"the command did not answer in time{self._last_lines()}")
+                ran = f": it ran for {time.monotonic() - self._started_at:.0f} s and made no optimizer step"
+                late = "" if self._has_begun else ran
+                what = f"the command did not answer in time{late}{self._last_lines()}"
+                raise TrialFailedError(Outcome.TIMED_OUT, what)
             if time.monotonic() >= self._said_at:
                 self._say_wait()
             if not self._line.read() and self._popen is not None and self._popen.poll() is not None:
