@@ -356,6 +356,7 @@ class CommandProcess:
     def _start(self, size: int | None, until: float) -> None:
         """Start the command, and wait until its training describes itself."""
         self._stop()
+        self._tail = deque(maxlen=TAIL_LINES)  # a reader that is still alive fills the last one
         self._has_begun = self._has_served = False
         forget_failures(self._folder)
         arguments, left = self._command.filled(self._choice, size)
@@ -472,9 +473,10 @@ class CommandProcess:
 
     def _read_output(self, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stdout is not None
+        tail = self._tail
         with suppress(ValueError):  # it was closed
             for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
-                self._tail.append(shortened(line.decode(errors="replace").rstrip(), 400))
+                tail.append(shortened(line.decode(errors="replace").rstrip(), 400))
 
 
 def started_with(address: str) -> list[psutil.Process]:

@@ -305,6 +305,14 @@ def test_a_command_that_is_not_there_is_named(commands: Commands) -> None:
         open_(process)
 
 
+def test_the_output_of_an_earlier_start_is_not_that_of_a_later_one(commands: Commands) -> None:
+    process = commands("-c", "print('later'); raise SystemExit(3)")
+    process._tail.append("earlier")
+    with pytest.raises(TrialFailedError, match="later") as caught:
+        open_(process)
+    assert "earlier" not in str(caught.value)
+
+
 def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Commands) -> None:
     code = (
         "import subprocess, sys, time\n"
