@@ -170,6 +170,7 @@ class TuneAnswer:
             "tokens_per_second": self.best.tokens_per_second,
             "tokens_per_sample": self.best.tokens_per_sample,
             "has_size": self._has_size(command) or command.has_flag(SIZE),
+            "has_braces": self._has_size(command),
         }
         environment = with_hook(os.environ) | {
             link.SIZE: str(self.size),

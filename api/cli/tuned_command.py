@@ -19,6 +19,20 @@ SIZE, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 """Fields of TrainingArguments; the other settings have the names of such fields as well."""
 _IN_WORDS = {SIZE: "micro-batch", STEPS: "accumulation steps"}
 """The words for these settings in other loops."""
+_FIELDS = {
+    *_IN_WORDS,
+    "output_dir",
+    "per_device_eval_batch_size",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "bf16",
+    "fp16",
+    "optim",
+    "gradient_checkpointing",
+}
+"""A command with a flag of such a name takes all fields of TrainingArguments as flags."""
+_FILE = re.compile(r"(?:.*=)?(.+\.(?:ya?ml|json|toml|ini|cfg))")
 _SETTINGS = {SIZE: Setting.MICRO_BATCH_SIZE, STEPS: Setting.STEPS, "optim": Setting.OPTIMIZER}
 _TRAINERS = {
     re.compile(trainer.file.program): trainer
@@ -63,9 +77,11 @@ class TunedCommand:
         """Return the changes for these values, a line for each.
 
         `own` are the command's values for settings that stand nowhere in it, as far as known. With `takes_flags`, such
-        a setting may be added as a flag.
+        a setting may be added as a flag, if the command has another flag of TrainingArguments.
         """
         lines = []
+        adds_flags = takes_flags and any(self.has_flag(field) for field in _FIELDS)
+        where = " or ".join(["the script", *self._files])
         for field, value in values.items():
             name, new = self._names.get(field, field), text_of(value)
             flags = list(self._flags(name))
@@ -79,11 +95,12 @@ class TunedCommand:
                 continue
             elif self.yaml is not None:
                 lines.append(f"add {name}: {new} to {self.yaml}")
-            elif takes_flags:
+            elif adds_flags:
                 lines.append(f"add --{name} {new}")
             else:
                 old = f"{own[field]} -> " if own.get(field) is not None else ""
-                lines.append(f"{_IN_WORDS.get(field, field)} {old}{new} in the script")
+                words = field if takes_flags else _IN_WORDS.get(field, field)
+                lines.append(f"{words} {old}{new} in {where}")
         return lines
 
     def has_flag(self, field: str) -> bool:
@@ -120,6 +137,11 @@ class TunedCommand:
             return {} if self.yaml is None else read_values(self.yaml.read_text())
         except (OSError, UnchangeableError):
             return {}
+
+    @property
+    def _files(self) -> list[str]:
+        """The files of settings in the arguments of the script, which may read its sizes there."""
+        return [match[1] for each in self.arguments[self._begin :] if (match := _FILE.fullmatch(each))]
 
     def _flags(self, name: str) -> Iterator[_Flag]:
         """Yield each `--name value`, `--name=value` or `name=value` after the script; others belong to its launcher."""

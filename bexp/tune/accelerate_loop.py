@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed
+from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed, is_shuffled, training_loader
 from bexp.tune.lengths import Lengths
 from bexp.tune.link import SIZE, CannotSetError, asked, refusing
 from bexp.tune.measuring import ACCUMULATION, serving
@@ -20,17 +21,26 @@ def patch(module: ModuleType) -> None:
     """Have the next Accelerator that prepares a loader of data prepare one of the trial's size."""
     prepare = module.Accelerator.prepare
     first: list[DataLoader[Any]] = []
+    others: list[Any] = []
 
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
         is_compiled = self.state.dynamo_plugin.backend.value != "NO" or any(hasattr(e, "_orig_mod") for e in given)
+        training = training_loader(given)
+        passed_over = next((each for each in given if isinstance(each, DataLoader)), None)
+        if training is None and passed_over is not None:
+            followed.other_size = followed.other_size or passed_over.batch_size
         with refusing():
-            replaced = [_resized(self, each, first, is_compiled=is_compiled) for each in given]
+            replaced = [
+                _resized(self, each, first, is_compiled=is_compiled) if each is training else each for each in given
+            ]
         loaders = [each.loader if isinstance(each, SizedLoader) else each for each in replaced]
         prepared = prepare(self, *loaders, **named)
         for each, sized in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):
             if isinstance(sized, SizedLoader):
-                _follow(each, sized)
+                _follow(each, sized, others)
+            elif is_shuffled(sized):
+                others.append(each)
         return prepared
 
     module.Accelerator.prepare = prepare_resized
@@ -79,13 +89,19 @@ def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_c
     return sized
 
 
-def _follow(prepared: Any, sized: SizedLoader) -> None:
-    """Note each micro-batch of a prepared loader when the loop takes it, because the loader itself is one ahead."""
+def _follow(prepared: Any, sized: SizedLoader, others: Sequence[Any]) -> None:
+    """Note each micro-batch of a prepared loader when the loop takes it, because the loader itself is one ahead.
+
+    `others` are prepared loaders that an evaluation does not read.
+    """
+    followed.is_needed = True
     own = type(prepared)
     iterate = own.__iter__
 
     @wraps(iterate)
     def iterate_followed(self: Any) -> Any:
-        return followed.follow(partial(iterate, self), sized) if self is prepared else iterate(self)
+        if self is prepared:
+            return followed.follow(partial(iterate, self), sized)
+        return followed.watch(iterate(self)) if any(self is other for other in others) else iterate(self)
 
     own.__iter__ = iterate_followed  # Python looks for it in the class, and this one cannot be changed for one object

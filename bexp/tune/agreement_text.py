@@ -82,6 +82,8 @@ class AccumulationCheck:
     """The most that `difference` may be."""
     cause: Cause | None
     """The known cause that fits, if they differ."""
+    reason: str | None
+    """This cause in a sentence, with its size."""
     text: str
     """The verdict in a few lines."""
 
@@ -110,8 +112,9 @@ class AccumulationCheck:
         ]
         if difference <= tolerance and kind is not None:
             rows.append(("", f"but {kind[0]} differs by {_share(kind[1])}, more than its own spread allows"))
-        if finding is not None:
-            rows.append(("probable cause", finding.describe(large / small)))
+        reason = None if finding is None else finding.describe(large / small)
+        if reason is not None:
+            rows.append(("probable cause", reason))
         if note is not None:
             rows.append(("not checked", note))
         changes = "another number of devices" if is_devices else "another micro-batch"
@@ -120,7 +123,7 @@ class AccumulationCheck:
             verdict = f"The gradients do not agree: {changes} changes this training."
         text = "\n".join([verdict, *(line for row in rows for line in _lines(*row))])
         cause = None if finding is None else finding.cause
-        return cls(agrees, number, large, small, *norms, cosine, difference, spread, tolerance, cause, text)
+        return cls(agrees, number, large, small, *norms, cosine, difference, spread, tolerance, cause, reason, text)
 
 
 def in_short(check: Mapping[str, Any], kept_size: int | None) -> str:
@@ -132,10 +135,8 @@ def in_short(check: Mapping[str, Any], kept_size: int | None) -> str:
     sizes = f"micro-batches of {check['large_micro_batch_size']} and of {check['micro_batch_size']}"
     if check["agrees"]:
         return f"{of} are the same in {sizes}, so the size changes no training"
-    cause = _SENTENCES.get(check["cause"], "no known cause fits")
-    if check["cause"] == Cause.SCALED:
-        cause = "the loss is divided by a wrong number of micro-batches"
-    text = f"{of} differ by {_share(check['difference'])} between {sizes}: {cause}"
+    why = check["reason"] or "no known cause fits"
+    text = f"{of} differ by {_share(check['difference'])} between {sizes}: {why}"
     if kept_size is None:
         return f"{text}. Another size changes this training; `bexp check-accumulation` says more"
     return (

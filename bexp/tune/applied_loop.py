@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune import applied_trainer, promise
-from bexp.tune.data_loader import resize
+from bexp.tune.data_loader import resize, training_loader
 from bexp.tune.link import SIZE, STEPS
 
 
@@ -21,8 +21,7 @@ def patch(module: ModuleType) -> None:
 
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
-        for each in given:
-            loop.resize(self, each)
+        loop.resize(self, training_loader(given))
         return prepare(self, *given, **named)
 
     @wraps(accumulate)
@@ -41,9 +40,9 @@ class _Loop:
         self._accelerator: Any = None
         self._accumulates = False
 
-    def resize(self, accelerator: Any, given: Any) -> None:
-        """Give a loader the size, if it is the first one and has a size; anything else stays as it is."""
-        if not isinstance(given, DataLoader) or self._accelerator or applied_trainer.is_used.is_set():
+    def resize(self, accelerator: Any, given: DataLoader[Any] | None) -> None:
+        """Give a loader the size, if it is the first one and has a size."""
+        if given is None or self._accelerator or applied_trainer.is_used.is_set():
             return
         self._accelerator = accelerator
         if given.batch_size is None or isinstance(given.dataset, IterableDataset):

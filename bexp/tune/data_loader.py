@@ -9,8 +9,8 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bexp.tune.link import SIZE, STEPS, asked
-from bexp.tune.promise import now
+from bexp.tune.link import SIZE, STEPS, CannotSetError, asked
+from bexp.tune.promise import now, size_in_braces
 
 if TYPE_CHECKING:  # this module is loaded while torch itself is
     from torch.utils.data import DataLoader
@@ -60,6 +60,13 @@ class Followed:
     """Of the micro-batch in its epoch."""
     positions: int | None = None
     """Tokens that are computed for the micro-batch, padding included."""
+    other_size: int | None = None
+    """That of the first loader which was prepared with another size than the one in braces."""
+    is_needed: bool = False
+    """Whether the training must read the loader whose size was set."""
+    is_read: bool = False
+    has_others: bool = False
+    """Whether the training has read that loader, and another one that is shuffled, as no evaluation's is."""
     early: list[tuple[float, int, int | None]] | None = field(default_factory=list)
     """Of each micro-batch before the first optimizer step: when it was taken, its number, its positions. Later None."""
 
@@ -69,6 +76,20 @@ class Followed:
         ends = [*(taken for taken, *_ in early[1:]), *([now()] if early else [])]
         return [(end - taken, number, width) for (taken, number, width), end in zip(early, ends, strict=True)]
 
+    def check(self) -> None:
+        """Raise CannotSetError if the first optimizer step has shown that its batch is not that of the sized loader."""
+        if not self.is_needed or SIZE in os.environ:
+            return
+        if self.has_others or not self.is_read:
+            what = "reads several loaders in a step" if self.is_read else "does not read the first prepared loader"
+            raise CannotSetError(f"the training {what}: put {{micro_batch_size}} where the command takes it")
+
+    def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of another shuffled loader, and note if they come before the first optimizer step."""
+        for batch in batches:
+            self.has_others = self.has_others or self.early is not None
+            yield batch
+
     def follow(self, iterate: Callable[[], Iterable[Any]], sized: SizedLoader) -> Iterator[Any]:
         """Yield and note the batches of one epoch, which begins anew whenever a size was set."""
         from bexp.tune.micro_batches import positions_of  # noqa: PLC0415 - needs torch
@@ -77,6 +98,7 @@ class Followed:
         while turn != sized.turn:
             turn = sized.turn
             for number, batch in enumerate(iterate()):
+                self.is_read = True
                 if sized.lengths.is_known:
                     self.lengths, self.micro_batches = sized.lengths, sized.micro_batches
                     self.number, self.positions = number, positions_of(batch)
@@ -100,6 +122,25 @@ def patch(module: ModuleType) -> None:
         return iterate(self) if ours is None else followed.follow(partial(iterate, ours.loader), ours)
 
     module.DataLoader.__iter__ = iterate_worst_first
+
+
+def training_loader(given: Iterable[Any]) -> DataLoader[Any] | None:
+    """Return the loader that a training reads, of those that are prepared together: the first that is shuffled.
+
+    If none is, it is the first. If the size stands in braces in the command, others than those of this size are none.
+    """
+    from torch.utils.data import DataLoader  # noqa: PLC0415 - it is complete by now
+
+    sizes = {None, size_in_braces()}
+    loaders = [each for each in given if isinstance(each, DataLoader) and (len(sizes) == 1 or each.batch_size in sizes)]
+    return next(filter(is_shuffled, loaders), loaders[0] if loaders else None)
+
+
+def is_shuffled(given: Any) -> bool:
+    """Return whether this is a loader in another order than that of its data, or of a stream."""
+    from torch.utils.data import DataLoader, SequentialSampler  # noqa: PLC0415 - they are complete by now
+
+    return isinstance(given, DataLoader) and not isinstance(given.sampler, SequentialSampler)
 
 
 def resize(loader: DataLoader[Any], size: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
+import numpy as np
 from torch.utils.data import Sampler
 
 WORST_TIMES = 4
@@ -17,6 +18,8 @@ MOST_SAMPLES = 20_000
 MOST_SECONDS = 10.0
 """Samples are read up to this number, or for so long. The longest of the others is then not known."""
 COLUMNS = ("input_ids", "input_features", "pixel_values")
+TARGETS = ("labels", "decoder_input_ids")
+"""Columns with a text of its own if a model decodes: its length is not that of the input."""
 ENDING, PROMPT = "_ids", "prompt_"
 """The ending of columns with tokens where none of COLUMNS is, and the beginning of the prompt's.
 
@@ -44,6 +47,8 @@ class Lengths:
     """Tokens of a sample's longest text."""
     rows: int = 1
     """The rows of a micro-batch that a sample takes, one for each of its texts."""
+    widest: tuple[int, ...] = ()
+    """The places of the samples that have the longest of each text, if texts are padded one by one."""
 
     @classmethod
     def of(cls, dataset: Any) -> Lengths:
@@ -52,19 +57,28 @@ class Lengths:
             number = len(dataset)
         except TypeError:
             return cls((), None)
-        tokens, widths, num_rows, begun = [], [], 1, time.monotonic()
+        samples: list[_Sample] = []
+        begun = time.monotonic()
         for place in range(min(number, MOST_SAMPLES)):
             try:
-                found = _tokens(dataset[place])
+                found = _Sample.of(dataset[place])
             except Exception:  # noqa: BLE001 - a stream that knows how long it is, or what is read by `__getitems__`
                 break
             if found is None or time.monotonic() - begun > MOST_SECONDS:
                 break
-            total, rows = found
-            tokens.append(total)
-            widths.append(max(rows))
-            num_rows = max(num_rows, len(rows))
-        return cls(tuple(tokens), number, tuple(widths), num_rows)
+            samples.append(found)
+        rows = max((len(each.rows) for each in samples), default=1)
+        inputs, targets = [max(each.rows) for each in samples], [each.target for each in samples]
+        if not any(target and target != own for own, target in zip(inputs, targets, strict=True)):
+            return cls(tuple(each.tokens for each in samples), number, tuple(inputs), rows)
+        places = range(len(samples))
+        return cls(
+            tuple(each.tokens + each.target for each in samples),
+            number,
+            tuple(map(max, inputs, targets)),
+            rows,
+            tuple(max(places, key=text.__getitem__) for text in (inputs, targets)),
+        )
 
     @property
     def is_known(self) -> bool:
@@ -84,12 +98,12 @@ class Lengths:
     def longest(self, number: int) -> list[int]:
         """The places of the longest samples; some occur again if there are too few.
 
-        The first has the longest row, to which all others may be padded. The others have the most tokens.
+        The first has the longest row, to which all others may be padded. Where inputs and targets are padded one by
+        one, the longest of the other text follows. The others have the most tokens.
         """
         order = sorted(range(len(self.tokens)), key=lambda place: -self.tokens[place])
-        widest = max(order, key=lambda place: self.widths[place])
-        order.remove(widest)
-        order.insert(0, widest)
+        first = max(order, key=lambda place: self.widths[place])
+        order.sort(key=lambda place: (place != first, place not in self.widest))
         return [order[i % len(order)] for i in range(number)]
 
     def describe(self) -> dict[str, Any]:
@@ -131,19 +145,40 @@ class WorstFirst(Sampler[int]):
                 yield from islice(others, self._size)
 
 
-def _tokens(sample: Any) -> tuple[int, list[int]] | None:
-    """Tokens of a sample, and of each row that it takes in a micro-batch; None if it has none."""
-    if not isinstance(sample, dict) and not hasattr(sample, "keys"):
-        return None
-    for column in COLUMNS:
-        if column in sample:
-            return len(sample[column]), [len(sample[column])]
-    texts = {column: sample[column] for column in sample if column.endswith(ENDING)}
-    if not texts or not all(hasattr(text, "__len__") for text in texts.values()):
-        return None
-    prompt = sum(len(text) for column, text in texts.items() if column.startswith(PROMPT))
-    rows = [prompt + len(text) for column, text in texts.items() if not column.startswith(PROMPT)]
-    return sum(map(len, texts.values())), rows or [prompt]
+@dataclass(frozen=True)
+class _Sample:
+    """The tokens of a sample, of each row that it takes in a micro-batch, and of the text that a model may decode."""
+
+    tokens: int
+    rows: list[int]
+    target: int = 0
+
+    @classmethod
+    def of(cls, sample: Any) -> _Sample | None:
+        """Return the tokens of a sample; None if it has none."""
+        if not isinstance(sample, dict) and not hasattr(sample, "keys"):
+            return None
+        target = next((len(sample[name]) for name in TARGETS if name in sample and _is_text(sample[name])), 0)
+        column = next((column for column in COLUMNS if column in sample), None)
+        if column is not None:
+            own = _length(sample[column])
+            tokens = own if own is not None else target
+            return None if own is None and not target else cls(tokens, [tokens], target)
+        texts = {column: sample[column] for column in sample if column.endswith(ENDING)}
+        if not texts or not all(hasattr(text, "__len__") for text in texts.values()):
+            return None
+        prompt = sum(len(text) for column, text in texts.items() if column.startswith(PROMPT))
+        rows = [prompt + len(text) for column, text in texts.items() if not column.startswith(PROMPT)]
+        return cls(sum(map(len, texts.values())), rows or [prompt])
+
+
+def _length(column: Any) -> int | None:
+    """Return the length of a text, of frames or of patches.
+
+    None for what has no such length: a picture begins with its channels, and so do as few features of many frames.
+    """
+    shape = (len(column), *np.shape(column[:1])[1:])
+    return shape[0] if len(shape) == 1 or (len(shape) == 2 and shape[0] > shape[1]) else None
 
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")
@@ -172,6 +207,12 @@ def most_unequal(tokens: Sequence[int | None]) -> list[int]:
 def _is_row(value: Any) -> bool:
     """Return whether a value is a row, and neither one number nor text."""
     return hasattr(value, "__len__") and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) == 1
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a row of more than one integer, and neither a class nor a share of each."""
+    first = value[0] if _is_row(value) and len(value) > 1 else None
+    return type(getattr(first, "item", lambda: first)()) is int
 
 
 def _listed(values: Any) -> list[Any]:

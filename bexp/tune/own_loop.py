@@ -75,6 +75,7 @@ class _Loop:
         kind = asked.get("kind", "a loop of its own")
         with refusing():
             _refuse_choice(kind)
+            followed.check()
         parameters = _parameters(optimizer, torch.optim.Optimizer)
         self._link, ranks = connect(), measuring.Ranks()
         size = os.environ.get(SIZE)
@@ -83,6 +84,8 @@ class _Loop:
             own: dict[str, Any] = {"class_name": "loop", "kind": kind, "num_devices": ranks.number}
             self._sized = followed.sized if ranks.number == 1 else None
             own["takes_sizes"] = self._sized is not None
+            if followed.other_size is not None:
+                own["micro_batch_size"] = followed.other_size  # unless another loader has the size in braces
             if followed.lengths is not None:
                 own["lengths"] = followed.lengths.describe()
             self._link.send({"event": "ready", "switched_off": switched_off, **own, **described, **asked})

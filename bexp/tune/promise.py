@@ -31,6 +31,12 @@ Each gets the number of micro-steps of the first step that was seen whole, and r
 """
 
 
+def size_in_braces() -> int | None:
+    """Return the size that stands in the command in place of its braces; None if it has no braces for one."""
+    has_braces = json.loads(os.environ[PROMISE]).get("has_braces") if PROMISE in os.environ else SIZE in os.environ
+    return int(os.environ[SIZE]) if has_braces else None
+
+
 class CannotApplyError(RuntimeError):
     """The command does not train as the answer needs it."""
 

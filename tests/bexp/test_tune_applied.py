@@ -127,10 +127,18 @@ for step in range(12):
     optimizer.zero_grad()
 print("trained")
 """
+EVALUATES_FIRST = ACCUMULATES.replace("loader, other = acc", "other, loader = acc").replace(
+    "optimizer, loader, other)", "optimizer, other, loader)"
+)
+PRIOR_FIRST = ACCUMULATES.replace("batch_size=4)", "batch_size=2)").replace(
+    "model, optimizer, loader, other =", "other = accelerator.prepare(other)\nmodel, optimizer, loader, _ ="
+)
 OWN_BATCHES = DOES_NOT.replace("batch_size=4, shuffle=True", "batch_sampler=[[0, 1]] * 20")
 SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
     "accumulates": (ACCUMULATES.replace("OWN", "1"), 8, 2, {}),
     "accumulates by itself": (ACCUMULATES.replace("OWN", "4"), 8, 2, {}),
+    "evaluates first": (EVALUATES_FIRST.replace("OWN", "4"), 8, 2, {}),
+    "a prior with braces": (PRIOR_FIRST.replace("OWN", "4"), 4, 2, {}),
     "does not accumulate": (DOES_NOT, 2, 2, {}),
     "need not accumulate": (DOES_NOT, 2, 1, {}),
     "plain": (PLAIN, 8, 2, {}),
@@ -157,7 +165,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """How each script has ended."""
     folder, asked = tmp_path_factory.mktemp("scripts"), {}
     for name, (script, size, steps, chosen) in SCRIPTS.items():
-        promise = json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": "its size" in name})
+        speed = {"tokens_per_second": 1e9, "tokens_per_sample": 1}
+        has = {"has_size": "its size" in name or "braces" in name, "has_braces": "braces" in name}
+        promise = json.dumps(speed | has)
         own = {SIZE: str(size), CHOICE: json.dumps({"optim": "adafactor", **chosen}), PROMISE: promise}
         asked[name] = script, own if steps is None else own | {STEPS: str(steps)}
     (folder / "scripts.json").write_text(json.dumps(asked))
@@ -172,10 +182,15 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     }
 
 
-@pytest.mark.parametrize("name", ["accumulates", "accumulates by itself"])
+@pytest.mark.parametrize("name", ["accumulates", "accumulates by itself", "evaluates first"])
 def test_a_loop_of_accelerates_gets_size_and_accumulation_in_its_first_loader(done: Done, name: str) -> None:
     assert done[name].stdout.split("\n")[0] == "8 20 [2, 4] 4", done[name].stderr
     assert "bexp: " not in done[name].stderr, "ten steps are too few"
+
+
+def test_a_loader_of_another_size_than_the_one_in_braces_keeps_it(done: Done) -> None:
+    name = "a prior with braces"
+    assert done[name].stdout.split("\n")[0] == "4 40 [2, 4] 2", done[name].stderr
 
 
 def test_a_loop_that_does_not_accumulate_is_ended_and_not_trained_with_another_batch(done: Done) -> None:

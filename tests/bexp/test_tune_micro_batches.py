@@ -360,6 +360,14 @@ def test_a_micro_batch_larger_than_the_data_takes_samples_again() -> None:
         ({"chosen_input_ids": [1, 2], "rejected_input_ids": [1], "chosen_attention_mask": [1, 1]}, (3,)),
         ({"text": "words"}, ()),
         ((1, 2), ()),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4, 5]}, (8,)),
+        ({"input_ids": torch.ones(3), "labels": torch.tensor([1.0, 0.0])}, (3,)),
+        ({"input_ids": [1, 2, 3], "labels": torch.tensor([1])}, (3,)),
+        ({"input_ids": []}, (0,)),
+        ({"pixel_values": torch.ones(3, 8, 8), "labels": 1}, ()),
+        ({"pixel_values": [[[0.0] * 8] * 8] * 3}, ()),
+        ({"input_features": torch.ones(80, 300), "labels": [1, 2, 3]}, (3,)),
+        ({"input_features": [[0.0] * 8] * 30}, (30,)),
     ],
 )
 def test_a_samples_length_is_that_of_its_tokens(sample: Any, tokens: tuple[int, ...]) -> None:
@@ -391,6 +399,13 @@ def test_a_sample_of_several_texts_takes_a_row_for_each() -> None:
     assert (lengths.rows, lengths.widths, lengths.tokens) == (2, (7, 10, 6), (12, 11, 10))
     assert lengths.longest(2) == [1, 0], "all rows are padded to the longest of them"
     assert lengths.describe() == {"mean": 11.0, "samples": {"number": 3, "num_read": 3, "longest": 10, "rows": 2}}
+
+
+def test_inputs_and_targets_are_padded_one_by_one_and_the_longest_of_both_come_first() -> None:
+    given = [(5, 9), (9, 3), (8, 8), (4, 4), (3, 10)]
+    lengths = Lengths.of([{"input_ids": [1] * i, "labels": torch.ones(t, dtype=torch.long)} for i, t in given])
+    assert (lengths.rows, lengths.widths, lengths.tokens) == (1, (9, 9, 8, 4, 10), (14, 12, 16, 8, 13))
+    assert lengths.longest(3) == [4, 1, 2]
 
 
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from bexp.tune.agreement import CannotCheckError
+from bexp.tune.agreement_text import in_short
 from bexp.tune.measuring import Ranks
 from bexp.tune.trainer_accumulation import TrainerCheck, sizes_of
 from tests.tune_commands.with_losses import build
@@ -56,6 +57,7 @@ def test_the_cause_why_a_micro_batch_changes_a_loss_is_named(
     found, _ = checked(*options)
     assert (found["agrees"], found["cause"]) == (False, cause), found["text"]
     assert "probable cause" in found["text"]
+    assert found["reason"] in in_short(found, None)
 
 
 def test_no_weight_changes_and_a_second_check_says_the_same(checked: Any) -> None:

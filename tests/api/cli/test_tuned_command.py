@@ -58,7 +58,7 @@ def test_flags_that_change_are_told_and_changed(command: str, lines: list[str], 
 
 def test_what_is_right_already_is_not_told() -> None:
     assert changes("python train.py --per_device_train_batch_size 8", {STEPS: 4}) == []
-    assert changes("python train.py", {SIZE: 8, STEPS: 2}) == ["add --gradient_accumulation_steps 4"]
+    assert changes("python train.py", {SIZE: 8, STEPS: 2}) == [f"{STEPS} 2 -> 4 in the script"]
 
 
 def test_a_flag_without_a_value_gets_one() -> None:
@@ -203,7 +203,7 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
         ),
         (
             "python train.py {micro_batch_size} --lr={lr}",
-            [("for the command", "{micro_batch_size} = 8, {lr} = 0.5"), ("", "add --optim sgd")],
+            [("for the command", "{micro_batch_size} = 8, {lr} = 0.5"), ("", "optim sgd in the script")],
             {"choice": {"lr": 0.5, "optim": "sgd"}, "steps": None},
         ),
         (
@@ -212,9 +212,17 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
             {"class_name": LOOP},
         ),
         (
-            "python train.py",
+            "python train.py --output_dir out",
             [("for the command", f"add --{SIZE} 8"), ("", f"add --{STEPS} 2")],
             {"class_name": "my_trainer"},
+        ),
+        (
+            "python train.py run.yaml --lr 1",
+            [
+                ("for the command", f"{SIZE} 1 -> 8 in the script or run.yaml"),
+                ("", f"{STEPS} 16 -> 2 in the script or run.yaml"),
+            ],
+            {},
         ),
         ("python train.py", [("for the command", "nothing to change")], {"own": {SIZE: 8, STEPS: 2}}),
     ],

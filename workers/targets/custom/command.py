@@ -54,7 +54,8 @@ TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
 NO_STEP, TOO_FEW_STEPS = "it ended before its first optimizer step", "it ended before its steps could be timed"
 NO_SIZE = (
     "its loop is none of transformers' Trainer, Lightning's and accelerate's, so its size cannot be set: put "
-    "{micro_batch_size} where the command takes it"
+    "{micro_batch_size} where the command takes it, and {grad_accum_steps} if it accumulates; --batch-size N keeps the "
+    "batch at N"
 )
 
 NO_APPLY = "--apply is for transformers' Trainer, and needs a size that does not stand in the command"
@@ -96,6 +97,7 @@ class CommandProcess:
         self._kills = 0  # by the kernel, before the present wait
         self._data: dict[str, Any] = {}  # of the texts and the processes, as the measured size reports them
         self._most_bytes, self._compare_seconds = MAX_BYTES, 0.0
+        self._started_at = 0.0
         self._start_seconds = 0.0  # of the last start, until the training described itself
         self._has_ended = False
         self._has_begun = self._has_served = False  # this start has described itself, and has sent figures
@@ -354,6 +356,7 @@ class CommandProcess:
     def _start(self, size: int | None, until: float) -> None:
         """Start the command, and wait until its training describes itself."""
         self._stop()
+        self._tail = deque(maxlen=TAIL_LINES)  # a reader that is still alive fills the last one
         self._has_begun = self._has_served = False
         forget_failures(self._folder)
         arguments, left = self._command.filled(self._choice, size)
@@ -381,11 +384,11 @@ class CommandProcess:
             raise TrialFailedError(Outcome.UNSUPPORTED, reason) from error
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
-        begun = time.monotonic()
-        self._said_at = begun + SILENT_SECONDS
+        self._started_at = time.monotonic()
+        self._said_at = self._started_at + SILENT_SECONDS
         self._hello = self._receive(until)
         self._said_at = math.inf
-        self._start_seconds = time.monotonic() - begun
+        self._start_seconds = time.monotonic() - self._started_at
         self._has_begun = True
         if self._hello["event"] == "refused":
             raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])
@@ -399,7 +402,10 @@ class CommandProcess:
         self._kills = count_kernel_oom_kills()
         while (message := self._line.take()) is None:
             if time.monotonic() >= until:
-                raise TrialFailedError(Outcome.TIMED_OUT, f"the command did not answer in time{self._last_lines()}")
+                ran = f": it ran for {time.monotonic() - self._started_at:.0f} s and made no optimizer step"
+                late = "" if self._has_begun else ran
+                what = f"the command did not answer in time{late}{self._last_lines()}"
+                raise TrialFailedError(Outcome.TIMED_OUT, what)
             if time.monotonic() >= self._said_at:
                 self._say_wait()
             if not self._line.read() and self._popen is not None and self._popen.poll() is not None:
@@ -467,9 +473,10 @@ class CommandProcess:
 
     def _read_output(self, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stdout is not None
+        tail = self._tail
         with suppress(ValueError):  # it was closed
             for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
-                self._tail.append(shortened(line.decode(errors="replace").rstrip(), 400))
+                tail.append(shortened(line.decode(errors="replace").rstrip(), 400))
 
 
 def started_with(address: str) -> list[psutil.Process]:

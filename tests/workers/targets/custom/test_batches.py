@@ -73,6 +73,13 @@ def test_a_size_in_braces_that_does_not_reach_the_trainer_is_refused(commands: C
         measure(process, 2)
 
 
+def test_a_size_in_braces_that_does_not_reach_the_loader_of_accelerates_is_refused(commands: Commands) -> None:
+    process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", "model-{micro_batch_size}")
+    open_(process)
+    with pytest.raises(TrialFailedError, match=r"with 2 for \{micro_batch_size\}, a loop of its own has a size of 4"):
+        measure(process, 2)
+
+
 def test_a_loop_of_accelerates_that_counts_by_itself_has_the_batch_that_it_trains_with(commands: Commands) -> None:
     process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", "model", "--by-hand", "3")
     open_(process)

@@ -182,6 +182,36 @@ def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) ->
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [("prior", "reads several loaders in a step"), ("unread", "does not read the first prepared loader")],
+)
+def test_a_loop_that_trains_with_other_loaders_than_the_first_one_is_refused(
+    commands: Commands, other: str, why: str
+) -> None:
+    process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", "model", "--other", other)
+    with pytest.raises(TrialFailedError) as caught:
+        open_(process)
+    assert str(caught.value) == f"the training {why}: put {{micro_batch_size}} where the command takes it"
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        (("--other", "evaluation"), (16, 4)),
+        (("--other", "midway"), (16, 4)),
+        (("--other", "prior", "--batch", "{micro_batch_size}"), (8, 2)),
+    ],
+)
+def test_the_loader_that_trains_has_the_size_whatever_else_is_prepared_and_read(
+    commands: Commands, given: tuple[str, ...], sizes: tuple[int, int]
+) -> None:
+    process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", "model", *given, batch_size=sizes[0])
+    open_(process)
+    assert measure(process, sizes[1]).repeats >= 6
+    assert process._hello["micro_batch_size"] == sizes[1]
+
+
 def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +305,14 @@ def test_a_command_that_is_not_there_is_named(commands: Commands) -> None:
         open_(process)
 
 
+def test_the_output_of_an_earlier_start_is_not_that_of_a_later_one(commands: Commands) -> None:
+    process = commands("-c", "print('later'); raise SystemExit(3)")
+    process._tail.append("earlier")
+    with pytest.raises(TrialFailedError, match="later") as caught:
+        open_(process)
+    assert "earlier" not in str(caught.value)
+
+
 def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Commands) -> None:
     code = (
         "import subprocess, sys, time\n"
@@ -284,7 +322,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Co
         "time.sleep(600)\n"
     )
     process = commands("-c", code)
-    with pytest.raises(TrialFailedError, match="did not answer in time") as caught:
+    with pytest.raises(TrialFailedError, match=r"not answer in time: it ran for \d+ s and made no optimizer") as caught:
         process.ask("open", 1.5, device="cpu", choice=None)
     assert caught.value.outcome is Outcome.TIMED_OUT
     wait_until(lambda: not _named("time.sleep(600)"))
