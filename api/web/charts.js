@@ -131,7 +131,7 @@ export function frontChart({ trials, best, width }) {
   if (limit !== null) {
     const px = x.at(format.gib(limit));
     marks.append(svg("line", { class: "limit", x1: px, x2: px, y1: top, y2: bottom }));
-    marks.append(svg("text", { class: "limit-label", x: px - 6, y: bottom - 8, "text-anchor": "end" }, `limit less the reserve: ${format.bytes(limit)}`));
+    marks.append(svg("text", { class: "limit-label", x: px, y: top - 2, "text-anchor": "end" }, `limit less the reserve: ${format.bytes(limit)}`));
   }
   marks.append(
     recommendedRing(points, best)((p) => x.at(format.gib(p.peakBytes)), (p) => y.at(p.tokensPerSecond)),

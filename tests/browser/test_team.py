@@ -233,6 +233,8 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         log_in(browser, service, at=f"#/explorations/{job_id}")
         browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
         assert count(browser, "svg.plot") == 0
+        moving = "['', '::before'].map((part) => getComputedStyle(document.querySelector('.badge'), part).animationName)"
+        assert browser.evaluate(moving) == ["none", "breathe"], "a text that fades is not read"
         assert "Nothing to show yet." in browser.evaluate("document.querySelector('.charts').innerText")
         assert browser.evaluate("document.querySelector('#answer-title').textContent") == "Best so far"
         assert f"bexp watch {job_id}" in browser.evaluate(
