@@ -14,8 +14,8 @@ const COLUMNS = [
     return el("span", { class: `badge ${BADGES[state] ?? ""}` }, shown);
   }],
   ["exploration", ({ exploration: id, exploration_model: model }) =>
-    (id ? [el("a", { href: `#/explorations/${id}` }, model ?? id), model && [" ", el("code", { class: "quiet" }, id)]] : "–")],
-  ["measuring for", ({ state, exploration_started_at: since }) => (since && state === "measuring" ? format.duration(since, null) : "–")],
+    (id ? [el("a", { href: `#/explorations/${id}` }, model ?? id), model && el("code", { class: "about" }, id)] : "–")],
+  ["for", ({ state, exploration_started_at: since }) => (since && state === "measuring" ? format.duration(since, null) : "–")],
   ["devices", ({ num_devices: count, device_name: name, devices }) => [count > 1 && `${count} x `, name || "–", " ", el("code", {}, devices)]],
   ["GPU use", ({ gpus }) => each(gpus, ({ busy_share: share }) => share !== undefined && format.percent(share, 0))],
   ["temperature", ({ gpus }) => each(gpus, ({ temperature_celsius: celsius }) => celsius !== undefined && `${celsius}\u00a0°C`)],

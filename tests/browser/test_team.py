@@ -233,7 +233,7 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         log_in(browser, service, at=f"#/explorations/{job_id}")
         browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
         assert count(browser, "svg.plot") == 0
-        moving = "['', '::before'].map((part) => getComputedStyle(document.querySelector('.badge'), part).animationName)"
+        moving = "['', '::before'].map((of) => getComputedStyle(document.querySelector('.badge'), of).animationName)"
         assert browser.evaluate(moving) == ["none", "breathe"], "a text that fades is not read"
         assert "Nothing to show yet." in browser.evaluate("document.querySelector('.charts').innerText")
         assert browser.evaluate("document.querySelector('#answer-title').textContent") == "Best so far"
@@ -293,7 +293,7 @@ def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browse
         browser.wait_for(f"document.querySelector('.data a[href$=\"{ids[0]}\"]')")
         rows = browser.evaluate("[...document.querySelectorAll('.data tbody tr')].map((row) => row.innerText)")
         row = next(row.split("\t") for row in rows if row.startswith("host-1"))
-        assert row[1:3] + row[4:8] == ["measuring", f"small {ids[0]}", "A device cuda:0", "93%", "61\xa0°C", "2.13"]
+        assert row[1:3] + row[4:8] == ["measuring", f"small\n{ids[0]}\n", "A device cuda:0", "93%", "61\xa0°C", "2.13"]
         assert "host-2: cpu is in use by process 7" in browser.evaluate("document.querySelector('main ul').innerText")
         check_view(browser)
         browser.resize(390, 900)
