@@ -9,17 +9,25 @@ const SCROLLED = { class: "scroll", tabindex: "0", role: "region" };
  * Return the elements of the answer; `exploration` is what the service shows of one. The main rows are those of a
  * terminal; the rest is folded, unless `isOpen`.
  */
-export function renderAnswer({ text, answer, recommendation }, isOpen = false) {
-  if (!text) return [el("p", { class: "quiet" }, "There is nothing to recommend yet.")];
+export function renderAnswer({ text, answer, recommendation, state }, isOpen = false) {
+  if (!text) return [el("p", { class: "quiet" }, NOTHING[state] ?? "There is nothing to recommend yet.")];
   const best = answer ? answer.variants[0].recommendation : recommendation;
   return [
-    el("p", { class: best ? "said" : "trouble" }, text.title),
+    el("p", { class: best ? "said" : "trouble" }, coded(text.title)),
     best && headline(best),
     el("dl", { class: "rows" }, text.rows.filter(({ importance }) => IN_SHORT.has(importance)).map((one) => row(one))),
     rest(text.rows, isOpen),
     text.variants && table(text.variants),
   ].filter(Boolean);
 }
+
+const NOTHING = {
+  cancelled: "It was cancelled before there was an answer.",
+  failed: "It failed before there was an answer.",
+};
+
+/** Show what stands between backticks as code. */
+const coded = (text) => text.split("`").map((part, index) => (index % 2 === 1 ? el("code", {}, part) : part));
 
 function headline(best) {
   const figure = (label, value) =>
@@ -29,7 +37,7 @@ function headline(best) {
     { class: "headline" },
     figure("micro_batch_size", best.candidate.micro_batch_size),
     figure("expect per device", format.rate(format.expected(best), best)),
-    figure("against the base", format.ratio(best.performance, best)),
+    figure("against the base", `${best.performance.toFixed(2)}x`),
     figure("confidence out of 100", best.confidence),
   );
 }
@@ -52,13 +60,13 @@ function rest(rows, isOpen) {
 
 /** A text of several lines is a picture in characters. */
 function row({ label, text, importance }, parts = []) {
-  const shown = text.includes("\n") ? el("div", { ...SCROLLED, "aria-label": label }, el("pre", {}, text)) : text;
+  const shown = text.includes("\n") ? el("div", { ...SCROLLED, "aria-label": label }, el("pre", {}, text)) : coded(text);
   const below = parts.length > 0 && el("dl", { class: "rows" }, parts.map((one) => row(one)));
   return el("div", { class: importance }, el("dt", {}, label), el("dd", {}, shown, below));
 }
 
 function table({ title, head, rows, notes }) {
-  const line = (cells, note) => el("tr", {}, cells.map((text) => el("td", {}, text)), el("td", {}, note));
+  const line = (cells, note) => el("tr", {}, cells.map((text) => el("td", {}, coded(text))), el("td", {}, coded(note)));
   return el(
     "div",
     { ...SCROLLED, "aria-label": "Variants" },

@@ -2,9 +2,10 @@
 
 import { el, svg } from "./dom.js";
 import * as format from "./format.js";
-import { line, linear, logarithmic, mark, plot } from "./plot.js";
+import { CROSS, line, linear, logarithmic, mark, plot } from "./plot.js";
 import {
-  fastestByPolicy, heatCells, latestByCandidate, paretoFront, PHASES, pointsOf, policiesOf, policyIndex, timelineOf,
+  fastestByPolicy, fitting, heatCells, latestByCandidate, paretoFront, peakLimit, PHASES, pointsOf, policiesOf, policyIndex,
+  timelineOf,
 } from "./trial_figures.js";
 
 const HEIGHT = 300;
@@ -21,10 +22,12 @@ function speedScale(values) {
 const titleOf = (point) =>
   `${point.isWholeModel ? "Whole model" : "Composed"}, trial ${point.number}: ${format.describe(point.candidate)}: ` +
   format.rate(point.tokensPerSecond, point) + (point.peakBytes === null ? "" : `, peak ${format.bytes(point.peakBytes)}`) +
-  format.predicted(point.isPredicted);
+  format.predicted(point.isPredicted) + (point.isOver ? `, ${format.OVER}` : "");
 
-const markClass = (point) =>
-  `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}${point.isPredicted ? " predicted" : ""}`;
+function markOf(point, x, y) {
+  const kind = `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}${point.isPredicted ? " predicted" : ""}`;
+  return mark(point.isOver ? CROSS : point.index, x, y, { class: kind }, titleOf(point));
+}
 
 function policyLegend(points) {
   const policies = policiesOf(points.map((point) => point.policy));
@@ -35,11 +38,13 @@ function policyLegend(points) {
     { class: "legend" },
     policies.map((policy) => {
       const index = policyIndex(policy);
-      return el("li", {}, key(index, `mark p${index} whole`), format.words(policy));
+      return el("li", {}, key(index, `mark p${index} whole`), `recompute ${format.words(policy)}`);
     }),
-    points.some((point) => !point.isWholeModel) && el("li", {}, key(0, "mark composed plain"), "hollow: composed"),
+    points.some((point) => !point.isWholeModel) &&
+      el("li", {}, key(0, "mark composed plain"), "hollow: composed of measured parts, not run whole"),
     points.some((point) => point.isPredicted) && el("li", {}, key(0, "mark composed plain predicted"), `dotted: ${format.PREDICTED}`),
     points.some((point) => point.isWholeModel) && el("li", {}, key(0, "mark whole plain"), "filled: whole model"),
+    points.some((point) => point.isOver) && el("li", {}, key(CROSS, "mark plain"), `cross: ${format.OVER}`),
   );
 }
 
@@ -54,7 +59,8 @@ export function throughputChart({ trials, best, width }) {
   const points = latestByCandidate(pointsOf(trials));
   if (points.length === 0) return null;
   const ends = points.flatMap((point) => [1 - point.interval, 1 + point.interval].map((k) => k * point.tokensPerSecond));
-  const fastest = points.reduce((a, b) => (b.tokensPerSecond > a.tokensPerSecond ? b : a));
+  const fits = fitting(points);
+  const fastest = (fits.length > 0 ? fits : points).reduce((a, b) => (b.tokensPerSecond > a.tokensPerSecond ? b : a));
   const { image, marks, x, y } = plot({
     width,
     height: HEIGHT,
@@ -68,7 +74,7 @@ export function throughputChart({ trials, best, width }) {
   });
   const end = (point, sign) => [x.at(point.microBatch), y.at(point.tokensPerSecond * (1 + sign * point.interval))];
   const banded = new Set();
-  for (const [policy, series] of fastestByPolicy(points)) {
+  for (const [policy, series] of fastestByPolicy(fits)) {
     const kind = `p${policyIndex(policy)}`;
     if (series.length > 1) {
       const corners = [...series.map((point) => end(point, 1)), ...series.toReversed().map((point) => end(point, -1))];
@@ -83,17 +89,17 @@ export function throughputChart({ trials, best, width }) {
     if (!banded.has(point) && low - high > 3) {
       marks.append(svg("line", { class: `interval p${point.index}`, x1: px, x2: px, y1: low, y2: high }));
     }
-    marks.append(mark(point.index, px, y.at(point.tokensPerSecond), { class: markClass(point) }, titleOf(point)));
+    marks.append(markOf(point, px, y.at(point.tokensPerSecond)));
   }
   marks.append(recommendedRing(points, best)((p) => x.at(p.microBatch), (p) => y.at(p.tokensPerSecond)));
   return [image, policyLegend(points)];
 }
 
-/** The front of throughput against memory, with the limit. */
+/** The front of throughput against memory, with the limit of peaks. */
 export function frontChart({ trials, best, width }) {
   const points = latestByCandidate(pointsOf(trials)).filter((point) => point.peakBytes !== null);
   if (points.length === 0) return null;
-  const limit = best?.memory_limit_bytes ?? null;
+  const limit = peakLimit(best);
   const peaks = points.map((point) => format.gib(point.peakBytes));
   const highest = Math.max(...peaks, limit === null ? 0 : format.gib(limit));
   const lowest = Math.min(...peaks);
@@ -120,12 +126,12 @@ export function frontChart({ trials, best, width }) {
   marks.append(line(corners, { class: "front" }));
   for (const point of points) {
     const at = [x.at(format.gib(point.peakBytes)), y.at(point.tokensPerSecond)];
-    marks.append(mark(point.index, ...at, { class: markClass(point) }, titleOf(point)));
+    marks.append(markOf(point, ...at));
   }
   if (limit !== null) {
     const px = x.at(format.gib(limit));
     marks.append(svg("line", { class: "limit", x1: px, x2: px, y1: top, y2: bottom }));
-    marks.append(svg("text", { class: "limit-label", x: px - 6, y: bottom - 8, "text-anchor": "end" }, "limit"));
+    marks.append(svg("text", { class: "limit-label", x: px, y: top - 2, "text-anchor": "end" }, `limit less the reserve: ${format.bytes(limit)}`));
   }
   marks.append(
     recommendedRing(points, best)((p) => x.at(format.gib(p.peakBytes)), (p) => y.at(p.tokensPerSecond)),
@@ -194,7 +200,7 @@ export function heatMap({ trials, best }) {
   const tried = [...cells.keys()].map((key) => key.split(" "));
   const policies = policiesOf(tried.map(([policy]) => policy));
   const sizes = [...new Set(tried.map(([, size]) => Number(size)))].sort((a, b) => a - b);
-  const speeds = [...cells.values()].flatMap(({ point }) => (point ? [point.tokensPerSecond] : []));
+  const speeds = [...cells.values()].flatMap(({ point }) => (point && !point.isOver ? [point.tokensPerSecond] : []));
   const [low, high] = [Math.min(...speeds), Math.max(...speeds)];
   const cell = (policy, size) => {
     const known = cells.get(`${policy} ${size}`);
@@ -205,9 +211,10 @@ export function heatMap({ trials, best }) {
     const share = high > low ? (point.tokensPerSecond - low) / (high - low) : 1;
     const made = el(
       "td",
-      { class: `heat${chosen ? " chosen" : ""}`, title: titleOf(point) },
+      { class: `${point.isOver ? "over" : "heat"}${chosen ? " chosen" : ""}`, title: titleOf(point) },
       speedText(point.tokensPerSecond),
       point.isPredicted && [el("span", { "aria-hidden": "true" }, "*"), el("span", { class: "hidden" }, format.predicted(true))],
+      point.isOver && [el("span", { "aria-hidden": "true" }, "\u00a0✕"), el("span", { class: "hidden" }, ` ${format.OVER}`)],
       chosen && el("span", { class: "hidden" }, " recommended"),
     );
     made.style.setProperty("--share", `${Math.round(100 * share)}%`);
@@ -306,8 +313,10 @@ export function timelineChart({ all, events, startedAt, finishedAt, width }) {
       el("tbody", {}, sums.map(([name, seconds]) =>
         el("tr", {}, el("th", { scope: "row" }, el("span", { class: `key ${phaseClass(name)}` }), name),
           el("td", {}, format.seconds(seconds)), el("td", {}, format.percent(seconds / total, 0)))))),
-    isReplayed && el("p", { class: "quiet" }, "A recording was replayed: the seconds are those of its measurement, and no idle time is known."),
-  ].filter(Boolean);
+    el("p", { class: "quiet" }, isReplayed
+      ? "A recording was replayed: the seconds are those of its measurement, and no idle time is known."
+      : "Idle is the time in which no trial ran."),
+  ];
 }
 
 const phaseClass = (name) => `phase-${name.replace(/\W/g, "-")}`;

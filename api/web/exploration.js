@@ -11,7 +11,7 @@ import { Log } from "./log.js";
 import { Notes } from "./notes.js";
 import { ParallelView } from "./parallel.js";
 import { TrialsTable, withMeshes } from "./trials_table.js";
-import { confidenceOver } from "./trial_figures.js";
+import { confidenceOver, withLimit } from "./trial_figures.js";
 import { renderWaiting } from "./waiting.js";
 
 const FINAL = new Set(["succeeded", "failed", "cancelled"]);
@@ -22,14 +22,15 @@ export const isFinal = (exploration) => FINAL.has(exploration.state);
 const CHARTS = [
   ["Throughput by micro-batch", throughputChart,
     "A band, or a bar, spans two standard errors, each way, of the noisiest part that the trial timed."],
-  ["Throughput against memory", frontChart, "The line joins candidates that no other beats in both."],
+  ["Throughput against memory", frontChart, "The line joins candidates that fit and that no other beats in both."],
   ["Memory by part", memoryChart, "The candidate recommended so far. The reserve is for fragmentation, the runtime's context and a margin."],
-  ["Recomputation by micro-batch", heatMap, "The fastest tokens/s that was tried. * is predicted in part."],
+  ["Confidence over time", confidenceChart, "A number at a dot is a new micro_batch_size."],
+  ["Recomputation by micro-batch", heatMap,
+    `The fastest tokens/s that was tried. * is ${format.PREDICTED}. ✕ is ${format.OVER}.`],
   ["What mattered", importanceChart,
     "How much of the differences in speed each choice explains by itself: the share of the variance of log speed over all " +
     "candidates that fit, measured or predicted. Shares overlap where choices exclude each other, and leave out what choices do together."],
-  ["Confidence over time", confidenceChart, "A number at a dot is a new micro_batch_size."],
-  ["Where the time went", timelineChart, "What the seconds of each trial went to. Idle is the time in which no trial ran."],
+  ["Where the time went", timelineChart, "What the seconds of each trial went to."],
 ];
 
 /** Shows an exploration in `root`. `actions` are elements for its header, such as a button; `saveNotes` takes a text. */
@@ -100,7 +101,8 @@ export class ExplorationView {
 
   #draw() {
     if (this.known === null || !this.title.isConnected) return;
-    const { exploration, trials, events } = this.known;
+    const { exploration, events } = this.known;
+    const trials = withLimit(this.known.trials, exploration.recommendation);
     this.#drawHead(exploration, trials);
     this.#drawAnswer(exploration);
     this.#drawWaiting(exploration, trials);
@@ -134,22 +136,25 @@ export class ExplorationView {
     this.#drawTrials(trials, events);
   }
 
-  /** Renew the table if it lacks a trial, or the mesh of one: the events that name meshes may come after the trials. */
+  /**
+   * Renew the table if it lacks a trial, the mesh of one, which an event may name later, or whether one fits, which the
+   * recommendation says.
+   */
   #drawTrials(trials, events) {
     const described = withMeshes(trials, events);
     const shown = this.trials.trials;
-    const isShown = described.length === shown.length && described.every((trial, index) => trial.mesh === shown[index].mesh);
+    const isShown = described.length === shown.length && described.every((trial, index) => trial.mesh === shown[index].mesh && trial.isOver === shown[index].isOver);
     if (!isShown) this.trials.update(described);
   }
 
   /** Show the answer, anew only if it is another, so that nothing folds or loses the focus under a reader. */
   #drawAnswer(exploration) {
-    const text = JSON.stringify([exploration.text, exploration.recommendation, exploration.answer !== null]);
+    const text = JSON.stringify([exploration.text, exploration.recommendation, exploration.answer !== null, exploration.state]);
     if (this.answerText === text) return;
     this.answerText = text;
     const details = this.answer.querySelector("details");
     const hadFocus = details?.contains(document.activeElement);
-    const title = exploration.answer ? "Answer" : "Best so far";
+    const title = exploration.answer || (isFinal(exploration) && !exploration.text) ? "Answer" : "Best so far";
     this.answer.replaceChildren(el("h2", { id: "answer-title" }, title), ...renderAnswer(exploration, details?.open));
     if (hadFocus) this.answer.querySelector("summary")?.focus({ preventScroll: true });
   }
@@ -161,6 +166,7 @@ export class ExplorationView {
       `submitted ${format.moment(exploration.created_at)}`,
       exploration.started_at && `started ${format.moment(exploration.started_at)}`,
       exploration.finished_at && `ended ${format.moment(exploration.finished_at)}`,
+      `all times in ${format.ZONE}`,
     ];
     const cancelled = exploration.cancel_requested && !isFinal(exploration) ? " (being cancelled)" : "";
     this.state.replaceChildren(

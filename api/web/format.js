@@ -25,11 +25,8 @@ export const unit = ({ rate_unit: named }) => `${named ?? "tokens"}/s`;
 
 export const rate = (value, of = {}) => `${number(value)}\u00a0${unit(of)}`;
 
-export function seconds(value) {
-  if (value < 1e-3) return `${(value * 1e6).toFixed(0)}\u00a0us`;
-  if (value < 1) return `${(value * 1e3).toFixed(1)}\u00a0ms`;
-  return `${value.toFixed(1)}\u00a0s`;
-}
+/** Seconds in one unit, so that those of a table compare. */
+export const seconds = (value) => (value > 0 && value < 0.005 ? "<0.01" : value.toFixed(2)) + "\u00a0s";
 
 /** The time between two moments: `45 s`, `12 min`, `3 h 05 min`. The second one may be null: now. */
 export function duration(from, to) {
@@ -52,12 +49,17 @@ export function likely(probability) {
   return `${probability >= 0.5 ? score : 100 - score}%`;
 }
 
-const local = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" }); // slow to make
+const HOURS = { hourCycle: "h23" };
+const local = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium", ...HOURS }); // slow to make
+const timeAlone = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", ...HOURS });
+
+/** The zone of all times of the page. */
+export const ZONE = local.resolvedOptions().timeZone;
 
 /** The local date and time of an ISO timestamp. */
 export const moment = (iso) => local.format(new Date(iso));
 
-const thisYear = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
+const thisYear = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", ...HOURS });
 const anotherYear = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "short", day: "numeric" });
 
 /** The local day of an ISO timestamp in few letters: with the time in this year, else with the year. */
@@ -66,8 +68,11 @@ export function day(iso) {
   return (date.getFullYear() === new Date().getFullYear() ? thisYear : anotherYear).format(date);
 }
 
-/** The UTC time of an ISO timestamp, as BEXP lines show it. */
-export const clock = (iso) => `${new Date(iso).toISOString().slice(11, 19)} GMT`;
+/** The local time of an ISO timestamp without its date. */
+export const clock = (iso) => timeAlone.format(new Date(iso));
+
+/** The UTC time of an ISO timestamp, as the service writes it in BEXP lines. */
+export const gmt = (iso) => `${new Date(iso).toISOString().slice(11, 19)} GMT`;
 
 export const words = (name) => name.replaceAll("_", " ");
 
@@ -107,14 +112,6 @@ export const isWhole = (candidate) => candidate.attention_backend === "own";
 /** The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones. */
 export const expected = (best) => best.whole_model?.tokens_per_second ?? best.tokens_per_second;
 
-const CONFIDENT = 90;
-
-/** What `ratio_text` returns: a ratio has two digits if more of them say nothing. */
-export function ratio(value, { confidence, run_noise: noise }) {
-  const most = noise != null && confidence < CONFIDENT ? Math.max(0, 1 - Math.floor(Math.log10(value))) : 2;
-  return `${value.toFixed(Math.min(2, most))}x`;
-}
-
 /** What `Recommendation.expected_peak_bytes` returns. */
 export const expectedPeak = (best) => best.whole_model?.measurement.peak_bytes ?? best.measured_peak_bytes;
 
@@ -123,6 +120,7 @@ export const peak = (trial) => trial.measured_peak_bytes ?? trial.predicted_peak
 export const isPredicted = (trial) => trial.measured_peak_bytes == null;
 export const PREDICTED = "predicted in part";
 export const predicted = (isPart) => (isPart ? `, ${PREDICTED}` : "");
+export const OVER = "above the limit with its reserve";
 
 /** What `Mesh.describe` returns. */
 export function mesh(of) {

@@ -11,12 +11,15 @@ import {
 const READ_MILLISECONDS = 700;
 const AGAIN_MILLISECONDS = 5_000;
 
+/** The end of a button's name, which a narrow page shows to screen readers alone. */
+const long = (text) => el("span", { class: "long" }, ` ${text}`);
+
 /** Show the exploration with this id until `signal` is aborted. `shell` shows problems. */
 export async function showExploration(id, root, signal, shell) {
-  const cancel = el("button", { type: "button", class: "danger", hidden: true }, "Cancel the exploration");
-  const resume = el("button", { type: "button", hidden: true }, "Resume the exploration");
-  const remove = el("button", { type: "button", class: "danger", hidden: true }, "Delete the exploration");
-  const again = el("a", { class: "button", href: `#/submit/${encodeURIComponent(id)}` }, "Edit and submit again");
+  const cancel = el("button", { type: "button", class: "danger", hidden: true }, "Cancel", long("the exploration"));
+  const resume = el("button", { type: "button", hidden: true }, "Resume", long("the exploration"));
+  const remove = el("button", { type: "button", class: "danger", hidden: true }, "Delete", long("the exploration"));
+  const again = el("a", { class: "button", href: `#/submit/${encodeURIComponent(id)}` }, "Edit", long("and submit again"));
   const exports = exportControl(id, signal, shell);
   let [exploration, { trials, cursor }] = await Promise.all([getExploration(id, signal), readTrials(id, null, signal)]);
   const saveNotes = async (text) => {

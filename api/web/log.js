@@ -11,8 +11,9 @@ const LEVELS = [["", "all"], ["1", "progress"], ["2", "results"], ["3", "trouble
 /** A list of BEXP lines that grows, of which a filter shows some. It stays at its end while the reader is there. */
 export class Log {
   constructor() {
-    this.lines = el("ol");
-    this.list = el("div", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-labelledby": "log-title" }, this.lines);
+    this.lines = el("ol", { oncopy: copyAsWritten });
+    this.none = el("p", { class: "quiet", hidden: true }, "No line matches the filter.");
+    this.list = el("div", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-labelledby": "log-title" }, this.lines, this.none);
     this.summary = el("p", { class: "quiet", role: "status", "aria-live": "polite" });
     this.text = el("input", { type: "search", placeholder: "text, or a code such as 203", oninput: () => this.#filter() });
     this.level = el("select", { onchange: () => this.#filter() }, LEVELS.map(([value, name]) => el("option", { value }, name)));
@@ -60,7 +61,18 @@ export class Log {
     }
     const left = this.lines.querySelectorAll(":scope > :not([hidden])").length;
     this.matching.textContent = this.#isFiltered ? `${left} of ${this.lines.childElementCount} lines` : "";
+    this.none.hidden = !this.#isFiltered || left > 0;
   }
+}
+
+/** Have lines that are copied say when they were written as the service does, so that they mean the same anywhere. */
+function copyAsWritten(event) {
+  const copied = getSelection().getRangeAt(0).cloneContents();
+  if (copied.querySelector("time") === null) return;
+  for (const time of copied.querySelectorAll("time")) time.textContent = format.gmt(time.dateTime);
+  const lines = [...copied.querySelectorAll("li:not([hidden])")];
+  event.clipboardData.setData("text/plain", (lines.length > 0 ? lines : [copied]).map((line) => line.textContent).join("\n"));
+  event.preventDefault();
 }
 
 function row(event) {

@@ -3,7 +3,7 @@
 import { el, svg } from "./dom.js";
 import * as format from "./format.js";
 import { line, linear } from "./plot.js";
-import { latestByCandidate, pointsOf, varyingOf } from "./trial_figures.js";
+import { fitting, latestByCandidate, pointsOf, varyingOf } from "./trial_figures.js";
 
 const [TOP, BOTTOM, SIDE, HEIGHT] = [40, 16, 60, 320];
 const AXIS_WIDTH = 105; // of the narrowest, so that names and values can be read
@@ -20,7 +20,7 @@ export class ParallelView {
     this.body = el("div", { class: "scroll whole", tabindex: "0", role: "region", "aria-label": "Candidates by their choices" });
     this.root = el("details", { class: "card", ontoggle: () => this.#draw() },
       el("summary", {}, el("h2", {}, "Candidates by their choices")),
-      el("p", { class: "quiet" }, "Each line is a candidate that was tried. It ends at its tokens/s, from slow (orange) to fast (blue)."),
+      el("p", { class: "quiet" }, "Each line is a candidate that was tried. It ends at its tokens/s, from slow (orange) to fast (blue). A grey one is " + format.OVER + "."),
       this.selects, this.said, this.body);
   }
 
@@ -37,7 +37,7 @@ export class ParallelView {
     if (!this.root.open || this.root.hidden) return;
     this.#offer();
     const shown = this.points.filter(({ candidate }) => [...this.chosen].every(([name, value]) => textOf(candidate[name] ?? null) === value));
-    const fastest = shown.reduce((a, b) => (b.tokensPerSecond > (a?.tokensPerSecond ?? 0) ? b : a), null);
+    const fastest = fitting(shown).reduce((a, b) => (b.tokensPerSecond > (a?.tokensPerSecond ?? 0) ? b : a), null);
     const said = `${shown.length} of ${this.points.length} candidates.` +
       (fastest ? ` The fastest: ${format.describe(fastest.candidate)}, ${format.rate(fastest.tokensPerSecond, fastest)}${format.predicted(fastest.isPredicted)}.` : "");
     if (this.said.textContent !== said) this.said.textContent = said;
@@ -77,9 +77,9 @@ export class ParallelView {
         [x(index), at(values, point.candidate[name] ?? null) - SPREAD * (share(point) - 0.5)]);
       corners.push([x(this.varying.length), rate.at(point.tokensPerSecond)]);
       const isBest = JSON.stringify(point.candidate) === this.best;
-      const made = line(corners, { class: `strand${isBest ? " best" : ""}${point.isPredicted ? " predicted" : ""}` });
+      const made = line(corners, { class: `strand${isBest ? " best" : ""}${point.isPredicted ? " predicted" : ""}${point.isOver ? " over" : ""}` });
       made.append(svg("title", {}, `${isBest ? "Recommended: " : ""}${format.describe(point.candidate)}: ` +
-        format.rate(point.tokensPerSecond, point) + format.predicted(point.isPredicted)));
+        format.rate(point.tokensPerSecond, point) + format.predicted(point.isPredicted) + (point.isOver ? `, ${format.OVER}` : "")));
       made.style.setProperty("--share", `${Math.round(100 * share(point))}%`);
       return made;
     };

@@ -69,6 +69,7 @@ export function plot({ width, height, makeX, makeY, xLabel, yLabel, xText = Stri
 export const line = (points, attributes) =>
   svg("polyline", { fill: "none", ...attributes, points: points.map((point) => point.join(",")).join(" ") });
 
+const cross = (r) => `M${-r},${-r}L${r},${r}M${r},${-r}L${-r},${r}`;
 const SHAPES = [
   (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0 1,0 ${-2 * r},0Z`,
   (r) => `M${-r},${-r}H${r}V${r}H${-r}Z`,
@@ -77,11 +78,13 @@ const SHAPES = [
   (r) => `M0,${1.3 * r}L${1.2 * r},${-r}H${-1.2 * r}Z`,
 ];
 
+export const CROSS = -1;
+
 /** A mark whose shape depends on `kind`, so that colour is not the only difference. */
 export function mark(kind, x, y, attributes, title = null, radius = 4.5) {
   return svg(
     "path",
-    { d: SHAPES[kind % SHAPES.length](radius), transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`, ...attributes },
+    { d: kind === CROSS ? cross(radius) : SHAPES[kind % SHAPES.length](radius), transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`, ...attributes },
     title === null ? null : svg("title", {}, title),
   );
 }

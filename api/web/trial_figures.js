@@ -30,6 +30,27 @@ const numberOf = (policy) => Number(policy.split("_")[1] ?? 0);
 export const policiesOf = (policies) =>
   [...new Set(policies)].sort((a, b) => policyIndex(a) - policyIndex(b) || numberOf(a) - numberOf(b));
 
+/**
+ * The largest peak that fits with its reserve, or null while nothing is known to fit.
+ *
+ * What a candidate requires grows with its peak along a line. The recommended one and the alternative whose peak is
+ * farthest from its own are on that line.
+ */
+export function peakLimit(best) {
+  if (!best) return null;
+  const distance = (one) => one.measured_peak_bytes - best.measured_peak_bytes;
+  const far = best.alternatives.reduce((a, b) => (Math.abs(distance(b)) > Math.abs(distance(a)) ? b : a), best);
+  const slope = Math.abs(distance(far)) < 2 ** 20 ? 1 : (far.required_bytes - best.required_bytes) / distance(far); // bytes are rounded
+  return best.measured_peak_bytes + (best.memory_limit_bytes - best.required_bytes) / slope;
+}
+
+/** The trials, each with `isOver`: whether it ran, and yet its peak does not fit with its reserve. */
+export function withLimit(trials, best) {
+  const limit = peakLimit(best);
+  const isOver = (trial) => trial.measurement.outcome === "ok" && limit !== null && format.peak(trial) > limit;
+  return trials.map((trial) => ({ ...trial, isOver: isOver(trial) }));
+}
+
 /** The points of trials that ran: speed, peak, and how uncertain the timing is. */
 export function pointsOf(trials) {
   const points = [];
@@ -48,6 +69,7 @@ export function pointsOf(trials) {
       peakBytes: format.peak(trial),
       isPredicted: format.isPredicted(trial),
       isWholeModel: trial.kind === "whole_model",
+      isOver: trial.isOver === true,
       interval: 2 * relativeError(measurement),
     });
   }
@@ -79,11 +101,13 @@ export function latestByCandidate(points) {
   return [...latest.values()];
 }
 
-/** The points that no other beats in both speed and peak, from the smallest peak to the fastest. */
+export const fitting = (points) => points.filter((point) => !point.isOver);
+
+/** The points that fit and that no other which fits beats in both speed and peak, from the smallest to the fastest. */
 export function paretoFront(points) {
   const front = [];
   let fastest = -Infinity;
-  for (const point of [...points].sort((a, b) => a.peakBytes - b.peakBytes || b.tokensPerSecond - a.tokensPerSecond)) {
+  for (const point of fitting(points).sort((a, b) => a.peakBytes - b.peakBytes || b.tokensPerSecond - a.tokensPerSecond)) {
     if (point.tokensPerSecond <= fastest) continue;
     fastest = point.tokensPerSecond;
     front.push(point);
@@ -106,7 +130,7 @@ export function fastestByPolicy(points) {
   return series;
 }
 
-/** For each policy and micro-batch that was tried: the fastest point, or the outcome of the trial that failed. */
+/** For each policy and micro-batch that was tried: the fastest point, one that fits if any does, or how the trial failed. */
 export function heatCells(trials) {
   const cells = new Map();
   for (const { measurement } of trials) {
@@ -114,7 +138,8 @@ export function heatCells(trials) {
     const key = `${candidate.recompute} ${candidate.micro_batch_size}`;
     if (outcome !== "ok" && !cells.has(key)) cells.set(key, { outcome });
   }
-  for (const [policy, points] of fastestByPolicy(latestByCandidate(pointsOf(trials)))) {
+  const all = latestByCandidate(pointsOf(trials));
+  for (const [policy, points] of [...fastestByPolicy(all), ...fastestByPolicy(fitting(all))]) {
     for (const point of points) cells.set(`${policy} ${point.microBatch}`, { point });
   }
   return cells;
@@ -142,15 +167,18 @@ const STARTED = 102;
  * When each trial ran, in seconds since the search began, and what it spent its seconds on: `spans`; and the seconds of
  * all of them by phase, with those in which none ran as `idle`: `sums`, as pairs.
  *
- * A trial ended with its event, and began its seconds before. A recording is replayed faster than it was measured:
- * then trials stand end to end with the seconds of their phases, and no idle time is known.
+ * A trial ended with its event, and began its seconds before. A recording is replayed faster than it was measured, so
+ * that a trial has less time than its phases, or would have begun before the search: then trials stand end to end with
+ * the seconds of their phases, and no idle time is known.
  */
 export function timelineOf(trials, events, startedAt, finishedAt) {
   const second = (iso) => Date.parse(iso) / 1000;
   const zero = second(events.find(({ code }) => code === STARTED)?.at ?? startedAt);
   const ends = new Map(events.filter(({ data }) => data.trial !== undefined).map(({ at, data }) => [data.trial, second(at) - zero]));
   const ended = trials.filter(({ number }) => ends.has(number)).sort((a, b) => a.number - b.number);
-  const isReplayed = ended.some(({ seconds, measurement }) => insideOf(measurement.phases) > 1.05 * seconds + 0.05);
+  const isShort = (seconds, room) => seconds > 1.05 * room + 0.05;
+  const isReplayed = ended.some(({ number, seconds, measurement }) =>
+    isShort(insideOf(measurement.phases), seconds) || isShort(seconds, ends.get(number)));
   let next = 0;
   const spans = ended.map((trial) => {
     const phases = phasesOf(trial, isReplayed);
@@ -161,8 +189,9 @@ export function timelineOf(trials, events, startedAt, finishedAt) {
   });
   const end = isReplayed ? next : second(finishedAt ?? events.at(-1)?.at ?? startedAt) - zero;
   const sums = PHASES.map((phase, index) => [phase, spans.reduce((sum, { phases }) => sum + phases[index], 0)]);
-  if (!isReplayed) sums.push(["idle", Math.max(0, end - covered(spans))]);
-  return { spans, sums: sums.filter(([, seconds]) => seconds > 0), end, isReplayed };
+  const spent = sums.filter(([, seconds]) => seconds > 0);
+  if (!isReplayed) spent.push(["idle", Math.max(0, end - covered(spans))]);
+  return { spans, sums: spent, end, isReplayed };
 }
 
 const insideOf = ({ build, warm_up: warmUp, timed, messaging }) => build + warmUp + timed + messaging;

@@ -7,17 +7,17 @@ const dash = (value, text = String) => (value === null || value === undefined ? 
 
 const COLUMNS = [
   { name: "trial", value: (t) => t.number },
-  { name: "mesh", value: (t) => t.mesh ?? null, isText: true, isOptional: true },
   { name: "micro-batch", value: (t) => t.measurement.candidate.micro_batch_size },
+  { name: "rate", value: (t) => t.tokens_per_second, text: (v, t) => dash(v, (rate) => format.rate(rate, t)) },
+  { name: "outcome", value: outcomeOf, isText: true },
+  { name: "peak", value: format.peak, text: (v) => dash(v, format.bytes) },
+  { name: "mesh", value: (t) => t.mesh ?? null, isText: true, isOptional: true },
   { name: "tile", value: (t) => t.measurement.candidate.bta_tile, text: (v) => v ?? "off" },
   { name: "recompute", value: (t) => t.measurement.candidate.recompute, text: format.words, isText: true },
   { name: "attention", value: (t) => t.measurement.candidate.attention_backend, isText: true },
   { name: "experts", value: (t) => t.measurement.candidate.expert_backend, isText: true, isOptional: true },
   { name: "settings", value: (t) => rest(t.measurement.candidate) || null, isText: true, isOptional: true },
   { name: "kind", value: (t) => t.kind, text: format.words, isText: true },
-  { name: "outcome", value: (t) => t.measurement.outcome, text: format.words, isText: true },
-  { name: "rate", value: (t) => t.tokens_per_second, text: (v, t) => dash(v, (rate) => format.rate(rate, t)) },
-  { name: "peak", value: format.peak, text: (v) => dash(v, format.bytes) },
   { name: "figures", value: (t) => (format.isPredicted(t) ? format.PREDICTED : "measured"), isText: true },
   { name: "took", value: (t) => t.seconds, text: format.seconds },
 ];
@@ -25,6 +25,10 @@ const COLUMNS = [
 /** What a candidate chooses that has no column of its own. */
 const rest = (candidate) =>
   format.settings({ ...candidate, attention_backend: "own", expert_backend: null });
+
+function outcomeOf({ measurement: { outcome }, isOver }) {
+  return isOver ? `✕ ${format.OVER}` : format.words(outcome);
+}
 
 /** The trials with the mesh of each, which the event of the trial names. */
 export function withMeshes(trials, events) {
@@ -99,7 +103,7 @@ export class TrialsTable {
           { title: trial.measurement.reason },
           this.columns.map((column) => {
             const value = column.value(trial);
-            return el("td", { class: column.isText ? null : "figure" }, column.text ? column.text(value, trial) : dash(value));
+            return el("td", { class: column.isText ? `is-${column.name}` : "figure" }, column.text ? column.text(value, trial) : dash(value));
           }),
         ),
       ),

@@ -54,7 +54,7 @@ def describe_tiling(best: Recommendation) -> Iterable[Row]:
     for other in best.alternatives_of(Role.UNTILED):
         gain = best.composed_tokens_per_second / other.composed_tokens_per_second
         change = f"{'gains' if gain >= 1.0 else 'costs'} {abs(gain - 1.0):.1%}"
-        over = f"{best.ratio_text(gain)} over {other.candidate.describe()}"
+        over = f"{gain:.2f}x over {other.candidate.describe()}"
         yield main(other.role.label, f"BTA {change}: {over}, as measured blocks compose both{_predicted(other)}")
 
 
@@ -111,9 +111,9 @@ def alternative_rows(best: Recommendation) -> Iterable[Row]:
 
 def _compared(best: Recommendation, other: Alternative) -> str:
     if other.candidate == best.candidate:
-        return f"{best.ratio_text(other.ratio)}: it is the recommended one"
+        return f"{other.ratio:.2f}x: it is the recommended one"
     rate = rate_text(other.tokens_per_second, best.rate_unit)
-    return f"{best.ratio_text(other.ratio)} over {other.candidate.describe()} ({rate}{_predicted(other)})"
+    return f"{other.ratio:.2f}x over {other.candidate.describe()} ({rate}{_predicted(other)})"
 
 
 def _runner_up(best: Recommendation, rival: Alternative) -> str:
@@ -129,9 +129,9 @@ def _gain(best: Recommendation, rival: Alternative) -> str:
     if best.whole_model is None:
         return ""
     if rival.ratio >= 1.0:
-        return f"; the recommended one is {best.ratio_text(rival.ratio, 3)} as fast"
+        return f"; the recommended one is {rival.ratio:.3f}x as fast"
     if best.prefer == "memory":
-        return f"; the recommended one is {best.ratio_text(rival.ratio, 3)} as fast and needs less memory"
+        return f"; the recommended one is {rival.ratio:.3f}x as fast and needs less memory"
     return "; the recommended one is as fast, within the noise of such runs"
 
 

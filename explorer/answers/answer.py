@@ -189,10 +189,10 @@ def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:
     plain = "" if not changed_settings(best.candidate, best.base) else " without these settings"
     if _is_of_file(request):
         plain = f" of the file with {_all_settings(best.base)}"
-    over = f"{best.ratio_text(best.performance)} micro_batch_size {best.base.micro_batch_size}{plain}"
+    over = f"{best.performance:.2f}x micro_batch_size {best.base.micro_batch_size}{plain}"
     stock = best.alternative(Role.STOCK)
     if stock is not None and stock.ratio >= LEAST_GAIN and changed_settings(best.candidate, stock.candidate):
-        over += f", {best.ratio_text(stock.ratio)} the best with stock kernels"
+        over += f", {stock.ratio:.2f}x the best with stock kernels"
     return over
 
 

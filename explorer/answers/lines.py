@@ -27,7 +27,7 @@ def render(text: AnswerText, width: int = WIDTH, *, brief: bool = False) -> str:
 
 def headline(best: Recommendation, target: int | None = None) -> str:
     """Return the figures of a recommended candidate in one line; `target` is the confidence that was asked for."""
-    rate, gain = rate_text(best.expected_tokens_per_second, best.rate_unit), best.ratio_text(best.performance)
+    rate, gain = rate_text(best.expected_tokens_per_second, best.rate_unit), f"{best.performance:.2f}x"
     of = "out of 100" if target is None else f"(target {target})"
     return f"{rate} per device, {gain} base, confidence {best.confidence} {of}"
 

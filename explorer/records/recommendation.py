@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -21,8 +20,6 @@ from bexp.explorer.records.device_report import ReusedComponents
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.plan import Plan
 
-CONFIDENT = 90
-"""Below this confidence a third digit of a ratio says nothing."""
 ROUNDING = 1e-9
 """The error by rounding of a ratio of 1."""
 
@@ -33,16 +30,6 @@ def beside_whole(composed: float, reached: float | None) -> float:
     A composition of blocks is no ground to call a candidate faster than one that was run whole.
     """
     return composed if reached is None else min(composed, reached)
-
-
-def ratio_text(ratio: float, confidence: int, run_noise: float | None, decimals: int = 2) -> str:
-    """Return a ratio of throughputs, such as `1.25x`.
-
-    It has no more digits than the noise between runs supports: two if the confidence is below CONFIDENT.
-    """
-    if run_noise is not None and confidence < CONFIDENT and ratio > 0:
-        decimals = min(decimals, max(0, 1 - math.floor(math.log10(ratio))))
-    return f"{ratio:.{decimals}f}x"
 
 
 class WholeModelCheck(Frozen):
@@ -384,10 +371,6 @@ class Recommendation(CandidateFigures):
             self.confidence,
             self.expected_peak_bytes,
         )
-
-    def ratio_text(self, ratio: float, decimals: int = 2) -> str:
-        """Return a ratio of throughputs as `ratio_text` does."""
-        return ratio_text(ratio, self.confidence, self.run_noise, decimals)
 
 
 class RelaxationKind(StrEnum):

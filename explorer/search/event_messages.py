@@ -244,7 +244,7 @@ def end_event(answer: Answer, confidence_target: int) -> EventDraft:
         reason = answer.variants[0].reason or "no candidate fits"
         return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
     doubt = f", provisional: {confidence_target} was asked for" if best.confidence < confidence_target else ""
-    gain = f"{best.ratio_text(best.performance)} base"
+    gain = f"{best.performance:.2f}x base"
     return EventDraft(
         code=EventCode.SUCCEEDED,
         message=f"Recommended: {_with_rate(best)}, {gain}, confidence {best.confidence}{doubt}",

@@ -19,6 +19,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENT = "(() => { try { const found = %s; return found instanceof Node || found } catch { return null } })()"
 """An element that was found counts as true; what is not there yet does not throw."""
 
+ZONE = "Asia/Kolkata"
+"""The time zone of the browser, in which no hour has the minutes of UTC."""
+
 
 def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -87,6 +90,7 @@ class Chromium:
         self._call("Network.clearBrowserCache")
         self.resize(width, height)
         self.use_dark(dark)
+        self._call("Emulation.setTimezoneOverride", timezoneId=ZONE)
         self._call("Page.navigate", url=url)
 
     def use_dark(self, dark: bool) -> None:

@@ -18,7 +18,7 @@ from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture
 from bexp.explorer.model.amounts import bytes_text
-from bexp.explorer.records.event import Event, render_line
+from bexp.explorer.records.event import Event, render_message
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service
@@ -51,17 +51,16 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
 
     rows = best.text.rows if best.text is not None else ()
     in_short = [row.text for row in rows if row.importance in BRIEF]
-    assert (
-        browser.evaluate("[...document.querySelectorAll('.said ~ .rows > div > dd')].map((one) => one.textContent)")
-        == in_short
-    )
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.said ~ .rows > div > dd')].map((one) => one.textContent)"
+    ) == [text.replace("`", "") for text in in_short]
     assert not browser.evaluate("document.querySelector('.rows + details').open")
     assert best.answer is not None
     shares = browser.evaluate("[...document.querySelectorAll('.bars dd')].map((one) => one.textContent)")
     assert shares == [f"{share:.0%}" for share in best.answer.variants[0].importance.values()]
     spent = sum(trial.measurement.phases.total for trial in trials)
     text = browser.evaluate("document.querySelector('[aria-label*=\"trials over time\"]').ariaLabel")
-    assert text.startswith(f"{len(trials)} trials over time, {spent:.1f}\xa0s: ")
+    assert text.startswith(f"{len(trials)} trials over time, {spent:.2f}\xa0s: ")
     check_parallel(browser, [trial.candidate for trial in trials if trial.tokens_per_second is not None])
     check_filters(browser, events)
     check_notes(browser, service)
@@ -107,19 +106,23 @@ def check_parallel(browser: Chromium, candidates: list[Candidate]) -> None:
 
 
 def check_filters(browser: Chromium, events: Sequence[Event]) -> None:
-    """Check that the filter of the log shows the lines of a level with a word, and says how many."""
-    shown = "[...document.querySelectorAll('.log li:not([hidden])')].map((line) => line.textContent)"
+    """Check that the filter of the log shows the lines of a level with a word, and says how many, also if none."""
+    shown = "[...document.querySelectorAll('.log li:not([hidden]) :last-child')].map((line) => line.textContent)"
+    none = "document.querySelector('.log > p').checkVisibility()"
     browser.evaluate(
         "([window.word, window.level] = document.querySelectorAll('.filters:has([type=search]) :is(input, select)'), "
         "level.value = '2', level.dispatchEvent(new Event('change')), word.focus())"
     )
     browser.type("FLASH")
-    found = [" ".join(render_line(one).split()) for one in events if one.code // 100 == 2 and "flash" in one.message]
+    found = [render_message(one) for one in events if one.code // 100 == 2 and "flash" in one.message]
     assert 0 < len(found) < len(events)
     assert browser.evaluate(shown) == found
     assert browser.evaluate("document.querySelector('.filters:has([type=search]) [role=status]').textContent") == (
         f"{len(found)} of {len(events)} lines"
     )
+    assert not browser.evaluate(none)
+    browser.type("no such word")
+    assert browser.evaluate(shown) == [] and browser.evaluate(none)
 
 
 def check_notes(browser: Chromium, service: Service) -> None:
@@ -166,8 +169,8 @@ def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) 
         "{ const table = new TrialsTable(); "
         f"table.update(withMeshes({json.dumps(trials)}, {json.dumps(events)})); return table.root.textContent; }})"
     )
-    assert "trialmeshmicro-batch" in table
-    assert "1tensor=2 pipeline=2 (1f1b) data=8" in table
+    assert "peakmeshtile" in table
+    assert "tensor=2 pipeline=2 (1f1b) data=8" in table
     exploration = service.client.get(service.finished).model_dump(mode="json")
     stored = [trial.model_dump(mode="json") for trial in service.client.trials(service.finished)]
     told = [event.model_dump(mode="json") for event in service.client.stored_events(service.finished)]
@@ -180,7 +183,7 @@ def test_a_mesh_is_shown_with_its_pipeline(browser: Chromium, service: Service) 
         "await new Promise((done) => setTimeout(done, 700)); } "
         "view.close(); return view.trials.root.textContent; })"
     )
-    assert "1tensor=2 pipeline=2 (1f1b) data=8" in late
+    assert "tensor=2 pipeline=2 (1f1b) data=8" in late
     for part in (
         "meshtensor=2 pipeline=2 (1f1b) data=8 sharding=none",
         "75.0% computation, 5.0% exchange, 20.0% bubble",

@@ -19,6 +19,7 @@ from tests.browser.views import CONTRAST, ENTER, count, log_in
 from tests.contracts.samples import make_worker
 from tests.workers.replay.samples import request
 
+ON_SCREEN = "(one) => one.getBoundingClientRect().right <= document.documentElement.clientWidth"
 ROWS = "[...document.querySelectorAll('.list tbody tr')]"
 
 
@@ -232,6 +233,8 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         log_in(browser, service, at=f"#/explorations/{job_id}")
         browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
         assert count(browser, "svg.plot") == 0
+        moving = "['', '::before'].map((of) => getComputedStyle(document.querySelector('.badge'), of).animationName)"
+        assert browser.evaluate(moving) == ["none", "breathe"], "a text that fades is not read"
         assert "Nothing to show yet." in browser.evaluate("document.querySelector('.charts').innerText")
         assert browser.evaluate("document.querySelector('#answer-title').textContent") == "Best so far"
         assert f"bexp watch {job_id}" in browser.evaluate(
@@ -254,6 +257,13 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
     assert all(high < y < low for (_, high), (_, low), (_, y) in zip(upper, lower, path, strict=True))
     assert count(browser, "polyline.front") == count(browser, "polyline.confidence") == 1
     check_view(browser)
+    browser.resize(390, 900)
+    for cells in ("table.data td:nth-child(-n + 3)", ".page-head .actions > :not([hidden])"):
+        assert browser.evaluate(f"[...document.querySelectorAll('{cells}')].every({ON_SCREEN})")
+    tops = "[...document.querySelectorAll('NODES')].map((one) => Math.round(one.getBoundingClientRect().top))"
+    assert len(set(browser.evaluate(tops.replace("NODES", ".headline > div")))) == 2, "figures stand two by two"
+    boxes = ".page-head :is(button, a.button, select):not([hidden])"
+    assert len(set(browser.evaluate(tops.replace("NODES", boxes)))) == 1, "actions are one row"
 
 
 def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browser: Chromium, service: Service) -> None:
@@ -283,9 +293,11 @@ def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browse
         browser.wait_for(f"document.querySelector('.data a[href$=\"{ids[0]}\"]')")
         rows = browser.evaluate("[...document.querySelectorAll('.data tbody tr')].map((row) => row.innerText)")
         row = next(row.split("\t") for row in rows if row.startswith("host-1"))
-        assert row[1:3] + row[4:8] == ["measuring", "small", "A device cuda:0", "93%", "61\xa0°C", "2.13"]
+        assert row[1:3] + row[4:8] == ["measuring", f"small\n{ids[0]}\n", "A device cuda:0", "93%", "61\xa0°C", "2.13"]
         assert "host-2: cpu is in use by process 7" in browser.evaluate("document.querySelector('main ul').innerText")
         check_view(browser)
+        browser.resize(390, 900)
+        assert browser.evaluate(f"[...document.querySelectorAll('main td')].every({ON_SCREEN})")
     finally:
         for job_id in ids:
             queue.request_cancel(job_id)

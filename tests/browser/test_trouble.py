@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from zoneinfo import ZoneInfo
 
+from bexp.explorer.cost.step import required_bytes
 from bexp.explorer.records.event import render_line
-from tests.browser.chromium import Chromium
+from tests.browser.chromium import ZONE, Chromium
 from tests.browser.conftest import Service
 from tests.browser.views import ENTER, button, count, log_in, open_exploration
 from tests.workers.replay.samples import request
@@ -203,8 +205,18 @@ def test_a_log_has_the_words_of_the_lines_and_is_made_fast(browser: Chromium, se
     open_exploration(browser, service, service.finished)
     events = service.client.stored_events(service.finished)
     browser.wait_for(f"document.querySelectorAll('.log li').length === {len(events)}")
-    shown = browser.evaluate("[...document.querySelectorAll('.log li')].map((line) => line.textContent)")
-    assert shown == [" ".join(render_line(event).split()) for event in events]
+    clocks = browser.evaluate("[...document.querySelectorAll('.log time')].map((one) => one.textContent)")
+    assert clocks == [f"{event.at.astimezone(ZoneInfo(ZONE)):%H:%M:%S}" for event in events]
+    assert f"all times in {ZONE}" in browser.evaluate("document.querySelector('.state').innerText").replace(
+        "Calcutta", "Kolkata"
+    )
+    copied = browser.evaluate(
+        "(() => { const lines = document.querySelector('.log ol'), clipboardData = new DataTransfer();"
+        "getSelection().selectAllChildren(lines);"
+        "lines.dispatchEvent(new ClipboardEvent('copy', { clipboardData, cancelable: true }));"
+        "return clipboardData.getData('text/plain'); })()"
+    )
+    assert copied.splitlines() == [" ".join(render_line(event).split()) for event in events]
     given = json.dumps([event.model_dump(mode="json") for event in events])
     ratios = browser.evaluate(
         "Promise.all(['log', 'dom'].map((name) => import(new URL(`web/${name}.js`, document.baseURI))))"
@@ -271,9 +283,42 @@ def test_what_no_trial_took_is_idle_and_a_replay_has_no_idle_time(browser: Chrom
     assert sums(8, started=90) == ({**common, "start": 3, "rest": 1, "idle": 9}, [2, 12])
     assert sums(8) == ({**common, "rest": 4, "idle": 9}, [2, 12])
     assert sums(0.1, started=5) == ({**common, "start": 10, "rest": 1}, [0, 11.5])
+    assert sums(12, started=5) == ({**common, "start": 10, "rest": 1}, [0, 11.5]), "it would begin before the search"
+    assert sums(10) == ({**common, "rest": 8, "idle": 5}, [0, 10])
 
 
 def test_a_probability_is_no_certainty(browser: Chromium, service: Service) -> None:
     log_in(browser, service)
     said = "import(new URL('web/format.js', document.baseURI)).then((all) => [1, 0.9996, 0.971, 0].map(all.likely))"
     assert browser.evaluate(said) == ["99%", "99%", "97%", "1%"]
+
+
+def test_what_is_above_the_limit_with_its_reserve_is_neither_best_nor_on_the_front(
+    browser: Chromium, service: Service
+) -> None:
+    log_in(browser, service)
+    exploration = service.client.get(service.finished)
+    best, report = exploration.recommendation, exploration.report
+    stored = service.client.trials(service.finished)
+    assert best is not None and report is not None
+    ran = [trial for trial in stored if trial.tokens_per_second and trial.candidate != best.candidate]
+    over = max(ran, key=lambda trial: trial.peak_bytes or 0)
+    assert over.peak_bytes is not None and over.peak_bytes > best.expected_peak_bytes
+    required = required_bytes(over.peak_bytes, report.hardware, "default")
+    documents = [trial.model_dump(mode="json") for trial in stored]
+    documents[stored.index(over)]["tokens_per_second"] = 1e6
+    for limit, fits in ((required + 2**16, True), (required - 2**16, False)):
+        known = best.model_copy(update={"memory_limit_bytes": limit}).model_dump(mode="json")
+        front, coloured, row = browser.evaluate(
+            "Promise.all(['trial_figures', 'charts', 'trials_table'].map((name) => "
+            "import(new URL(`web/${name}.js`, document.baseURI))))"
+            ".then(([{ withLimit }, { frontChart, heatMap }, { TrialsTable }]) => { "
+            f"const best = {json.dumps(known)}, trials = withLimit({json.dumps(documents)}, best);"
+            "const table = new TrialsTable(); table.update(trials);"
+            "return [frontChart({ trials, best, width: 600 })[0].ariaLabel, "
+            "[...heatMap({ trials, best }).querySelectorAll('.heat')].map((one) => one.textContent).join(), "
+            f"[...table.body.rows].find((row) => row.cells[0].textContent === '{over.number}').textContent]; }})"
+        )
+        assert ("1,000,000" in front) is fits
+        assert ("1,000k" in coloured) is fits
+        assert ("above the limit with its reserve" in row) is not fits

@@ -38,7 +38,7 @@ def check(bexp: Run, queue: Queue, job_id: str) -> None:
     assert document["recommendation"] == answered
     best = Recommendation.model_validate(answered)
     told = best.figures
-    size, ratio = best.candidate.micro_batch_size, best.ratio_text(best.performance)
+    size, ratio = best.candidate.micro_batch_size, f"{best.performance:.2f}x"
     rate, peak = rate_text(best.expected_tokens_per_second), bytes_text(best.expected_peak_bytes)
 
     row = recommendation_rows(queue.database, job_id)[-1]
