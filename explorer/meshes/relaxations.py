@@ -119,9 +119,7 @@ def _together(request: ExplorationRequest) -> Iterator[tuple[str, dict[str, Any]
         yield f"{words} and {more}", {**free, **settings}
 
 
-def _more_devices(
-    request: ExplorationRequest, micro_batch_size: object = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _more_devices(request: ExplorationRequest, micro_batch_size: object = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield larger numbers of devices, each with the same batch of a step, and with the nearest that it divides."""
     count = 2 * request.num_devices
     while count <= MOST_DEVICES:
