@@ -128,7 +128,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     ]
     unanswered = [f"exploration {of[0].id} has {_why_unanswered(of[0])}" for of in jobs if of[0].recommendation is None]
     if unanswered:
-        differing = (row("different", line) for line in _differences(*[_depends_on(of[0]) for of in jobs]))
+        differing = (row("different", line) for line in _differences(_depends_on(jobs[0][0]), _depends_on(jobs[1][0])))
         raise CommandError(ExitCode.NO_ANSWER, "; ".join(unanswered), *differing)
     sides = dict(zip("AB", (_Known(client, each) for each in jobs), strict=True))
     units = [known.unit for known in sides.values()]

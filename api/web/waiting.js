@@ -8,7 +8,7 @@ const OF_A_WORKER = /^(none|each) /;
 /** Return the elements; `exploration` is what the service shows of one that is queued. */
 export function renderWaiting({ queue, waiting_reason: reason }) {
   const rows = [
-    queue && !OF_A_WORKER.test(reason) && ["place", `${queue.place} of ${queue.num_queued} in the queue`],
+    queue && !reason?.startsWith("none ") && ["place", `${queue.place} of ${queue.num_queued} in the queue`],
     reason === null ? ["waits for", "a worker, which may take it at once"]
       : OF_A_WORKER.test(reason) ? ["waits for", `a worker: ${reason}`] : ["waits because", reason],
     queue?.busy_until && ["the first worker is free", `at about ${format.moment(queue.busy_until)}, or earlier` +
