@@ -37,20 +37,19 @@ LEAST_LOAD = 0.1
 
 
 class _Known:
-    """One of the two answers: the candidate that exports take, and every run of it in the explorations `given`.
+    """One of the two answers: the candidate that exports take, and every run of it in the explorations `jobs`.
 
-    `given` are ids, separated by commas. The answer is that of the first exploration, and the others ask the same.
-    `without_run` are the others that have no run of the candidate.
+    The answer is that of the first exploration, and the others ask the same. `without_run` are the others that have no
+    run of the candidate.
     """
 
-    def __init__(self, client: Explorations, given: str) -> None:
-        self.jobs = list({job.id: job for job in (find_job(client, each) for each in given.split(","))}.values())
-        self.job, *further = self.jobs
+    def __init__(self, client: Explorations, jobs: list[Exploration]) -> None:
+        self.jobs = jobs
+        self.job, *further = jobs
         for other in further:
             _check_same_question(self.job, other)
         best = self.job.recommendation
-        if best is None:
-            raise CommandError(ExitCode.NO_ANSWER, f"exploration {self.job.id} has no recommendation")
+        assert best is not None, "it was checked before"
         self.chosen = best if best.for_batch.candidate == best.candidate else best.for_batch
         trials = {job.id: [] if best.plan else list(client.trials(job.id)) for job in self.jobs}
         self.trials: list[Trial] = [trial for some in trials.values() for trial in some]
@@ -121,9 +120,17 @@ class ComparisonText(Frozen):
 def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     """Compare two answers; `a` and `b` are ids, and further ids behind commas bring more runs of the same candidate.
 
-    Raises CommandError without an answer or with rates of two units, and ProblemError if an id is not known.
+    Two models have no ratio. Raises CommandError without an answer or with rates of two units, and ProblemError if an
+    id is not known.
     """
-    sides = {"A": _Known(client, a), "B": _Known(client, b)}
+    jobs = [
+        list({job.id: job for job in (find_job(client, each) for each in one.split(","))}.values()) for one in (a, b)
+    ]
+    unanswered = [f"exploration {of[0].id} has {_why_unanswered(of[0])}" for of in jobs if of[0].recommendation is None]
+    if unanswered:
+        differing = (row("different", line) for line in _differences(_depends_on(jobs[0][0]), _depends_on(jobs[1][0])))
+        raise CommandError(ExitCode.NO_ANSWER, "; ".join(unanswered), *differing)
+    sides = dict(zip("AB", (_Known(client, each) for each in jobs), strict=True))
     units = [known.unit for known in sides.values()]
     if units[0] is not units[1]:
         reason = f"no ratio says which is faster: A counts {units[0]}/s, and B counts {units[1]}/s"
@@ -135,29 +142,36 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     differences += _loads(*(known.host_busy_share for known in sides.values()))
     missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
-    seconds = None if pair.runs_needed is None or None in taken else pair.runs_needed * sum(filter(None, taken))
-    advice = _advice(pair.runs_needed, seconds)
+    needed = None if models else pair.runs_needed
+    seconds = None if needed is None or None in taken else needed * sum(filter(None, taken))
+    advice = "none: further runs do not say which of two models is better" if models else _advice(needed, seconds)
+    ratio = pair.model_dump(mode="json", exclude={"a", "b"})
     document = {
-        **pair.model_dump(mode="json", exclude={"a", "b"}),
+        **(dict.fromkeys(ratio) if models else ratio),
         "a": sides["A"].document(),
         "b": sides["B"].document(),
         "different_models": models,
         "differs": [{"field": name, "a": asked[0].get(name), "b": asked[1].get(name)} for name in _names(*asked)],
         "differences": differences,
         "not_measured": missing,
-        "next_measurement": {"runs_of_each": pair.runs_needed, "seconds": seconds, "advice": advice},
+        "next_measurement": {"runs_of_each": needed, "seconds": seconds, "advice": advice},
     }
     least, most = pair.speedup_90_percent
     lines = [
-        f"B is faster than A with a probability of {_percent(pair.probability_b_faster)}: {pair.speedup:.3f}x its "
+        models
+        or f"B is faster than A with a probability of {_percent(pair.probability_b_faster)}: {pair.speedup:.3f}x its "
         f"speed, {least:.3f}x to {most:.3f}x with 90%",
-        *([] if models is None else [row("models", models)]),
         *(row(name, _describe(known)) for name, known in sides.items()),
         *(row("different", line) for line in differences),
         *(row("not measured", line) for line in missing),
         row("next", advice),
     ]
     return ComparisonText(document=document, lines=tuple(lines))
+
+
+def _why_unanswered(job: Exploration) -> str:
+    """Return the words that an exploration without an answer has for it."""
+    return "no recommendation" + (f": {job.error}" if job.error else "" if job.is_final else " yet")
 
 
 def _percent(probability: float) -> str:

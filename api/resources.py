@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from datetime import datetime
 from typing import Annotated, Any, Self
 
@@ -56,7 +56,9 @@ def exploration_of(job: Job, *, with_results: bool = True, place: StoredPlace | 
     shown["text"] = answer_text(explored, job.recommendation, job.answer) if with_results else None
     shown["export_formats"] = [] if best is None else formats_for(best, job.request)
     shown["own_formats"] = [] if best is None else own_formats(best, job.request)
-    shown["queue"] = None if place is None else QueuePlace(**asdict(place))
+    if place is not None:
+        shown["queue"] = QueuePlace(place=place.place, num_queued=place.num_queued, busy_until=place.busy_until)
+        shown["waiting_reason"] = job.waiting_reason or place.reason  # nothing is noted of one that was just submitted
     return Exploration.model_construct(**shown | ({} if with_results else dict.fromkeys(_RESULTS)))
 
 

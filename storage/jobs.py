@@ -205,7 +205,8 @@ class JobFilter:
     """The filter of a list: a job is listed if it meets every part that is given.
 
     A job has all of `labels`, and may have others. Each word of `search` stands in its model's name, its device, its
-    owner or a label, in upper or lower case. SQLite compares letters beyond ASCII in their own case.
+    owner or a label, in upper or lower case, or its id begins with the word. SQLite compares letters beyond ASCII in
+    their own case.
     """
 
     state: JobState | None = None
@@ -229,6 +230,10 @@ class JobFilter:
         return conditions + [_has_word(word) for word in dict.fromkeys(self.search.split())]
 
 
+FEWEST_OF_AN_ID = 4
+"""A word of fewer characters finds no id: many would begin with it."""
+
+
 def _has_word(word: str) -> sa.ColumnElement[bool]:
     """Return the condition of a word of a search. Each part reads an index alone, and no row with its documents."""
     searched = jobs.alias()
@@ -236,7 +241,11 @@ def _has_word(word: str) -> sa.ColumnElement[bool]:
     named = sa.select(searched.c.id).where(sa.or_(*(column.icontains(word, autoescape=True) for column in columns)))
     text = labels.c.key + "=" + labels.c.value
     labelled = sa.select(labels.c.job_id).where(text.icontains(word, autoescape=True))
-    return jobs.c.id.in_(named) | jobs.c.id.in_(labelled)
+    found = jobs.c.id.in_(named) | jobs.c.id.in_(labelled)
+    if len(word) < FEWEST_OF_AN_ID:
+        return found
+    identified = sa.select(searched.c.id).where(searched.c.id.startswith(word.lower(), autoescape=True))
+    return found | jobs.c.id.in_(identified)
 
 
 def list_jobs(

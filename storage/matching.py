@@ -71,6 +71,11 @@ def _describe_target(job: Any) -> tuple[str, str]:
     return f"the target '{job.target}'", how
 
 
+def _describe_kind(job: Any) -> tuple[str, str]:
+    device = "cuda:0" if job.device_kind == "cuda" else job.device_kind
+    return f"a {job.device_kind} device", f" (`bexp worker --device {device}` starts one)"
+
+
 def _describe_pinned(job: Any) -> tuple[str, str]:
     try:
         hardware = DeviceReport.model_validate(job.report).hardware.describe()
@@ -88,7 +93,7 @@ NEEDS = (
         jobs.c.device_kind,
         lambda worker: worker.device_kind,
         operator.eq,
-        lambda job: (f"a {job.device_kind} device", ""),
+        _describe_kind,
     ),
     Need(
         jobs.c.devices_needed,
@@ -153,16 +158,21 @@ def has_live_own_worker(database: Database) -> sa.ColumnElement[bool]:
 def waiting_reason(job: Any, live: Sequence[WorkerInfo]) -> str | None:
     """Return the reason why none of the live workers can run a job, or None if one can.
 
-    The row of the job has the columns `NEEDED`, its report, and `own_is_alive` of `has_live_own_worker`.
+    The row of the job has the columns `NEEDED`, its report, and `own_is_alive` of `has_live_own_worker`. A worker that
+    replays a table may be unable to answer the job, unless the job started there.
     """
-    able = list(live)
+    is_bound = job.fingerprint is not None or job.own_worker
+    able = [worker for worker in live if is_bound or not worker.is_replayed]
     for need in NEEDS:
         able = [worker for worker in able if need.is_met_by(job, worker)]
         if not able:
-            return _describe_missing(job, need)
-    if job.fingerprint is None and not job.own_worker and all(worker.is_replayed for worker in able):
-        return "only recorded tables are replayed, and each takes the explorations that it can answer"
+            return _describe_missing(job, need) + ("" if is_bound else _describe_replayed(job, live))
     return None
+
+
+def _describe_replayed(job: Any, live: Sequence[WorkerInfo]) -> str:
+    """Return what may answer a job in place of a worker that can run it; an empty text if nothing may."""
+    return "; recorded tables are replayed, and each takes what it can answer" if find_takers(job, live) else ""
 
 
 def _describe_missing(job: Any, need: Need) -> str:

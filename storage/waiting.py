@@ -110,26 +110,29 @@ class QueuePlace:
     """The place of a job among the `num_queued` ones that it waits with, counted from 1.
 
     `busy_until` is when the first of the workers that would take it has used the time budget of its present job. It is
-    None if one of them is free, or if none has any of its budget left.
+    None if one of them is free, or if none has any of its budget left. `reason` says why no live worker can run it;
+    it is None if one can.
     """
 
     place: int
     num_queued: int
     busy_until: datetime | None
+    reason: str | None = None
 
 
 def find_place(database: Database, of: JobSummary) -> QueuePlace | None:
     """Return the place of a job in the queue; None if it is not queued, or waits for its own worker alone."""
     if of.state is not JobState.QUEUED:
         return None
-    columns = (jobs.c.id, jobs.c.owner, jobs.c.priority, jobs.c.created_at, *NEEDED)
+    columns = (jobs.c.id, jobs.c.owner, jobs.c.priority, jobs.c.created_at, *NEEDED, jobs.c.report)
     with database.read() as connection:
         query = sa.select(*columns).where(jobs.c.id == of.id, IS_QUEUED, jobs.c.own_worker == "")
         job = connection.execute(query).one_or_none()
         turn = None if job is None else find_turn(database, connection, job)
         if turn is None:
             return None
-        takers = _takers_of(job, select_live(database, connection))
+        live = select_live(database, connection)
+        takers = _takers_of(job, live)
         budget = sa.func.coalesce(jobs.c.request["budget"]["max_seconds"].as_float(), 0.0)
         running = sa.select(jobs.c.worker, jobs.c.started_at, budget).where(
             is_held(database), jobs.c.worker.in_([worker.id for worker in takers])
@@ -138,7 +141,7 @@ def find_place(database: Database, of: JobSummary) -> QueuePlace | None:
         now = database.now(connection)
     is_one_free = any(worker.id not in ends and worker.held_by is None for worker in takers)
     later = [] if is_one_free else [end for end in ends.values() if end > now]
-    return QueuePlace(*turn, min(later, default=None))
+    return QueuePlace(*turn, min(later, default=None), waiting_reason(job, live))
 
 
 def _select_busy(database: Database, connection: sa.Connection) -> frozenset[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Annotated, Any
+from zlib import crc32
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 
@@ -195,7 +196,7 @@ def list_explorations(
             max_length=192,
             pattern=SEARCH,
             description="List only explorations that have each of these words, eight at most, whatever its case, in "
-            "the model's name, the device, the owner or a label.",
+            "the model's name, the device, the owner or a label, or at the beginning of the id (4 characters or more).",
             examples=["h100 team=search"],
         ),
     ] = "",
@@ -253,7 +254,7 @@ def get_exploration(
 
 def _etag(job: JobSummary, place: QueuePlace | None) -> str:
     """Return the ETag of an exploration; others change its place in the queue."""
-    where = "" if place is None else f"-{place.place}-{place.num_queued}-{place.busy_until or ''}".replace(" ", "T")
+    where = "" if place is None else f"-{crc32(repr(place).encode()):x}"
     return f'"{job.version}{where}"'
 
 

@@ -151,7 +151,7 @@ def compare_explorations(
     except CommandError as error:
         for each in (a.id, b.id):  # one may have been deleted meanwhile
             get_summary(service.database, each, owner=caller.sees)
-        raise ProblemException(HTTPStatus.CONFLICT, f"{error}.", name=NO_RECOMMENDATION) from None
+        raise ProblemException(HTTPStatus.CONFLICT, f"{error.lines[0]}.", name=NO_RECOMMENDATION) from None
     except (ProblemError, ServiceError) as error:  # the database is away
         assert error.__cause__ is not None, "StoredExplorations says why"
         raise error.__cause__ from None

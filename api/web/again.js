@@ -7,6 +7,7 @@ export const remediesOf = ({ recommendation, answer }) =>
 /** Return the request as a text to edit. `schemas` are those of the OpenAPI document, which have the defaults. */
 export function requestText(request, remedy, schemas) {
   const changed = { ...request, ...remedy?.settings };
+  delete changed.notices; // they are of what was written before
   return JSON.stringify(withoutDefaults(changed, { $ref: "#/components/schemas/ExplorationRequest" }, schemas), null, 2);
 }
 

@@ -1,6 +1,7 @@
 /** The page: which view is shown, the login, and problems that any view can have. */
 
 import { showComparison } from "./compare.js";
+import { el } from "./dom.js";
 import { showList } from "./list.js";
 import { showExploration } from "./live.js";
 import { listExplorations, pause, Problem, token } from "./service.js";
@@ -39,10 +40,20 @@ const shell = {
   report(error, signal) {
     if (signal.aborted) return;
     if (error instanceof Problem && error.isUnauthorized) askForToken();
+    else if (error.unknownId) showMissing("No such exploration", `None has the id ${error.unknownId}.`);
     else if (error instanceof Problem) say(error.message, error.isTemporary);
     else say(`The service does not answer: ${error.message}`, true);
   },
 };
+
+/** End the view and show that there is nothing at this address. */
+function showMissing(heading, text) {
+  shown.abort();
+  document.title = `${heading} · bexp`;
+  const title = el("h1", { tabindex: "-1" }, heading);
+  main.replaceChildren(el("header", { class: "page-head" }, title), el("p", {}, text, " ", el("a", { href: "#/" }, "List the explorations"), "."));
+  title.focus({ preventScroll: true });
+}
 
 function say(text, isPassing = false) {
   mayPass = isPassing;
@@ -71,7 +82,7 @@ async function show() {
   say("");
   logout.textContent = "Log out";
   logout.hidden = token.get() === null;
-  const [, page = "", id = "", choice = null] = location.hash.split("/");
+  const [, page = "", id = "", choice = null] = location.hash.split("?")[0].split("/");
   for (const link of document.querySelectorAll("nav a[href^='#']")) {
     const isHere = link.getAttribute("href") === `#/${page}`;
     if (isHere) link.setAttribute("aria-current", "page");
@@ -84,7 +95,8 @@ async function show() {
       else if (page === "compare") await showComparison(decodeURIComponent(id), main, signal, shell);
       else if (page === "submit") showSubmit(main, signal, shell, decodeURIComponent(id), choice);
       else if (page === "workers") await showWorkers(main, signal, shell);
-      else await showList(main, signal, shell);
+      else if (page === "") await showList(main, signal, shell);
+      else showMissing("No such page", "There is nothing at this address.");
       isOver = true;
     } catch (error) {
       shell.report(error, signal);

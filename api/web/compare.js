@@ -23,15 +23,23 @@ export async function showComparison(given, root, signal, shell) {
     return;
   }
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
-  const first = explorations.find(({ recommendation }) => recommendation !== null) ?? explorations[0];
-  const pairs = await Promise.all(explorations.map((one) => (one === first ? null : compared(first.id, one.id, signal))));
+  const answered = explorations.filter(({ recommendation }) => recommendation !== null);
+  const first = answered[0] ?? explorations[0];
+  const pairs = await Promise.all(explorations.map((one) => {
+    if (one.recommendation === null) return { reason: `It has no answer: ${one.error ?? `it is ${one.state}`}.` };
+    if (one === first && answered.length > 1) return null;
+    return compared(first.id, one.id, signal); // with itself if no other has an answer, for its figures
+  }));
   shell.connection(true);
   const about = [...new Set(pairs.map((pair) => pair?.different_models).filter(Boolean))];
-  const show = () => draw(root, title, contendersOf(explorations, first, pairs), pairs, signal);
+  const ask = (...children) => el("section", { class: "card ask", "aria-label": "Different models" }, about.map((text) => el("p", {}, text)), children);
+  const show = () => {
+    draw(root, title, about.length > 0 && ask(), contendersOf(explorations, first, pairs), pairs, signal);
+    title.focus({ preventScroll: true });
+  };
   if (about.length === 0) return show();
-  const anyway = el("button", { type: "button", class: "primary", onclick: () => (show(), title.focus({ preventScroll: true })) }, "Compare them all the same");
-  root.append(el("section", { class: "card ask", "aria-label": "Different models" }, about.map((text) => el("p", {}, text)),
-    el("div", { class: "actions" }, anyway, el("a", { href: "#/" }, "Choose others"))));
+  const anyway = el("button", { type: "button", class: "primary", onclick: show }, "Compare them all the same");
+  root.append(ask(el("div", { class: "actions" }, anyway, el("a", { href: "#/" }, "Choose others"))));
 }
 
 /** Return the comparison of two answers, or the reason why there is none, such as no recommendation. */
@@ -54,21 +62,26 @@ function contendersOf(explorations, first, pairs) {
   });
 }
 
-function draw(root, title, contenders, pairs, signal) {
+function draw(root, title, about, contenders, pairs, signal) {
   const sides = contenders.filter(({ candidate }) => candidate);
   const first = contenders.find(({ isFirst }) => isFirst);
+  const hasRatios = contenders.some(({ isFirst, pair }) => !isFirst && pair?.speedup);
+  const [fastest] = sides.toSorted((one, other) => other.tokens_per_second - one.tokens_per_second);
   const curves = el("div");
   const memory = el("div");
   const figure = (name, note, body) => el("figure", { class: "card" }, el("figcaption", {}, el("h2", {}, name), el("p", { class: "quiet" }, note)), body);
-  root.replaceChildren(
+  const views = [
     el("header", { class: "page-head" }, title),
+    about,
     el("div", { class: "compared" },
-      el("ol", { class: "contenders", "aria-label": "Answers" }, contenders.map((one) => contender(one, first)))),
+      !about && sides.length > 1 && el("p", { class: "fastest" }, `${fastest.letter} is the fastest as measured.`),
+      el("ol", { class: "contenders", "aria-label": "Answers" }, contenders.map((one) => contender(one, first, hasRatios)))),
     sides.length > 0 && el("div", { class: "comparison" },
       figure("Throughput by micro-batch", "Per device, the fastest that ran at each size. A ring is the candidate above.", curves),
       figure("Memory by part", MEMORY_NOTE + (sides.every(({ is_recommended: isKnown }) => isKnown) ? "" : SUM_NOTE), memory)),
-    differences(contenders, sides, pairs, first),
-  );
+    differences(contenders, sides, pairs),
+  ];
+  root.replaceChildren(...views.filter(Boolean)); // it would show `false` as a word
   if (sides.length === 0) return;
   const size = () => {
     for (const [body, make] of [[curves, curvesChart], [memory, memoryBars]]) {
@@ -89,7 +102,7 @@ const precise = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const small = new Intl.NumberFormat("en-US", { minimumSignificantDigits: 5, maximumSignificantDigits: 5 });
 const rateText = (value) => (value >= 10_000 ? precise : small).format(value);
 
-function contender({ index, letter, exploration, candidate, is_recommended: isRecommended, pair, isFirst, ...side }, first) {
+function contender({ index, letter, exploration, candidate, is_recommended: isRecommended, pair, isFirst, ...side }, first, hasRatios) {
   const { id, model, device_name: device } = exploration;
   const head = [
     el("h2", {}, keyOf(index), `${letter} `, el("a", { href: `#/explorations/${id}` }, model)),
@@ -98,46 +111,56 @@ function contender({ index, letter, exploration, candidate, is_recommended: isRe
   const why = pair?.reason ?? "There is nothing to compare it with.";
   return el("li", { class: `card contender p${index}` }, head, ...(candidate ? [
     el("p", { class: "rate" }, el("strong", {}, rateText(side.tokens_per_second)), ` ${format.unit(side)}`),
-    el("p", {}, format.describe(candidate), !isRecommended && ", the best that divides the batch"),
-    el("p", { class: "against" }, isFirst ? "Ratios are over its speed." : against(pair, first.letter)),
+    el("p", {}, "micro-batch ", el("b", {}, candidate.micro_batch_size), !isRecommended &&
+      `, which divides the batch of ${exploration.request?.batch_size}; the answer is ${exploration.micro_batch_size} for any batch`),
+    el("p", {}, "confidence ", el("b", {}, side.confidence)),
+    el("p", { class: "quiet" }, format.describe(candidate)),
+    (hasRatios || !isFirst) && el("p", { class: "against" }, isFirst ? "Ratios are over its speed." : against(pair, first.letter)),
   ] : [el("p", { class: "against" }, why)]));
 }
 
 /** How much faster the second answer of a comparison is than the first, and how likely, in words. */
-function against({ probability_b_faster: probability, speedup, speedup_90_percent: [least, most] }, letter) {
+function against({ probability_b_faster: probability, speedup, speedup_90_percent: range }, letter) {
+  if (speedup === null) return `It has no ratio to ${letter}, which is another model.`;
+  const [least, most] = range;
   return [el("b", {}, `${speedup.toFixed(3)}x`), ` the speed of ${letter}, ${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%; ` +
     `${format.likely(probability)} likely to be faster`];
 }
 
 /** What differs in the candidates, the requests and the devices, as tables: of the models apart, because it may be much. */
-function differences(contenders, sides, pairs, first) {
+function differences(contenders, sides, pairs) {
   const rows = new Map();
-  const put = (name, values) => {
-    const texts = values.map(text);
-    if (texts.some((one) => one !== texts[0])) rows.set(name, texts);
+  const put = (name, read, among = contenders) => {
+    const texts = among.map((one) => text(read(one)));
+    if (texts.some((one) => one !== texts[0])) rows.set(name, contenders.map((one) => texts[among.indexOf(one)] ?? text(null)));
   };
-  put("model", sides.map(({ model }) => model));
+  put("model", ({ exploration }) => exploration.model);
   const settings = [...new Set(sides.flatMap(({ candidate }) => Object.keys(candidate)))];
-  for (const name of settings) put(`answer: ${name}`, sides.map(({ candidate }) => candidate[name] ?? null));
-  put("answer: confidence", sides.map(({ confidence }) => confidence));
-  const fields = new Set(pairs.flatMap((pair) => pair?.differs ?? []).map(({ field }) => field));
-  for (const field of fields) {
-    const found = pairs.map((pair) => pair?.differs?.find((one) => one.field === field));
-    const ofFirst = found.find(Boolean).a;
-    put(field, sides.map(({ index }) => (found[index] ? found[index].b : ofFirst)));
+  for (const name of settings) put(`answer: ${name}`, ({ candidate }) => candidate[name], sides);
+  put("answer: confidence", ({ confidence }) => confidence, sides);
+  if (sides.length === contenders.length) {
+    const fields = new Set(pairs.flatMap((pair) => pair?.differs ?? []).map(({ field }) => field));
+    for (const field of fields) {
+      const found = pairs.map((pair) => pair?.differs?.find((one) => one.field === field));
+      const ofFirst = found.find(Boolean).a;
+      put(field, ({ index }) => (found[index] ? found[index].b : ofFirst));
+    }
+  } else { // the service compares answers; what was asked may explain why there is none
+    put("device", ({ exploration }) => exploration.device_name);
+    const asked = contenders.map(({ exploration: { request } }) => flat({ ...request, labels: null, notices: null }));
+    for (const field of new Set(asked.flatMap(Object.keys))) put(field, ({ index }) => asked[index][field]);
   }
-  const loads = sides.map(({ host_busy_share: load }) => load);
-  const known = loads.filter((load) => load !== null);
-  if (Math.max(...known) - Math.min(...known) >= LEAST_LOAD) {
-    put("load of the host by other programs", loads.map((load) => (load === null ? null : format.percent(load, 0))));
+  const loads = sides.map(({ host_busy_share: load }) => load).filter((load) => load !== null);
+  if (Math.max(...loads) - Math.min(...loads) >= LEAST_LOAD) {
+    put("load of the host by other programs", ({ host_busy_share: load }) => (load === null ? null : format.percent(load, 0)), sides);
   }
   const isOfModel = ([name]) => /^(model|hf_config)\./.test(name);
   const [ofModels, others] = [true, false].map((wanted) => [...rows].filter((row) => isOfModel(row) === wanted));
   return el("section", { class: "card", "aria-labelledby": "differs-title" },
     el("h2", { id: "differs-title" }, "What differs"),
-    others.length > 0 ? table("Differences of answers, requests and devices", others, sides)
+    others.length > 0 ? table("Differences of answers, requests and devices", others, contenders)
       : el("p", { class: "quiet" }, "Nothing that was asked or measured differs."),
-    ofModels.length > 0 && el("details", {}, el("summary", {}, `${ofModels.length} fields of the models`), table("Differences of the models", ofModels, sides)));
+    ofModels.length > 0 && el("details", {}, el("summary", {}, `${ofModels.length} fields of the models`), table("Differences of the models", ofModels, contenders)));
 }
 
 function table(caption, rows, sides) {
@@ -149,6 +172,10 @@ function table(caption, rows, sides) {
       el("th", { scope: "row", role: "rowheader" }, name),
       values.map((value, index) => el("td", { role: "cell", "data-of": sides[index].letter }, value))))));
 }
+
+/** The fields of a document by their dotted names. */
+const flat = (document, prefix = "") => Object.fromEntries(Object.entries(document).flatMap(([name, value]) =>
+  (value && typeof value === "object" && !Array.isArray(value) ? Object.entries(flat(value, `${prefix}${name}.`)) : [[prefix + name, value]])));
 
 /** A value of a request as a person writes it. */
 function text(value) {

@@ -20,11 +20,12 @@ export const letterOf = ({ index, letter }) => el("span", { class: "letter" }, k
 export function curvesChart(sides, width) {
   const speeds = sides.flatMap(({ curve }) => curve.map((point) => point.tokens_per_second));
   const [low, high] = [Math.min(...speeds), Math.max(...speeds)];
+  const beyond = 11 + 2 * sides.length; // the largest ring; the letter of a curve is outside of it
   const room = 0.08 * (high - low || high);
   const { image, marks, x, y } = plot({
     width,
     height: HEIGHT,
-    makeX: (range) => logarithmic(sides.flatMap(({ curve }) => curve.map((point) => point.micro_batch_size)), range),
+    makeX: ([from, to]) => logarithmic(sides.flatMap(({ curve }) => curve.map((point) => point.micro_batch_size)), [from, to - beyond]),
     makeY: (range) => linear([Math.max(0, low - room), high + room], range),
     xLabel: "micro_batch_size",
     yLabel: `${format.unit(sides[0])} per device`,
@@ -49,7 +50,7 @@ export function curvesChart(sides, width) {
   const ends = sides.map(({ letter, curve }) => [letter, ...at(curve.at(-1))]).sort((a, b) => a[2] - b[2]);
   for (const [letter, px, py] of ends) {
     above = Math.max(py + 4, above + LETTER_PIXELS);
-    marks.append(svg("text", { class: "note", x: px + 9, y: above }, letter));
+    marks.append(svg("text", { class: "note", x: px + beyond, y: above }, letter));
   }
   const kinds = new Set(sides.flatMap(({ curve }) => curve.map((point) => point.is_measured_whole)));
   const key = (kind) => svg("svg", { class: "key-mark", viewBox: "-8 -8 16 16", "aria-hidden": "true" }, mark(0, 0, 0, { class: `mark plain ${kind}` }));

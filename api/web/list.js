@@ -7,6 +7,7 @@ import * as format from "./format.js";
 import { listExplorations, pause } from "./service.js";
 
 const AGAIN_MILLISECONDS = 5_000;
+const TYPING_MILLISECONDS = 200; // without another letter, before a search begins
 const MOST_WORDS = 8; // of a search
 const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
 const NOTHING = "–";
@@ -58,17 +59,25 @@ export async function showList(root, signal, shell) {
   document.title = "Explorations · bexp";
   const title = el("h1", { tabindex: "-1" }, "Explorations");
   const state = el("select", { id: "state" }, el("option", { value: "" }, "all"), STATES.map((name) => el("option", { value: name }, name)));
-  const wanted = el("input", { id: "wanted", type: "search", placeholder: "model, device, owner, key=value", maxlength: 192 });
+  const wanted = el("input", { id: "wanted", type: "search", placeholder: "model, id, device, owner, key=value", maxlength: 192 });
   const body = el("tbody", { role: "rowgroup" });
   const older = el("button", { type: "button", hidden: true }, "Show older ones");
-  const empty = el("p", { class: "quiet", hidden: true }, "There are none. ", el("a", { href: "#/submit" }, "Submit one"), ".");
+  const none = el("span", {}, "There are none. ", el("a", { href: "#/submit" }, "Submit one"), ".");
+  const noMatch = el("span", {}, "Nothing matches. ", el("a", { href: "#/" }, "Show all"), ".");
+  const empty = el("p", { class: "quiet", hidden: true });
   const compare = el("a", { class: "button primary compare-chosen", hidden: true });
+  const hint = el("span", { class: "quiet", role: "status" });
   const chosen = new Set();
-  let order = NEWEST;
+  const from = new URLSearchParams(location.hash.split("?")[1]);
+  wanted.value = from.get("search") ?? "";
+  state.value = STATES.includes(from.get("state")) ? from.get("state") : "";
+  const isColumn = COLUMNS.some(({ name }) => name === from.get("sort"));
+  let order = isColumn ? { name: from.get("sort"), isDown: !from.has("up") } : NEWEST;
   let items = [];
   const heads = COLUMNS.map(({ name, isFigure, isTime }) => {
     const sort = () => {
       order = { name, isDown: order.name === name ? !order.isDown : Boolean(isFigure || isTime) };
+      keep();
       draw();
     };
     return el("th", { scope: "col", role: "columnheader", class: (isFigure || name === "duration") && "figure" },
@@ -78,7 +87,7 @@ export async function showList(root, signal, shell) {
   const among = el("span", { class: "quiet", role: "status" });
   root.replaceChildren(
     el("header", { class: "page-head" }, title,
-      el("div", { class: "actions" }, compare, el("label", {}, "Search ", wanted), el("label", {}, "State ", state))),
+      el("div", { class: "actions" }, hint, compare, el("label", {}, "Search ", wanted), el("label", {}, "State ", state))),
     el(
       "div",
       { class: "card scroll whole listed", tabindex: "0", role: "region", "aria-label": "Explorations" },
@@ -100,23 +109,34 @@ export async function showList(root, signal, shell) {
       else head.removeAttribute("aria-sort");
     });
     empty.hidden = items.length > 0;
-    const isPart = !older.hidden && (order.name !== NEWEST.name || order.isDown !== NEWEST.isDown);
+    if (!empty.hidden) empty.replaceChildren(isFiltered ? noMatch : none);
+    const isPart = !older.hidden && !isNewest();
     const said = isPart ? `Sorted among the ${items.length} newest.` : "";
     if (among.textContent !== said) among.textContent = said;
     offer();
   };
 
+  const isNewest = () => order.name === NEWEST.name && order.isDown === NEWEST.isDown;
+  const filter = () => {
+    const search = wanted.value.trim();
+    return { ...(state.value && { state: state.value }), ...(search && { search }) };
+  };
+  /** Write what is shown into the address, where Back and a reload find it. */
+  const keep = () => {
+    const sort = isNewest() ? {} : { sort: order.name, ...(!order.isDown && { up: "" }) };
+    const query = String(new URLSearchParams({ ...filter(), ...sort }));
+    history.replaceState(null, "", query ? `#/?${query}` : "#/");
+  };
   let pages = 1;
   let asked = 0;
+  let isFiltered = false; // what is shown
   /** Read and show what is wanted, unless something else is wanted by the time that the service answers. */
   const read = async () => {
     const mine = (asked += 1);
     const listing = [];
     let cursor = null;
     for (let page = 0; page < pages; page += 1) {
-      const search = wanted.value.trim();
-      const filter = { ...(state.value && { state: state.value }), ...(search && { search }) };
-      const query = { limit: 50, ...filter, ...(cursor && { cursor }) };
+      const query = { limit: 50, ...filter(), ...(cursor && { cursor }) };
       const listed = await listExplorations(query, signal).catch((error) => {
         if (mine === asked) throw error;
       });
@@ -126,6 +146,7 @@ export async function showList(root, signal, shell) {
       if (cursor === null) break;
     }
     items = listing;
+    isFiltered = Object.keys(filter()).length > 0;
     older.hidden = cursor === null;
     draw();
     shell.connection(true);
@@ -134,13 +155,25 @@ export async function showList(root, signal, shell) {
     compare.hidden = chosen.size < 2 || chosen.size > MOST_COMPARED;
     compare.textContent = `Compare ${chosen.size}`;
     compare.href = `#/compare/${[...chosen].join(",")}`;
-    for (const box of body.querySelectorAll("input")) box.disabled = !box.checked && chosen.size >= MOST_COMPARED;
+    const isFull = chosen.size >= MOST_COMPARED;
+    const full = `${MOST_COMPARED} at most are compared: untick one to tick another`;
+    const said = isFull ? full : chosen.size === 1 ? "Tick another to compare" : "";
+    if (hint.textContent !== said) hint.textContent = said;
+    for (const box of body.querySelectorAll("input")) {
+      box.disabled = !box.checked && isFull;
+      box.parentElement.title = box.disabled ? full : "";
+    }
   };
   const readNow = () => (shell.clear(), read().catch((error) => shell.report(error, signal)));
-  const readFirst = () => ((pages = 1), readNow());
+  const readFirst = () => (clearTimeout(typing), signal.aborted || ((pages = 1), keep(), readNow()));
+  let typing = null;
   const find = (text) => ((wanted.value = text.split(" ", MOST_WORDS).join(" ")), readFirst());
   state.addEventListener("change", readFirst);
-  wanted.addEventListener("change", readFirst);
+  wanted.addEventListener("change", readFirst); // also Enter
+  wanted.addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(readFirst, TYPING_MILLISECONDS);
+  });
   older.addEventListener("click", () => ((pages += 1), readNow()));
   await read();
   if (!root.contains(document.activeElement)) title.focus({ preventScroll: true }); // a reader may be faster

@@ -13,15 +13,22 @@ export const token = {
 
 /** The service refused a request; `problem` is its RFC 9457 document. */
 export class Problem extends Error {
-  constructor(status, problem) {
+  constructor(status, problem, path = "") {
     super(problem.detail ?? problem.title ?? `The service answered ${status}.`);
     this.status = status;
     this.problem = problem;
+    this.path = path;
   }
 
   /** Whether the service asks for a token, or does not accept the one that was sent. */
   get isUnauthorized() {
     return this.status === 401;
+  }
+
+  /** The id that no exploration has, or null. */
+  get unknownId() {
+    if (this.problem.type !== "urn:bexp:problem:unknown-exploration") return null;
+    return decodeURIComponent(/^explorations\/([^/?]+)/.exec(this.path)[1]);
   }
 
   /** Whether the same request may succeed later. */
@@ -35,7 +42,7 @@ async function send(path, { headers = {}, ...options } = {}) {
   const authorization = secret === null ? {} : { Authorization: `Bearer ${secret}` };
   const response = await fetch(`v1/${path}`, { cache: "no-cache", ...options, headers: { ...authorization, ...headers } });
   if (response.ok) return response;
-  throw new Problem(response.status, await response.json().catch(() => ({})));
+  throw new Problem(response.status, await response.json().catch(() => ({})), path);
 }
 
 async function json(path, options = {}) {

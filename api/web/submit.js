@@ -69,7 +69,12 @@ export function showSubmit(root, signal, shell, id = "", choice = null) {
     restore(select);
     showCommand();
   }).catch((error) => shell.report(error, signal));
-  if (id !== "" && before === null) fillAgain().catch((error) => shell.report(error, signal));
+  if (id !== "" && before === null) {
+    const lock = (isLocked) => [...form.elements].forEach((one) => (one.disabled = isLocked));
+    lock(true);
+    origin.replaceChildren("Loading the request…");
+    fillAgain(() => lock(false)).catch((error) => shell.report(error, signal));
+  }
   example.addEventListener("click", async () => {
     const { paths } = await described;
     take(paths["/v1/explorations"].post.requestBody.content["application/yaml"].example);
@@ -91,11 +96,12 @@ export function showSubmit(root, signal, shell, id = "", choice = null) {
   });
 
   /** Fill in the request of an earlier exploration. */
-  async function fillAgain() {
+  async function fillAgain(unlock) {
     const [exploration, { components }] = await Promise.all([getExploration(id, signal), described]);
     const remedy = choice === null ? null : remediesOf(exploration)[choice];
     origin.replaceChildren("The request of ", el("a", { href: `#/explorations/${id}` }, exploration.model, " ", el("code", {}, id)),
       remedy ? `, with ${remedy.change}.` : ".");
+    unlock();
     take(requestText(exploration.request, remedy, components.schemas));
     text.setSelectionRange(0, 0);
     text.scrollTop = 0;

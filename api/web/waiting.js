@@ -8,10 +8,11 @@ const OF_A_WORKER = /^(none|each) /;
 /** Return the elements; `exploration` is what the service shows of one that is queued. */
 export function renderWaiting({ queue, waiting_reason: reason }) {
   const rows = [
-    queue && ["place", `${queue.place} of ${queue.num_queued} in the queue`],
+    queue && !reason?.startsWith("none ") && ["place", `${queue.place} of ${queue.num_queued} in the queue`],
     reason === null ? ["waits for", "a worker, which may take it at once"]
       : OF_A_WORKER.test(reason) ? ["waits for", `a worker: ${reason}`] : ["waits because", reason],
-    queue?.busy_until && ["busy", `until about ${format.moment(queue.busy_until)}; it may end earlier`],
+    queue?.busy_until && ["the first worker is free", `at about ${format.moment(queue.busy_until)}, or earlier` +
+      (queue.place > 1 ? `, for the first in the queue` : "")],
   ];
   return [
     el("h2", { id: "waiting-title" }, "Waiting"),

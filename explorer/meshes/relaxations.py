@@ -15,6 +15,7 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.relaxations import nearest_batch
 
 MOST_DEVICES = 4096
 SIZES = ("tensor", "pipeline", "expert")
@@ -97,8 +98,8 @@ def _single_changes(request: ExplorationRequest) -> Iterator[Change]:
     while smallest > 1:
         smallest //= 2
         yield RelaxationKind.MICRO_BATCH_SIZE, f"micro_batch_size {smallest}", {"micro_batch_size": smallest}
-    for settings in _more_devices(request):
-        yield RelaxationKind.NUM_DEVICES, f"num_devices {settings['num_devices']}", settings
+    for words, settings in _more_devices(request):
+        yield RelaxationKind.NUM_DEVICES, words, settings
 
 
 def _together(request: ExplorationRequest) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -114,16 +115,18 @@ def _together(request: ExplorationRequest) -> Iterator[tuple[str, dict[str, Any]
     free = {**least, **_parallel(request, dict.fromkeys(names, "explore"))}
     words = f"{words}, with 'explore' for {' and '.join(names)}"
     yield words, free
-    for settings in _more_devices(request):
-        yield f"{words} and num_devices {settings['num_devices']}", {**free, **settings}
+    for more, settings in _more_devices(request, 1):
+        yield f"{words} and {more}", {**free, **settings}
 
 
-def _more_devices(request: ExplorationRequest) -> Iterator[dict[str, Any]]:
-    """Yield larger numbers of devices, with the same batch for each."""
+def _more_devices(request: ExplorationRequest, micro_batch_size: object = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield larger numbers of devices, each with the same batch of a step, and with the nearest that it divides."""
     count = 2 * request.num_devices
     while count <= MOST_DEVICES:
-        batch = {} if request.batch_size is None else {"batch_size": request.batch_size * count // request.num_devices}
-        yield {"num_devices": count, **batch}
+        yield f"num_devices {count}", {"num_devices": count}
+        batch = nearest_batch(request, count, micro_batch_size or request.micro_batch_size)
+        if request.batch_size not in (None, batch):
+            yield f"num_devices {count} and batch_size {batch}", {"num_devices": count, "batch_size": batch}
         count *= 2
 
 

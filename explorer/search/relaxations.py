@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
+from math import lcm
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -282,14 +284,13 @@ def _together(request: ExplorationRequest) -> Iterator[Change]:
     words = ", ".join(part.words for part in parts)
     yield Change(" and ".join(part.words for part in parts), least)
     if request.num_devices > 1:
-        over = _over(request, "", request.num_devices, Sharding.ZERO3)
-        yield Change(f"{words} and sharding zero3 over {request.num_devices} devices", {**least, **over.settings})
+        spread = f"{words} and sharding zero3 over {request.num_devices} devices"
+        yield _over(request, spread, request.num_devices, Sharding.ZERO3, least)
     more = [count for count in COUNTS if count > request.num_devices]
     for count in more:
         yield _over(request, f"sharding zero3 over {count} devices", count, Sharding.ZERO3)
     for count in more:
-        over = _over(request, "", count, Sharding.ZERO3)
-        yield Change(f"{words} and sharding zero3 over {count} devices", {**least, **over.settings})
+        yield _over(request, f"{words} and sharding zero3 over {count} devices", count, Sharding.ZERO3, least)
 
 
 def _freed(request: ExplorationRequest) -> Iterator[Change]:
@@ -308,14 +309,33 @@ def _freed(request: ExplorationRequest) -> Iterator[Change]:
             yield Change(f"{change.words}, {other.words}", {**change.settings, **other.settings})
 
 
-def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> Change:
-    """Return the change to so many devices with the same batch for each, and to a level of sharding if one is named."""
+def _over(
+    request: ExplorationRequest,
+    words: str,
+    num_devices: int,
+    sharding: Sharding | None = None,
+    others: Mapping[str, Any] = MappingProxyType({}),
+) -> Change:
+    """Return the change to so many devices, with a level of sharding if one is named, and with other changes.
+
+    The batch of a step stays. If these devices cannot have equal shares of it, the words name the nearest one.
+    """
     settings: dict[str, Any] = {"num_devices": num_devices}
-    if request.batch_size is not None:
-        settings["batch_size"] = max(1, request.batch_size // request.num_devices) * num_devices
     if sharding is not None:
         settings |= SHARDING.settings_of(sharding, request.space.place)
-    return Change(words, {name: value for name, value in settings.items() if getattr(request, name) != value})
+    settings = {**others, **{name: value for name, value in settings.items() if getattr(request, name) != value}}
+    change = Change(words, settings)
+    if request.batch_size is None or _changed(request, change) is not None:
+        return change
+    batch = nearest_batch(request, num_devices, settings.get("micro_batch_size", request.micro_batch_size))
+    return Change(f"{words} and batch_size {batch}", {**settings, "batch_size": batch})
+
+
+def nearest_batch(request: ExplorationRequest, num_devices: int, micro_batch_size: object) -> int:
+    """Return the batch next to that of a request of which so many devices have equal shares, in whole micro-batches."""
+    size = micro_batch_size if isinstance(micro_batch_size, int) else 1
+    unit = lcm(num_devices * size, request.bta.max_tile or 1)
+    return max(1, round(request.effective_batch_size / unit)) * unit
 
 
 def _plain(value: Any) -> Any:

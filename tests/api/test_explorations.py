@@ -149,6 +149,7 @@ def test_a_queued_exploration_shows_its_place_which_others_change(client: TestCl
     path = f"{EXPLORATIONS}/{ids[1]}"
     first = client.get(path)
     assert first.json()["queue"] == {"place": 2, "num_queued": 2, "busy_until": None}
+    assert first.json()["waiting_reason"] == "none is running", "although it was just submitted"
     assert client.get(path, headers={"If-None-Match": first.headers["ETag"]}).status_code == 304
     register_worker(queue.database, make_worker())
     claim = queue.claim(make_worker())

@@ -56,7 +56,7 @@ def test_two_answers_are_compared_once_both_are_there(client: TestClient, queue:
     queue.record(lease, make_progress(0))
     refused = client.get(path, params={"other": other})
     assert_problem(refused, 409)
-    assert refused.json()["detail"] == f"exploration {other} has no recommendation."
+    assert refused.json()["detail"] == f"exploration {other} has no recommendation yet."
     assert_problem(client.get(path, params={"other": "unknown"}), 404)
     assert_problem(client.get(path, params={"other": "no id"}), 422)
     second = claim_one(queue, "b").lease

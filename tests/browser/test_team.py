@@ -20,6 +20,9 @@ from tests.contracts.samples import make_worker
 from tests.workers.replay.samples import request
 
 ON_SCREEN = "(one) => one.getBoundingClientRect().right <= document.documentElement.clientWidth"
+DIFFERENCES = (
+    "[...document.querySelectorAll('.differ tbody tr')].map((row) => [...row.cells].map((one) => one.innerText))"
+)
 ROWS = "[...document.querySelectorAll('.list tbody tr')]"
 
 
@@ -96,7 +99,15 @@ def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Se
     assert column(browser, "rate") == [f"{rate}samples/s"]
     check_view(browser)
     search(browser, "nothing-like-it")
-    browser.wait_for(f"{ROWS}.length === 0 && document.body.innerText.includes('There are none')")
+    browser.wait_for(f"{ROWS}.length === 0 && document.body.innerText.includes('Nothing matches')")
+    browser.evaluate("[...document.querySelectorAll('a')].find((one) => one.innerText === 'Show all').click()")
+    browser.wait_for(f"{ROWS}.length > 1 && wanted.value === ''")
+    browser.evaluate("wanted.focus()")
+    browser.type(provisional[:6])
+    browser.wait_for(f"{ROWS}.length === 1 && {ROWS}[0].dataset.id === '{provisional}'")
+    browser.evaluate("(window.isOld = true, location.reload())")
+    browser.wait_for(f"!window.isOld && document.getElementById('wanted')?.value === '{provisional[:6]}'")
+    browser.wait_for(f"{ROWS}.length === 1")
     search(browser, "local")
     browser.wait_for(f"{ROWS}.length > 1")
     newest = column(browser, "submitted")
@@ -116,14 +127,15 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     browser.wait_for(f"{ROWS}.length > 1")
     boxes = "[...document.querySelectorAll('.list tbody input')]"
     assert browser.evaluate("document.querySelector('a.button').hidden")
-    for job_id in (service.finished, other):
+    for job_id, hint in ((service.finished, ""), (other, "Tick another to compare")):
+        assert browser.evaluate("document.querySelector('.actions [role=status]').textContent") == hint
         browser.evaluate(f"document.querySelector('.list [data-id=\"{job_id}\"] input').focus()")
         browser.press(" ", 32, " ")
     assert browser.evaluate(f"{boxes}.filter((box) => box.checked).length") == 2
     browser.evaluate("document.querySelector('a.button').click()")
     browser.wait_for("document.querySelectorAll('.comparison svg.plot').length === 2")
-    rows = "[...document.querySelectorAll('.differ tbody tr')].map((row) => [...row.cells].map((one) => one.innerText))"
-    differs = {name: values for name, *values in browser.evaluate(rows)}
+    assert browser.evaluate("document.activeElement.tagName") == "H1"
+    differs = {name: values for name, *values in browser.evaluate(DIFFERENCES)}
     assert (differs["memory_limit_gib"], differs["batch_size"]) == (["24", "20"], ["64", "33"])
     assert "device.device_name" not in differs, "what is the same is not shown"
     compared = service.client.connection.request("GET", f"/v1/explorations/{service.finished}/comparison?other={other}")
@@ -135,6 +147,14 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     said = browser.evaluate("[...document.querySelectorAll('.contender')].map((one) => one.innerText)")
     for side, text in zip(sides, said, strict=True):
         assert Candidate(**side["candidate"]).describe() in text
+        assert f"confidence {side['confidence']}\n" in text
+    size = sides[1]["candidate"]["micro_batch_size"]
+    divides = (
+        f"micro-batch {size}, which divides the batch of 33; the answer is {best.candidate.micro_batch_size} for any"
+    )
+    assert divides in said[1]
+    letter = "AB"[sides[1]["tokens_per_second"] > sides[0]["tokens_per_second"]]
+    assert browser.evaluate("document.querySelector('.fastest').innerText") == f"{letter} is the fastest as measured."
     ratios = browser.evaluate("[...document.querySelectorAll('.contender .against b')].map((one) => one.innerText)")
     a, b = (float(text.replace(",", "")) for text in rates)
     assert [float(text.removesuffix("x")) for text in ratios] == [pytest.approx(b / a, abs=1e-3)]
@@ -166,6 +186,24 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     assert count(browser, ".compared") == 0
 
 
+def test_one_without_an_answer_says_why_and_an_unknown_address_says_so(browser: Chromium, service: Service) -> None:
+    failed = finish(service, memory_limit_gib=6, micro_batch_size=[16], recompute=["none"], seed=28)
+    log_in(browser, service, at=f"#/compare/{service.finished},{failed}")
+    browser.wait_for("document.querySelectorAll('.contender strong').length === 1")
+    said = browser.evaluate("document.querySelector('main').innerText")
+    assert "It has no answer: no candidate fits" in said and "false" not in said.split("What differs")[0]
+    differs = {name: values for name, *values in browser.evaluate(DIFFERENCES)}
+    assert differs["memory_limit_gib"] == ["24", "6"]
+    assert [problem for problem in browser.problems if "401" not in problem] == []
+    browser.evaluate(f"location.hash = '#/compare/{service.finished},none'")
+    browser.wait_for("document.title.startsWith('No such exploration') && document.activeElement.tagName === 'H1'")
+    assert "None has the id none. List the explorations." in browser.evaluate(
+        "document.querySelector('main').innerText"
+    )
+    browser.evaluate("location.hash = '#/elsewhere'")
+    browser.wait_for("document.querySelector('main h1').innerText === 'No such page'")
+
+
 def test_answers_of_different_models_are_compared_only_if_asked(browser: Chromium, service: Service) -> None:
     other = service.queue.enqueue(request(seed=27, labels={"model": "another"}))[0].id
     assert list(service.client.events(other))
@@ -180,7 +218,11 @@ def test_answers_of_different_models_are_compared_only_if_asked(browser: Chromiu
     check_view(browser)
     browser.evaluate("document.querySelector('.ask button').focus()")
     browser.press(*ENTER)
-    browser.wait_for("document.querySelectorAll('.contender .against').length === 2")
+    browser.wait_for("document.querySelectorAll('.contender').length === 2")
+    shown = browser.evaluate("document.querySelector('main').innerText")
+    assert "different models, small and wider" in shown
+    assert "It has no ratio to A" in shown
+    assert "likely to be" not in shown and count(browser, ".fastest") == 0
     assert "model.hidden_size" in browser.evaluate("document.querySelector('details').textContent")
 
 
@@ -284,7 +326,7 @@ def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browse
         assert "2 of 2 in the queue" in browser.evaluate(f"{shown}[0].innerText")
         queue.note_waiting(grace=timedelta(0))
         browser.wait_for(f"{shown}[0].innerText.includes('a worker: each that can run it is busy')")
-        assert "until about" in browser.evaluate(f"{shown}[0].innerText")
+        assert "the first worker is free" in browser.evaluate(f"{shown}[0].innerText")
         browser.wait_for("document.querySelectorAll('.log li').length === 2")
         check_view(browser)
         queue.request_cancel(ids[1])
@@ -306,7 +348,8 @@ def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browse
 
 
 def test_a_failed_one_offers_its_remedies_as_requests_that_are_filled_in(browser: Chromium, service: Service) -> None:
-    failed = finish(service, memory_limit_gib=6, micro_batch_size=[16], recompute=["none"], seed=74)
+    noted = {"notices": ("a key was ignored",), "seed": 74}
+    failed = finish(service, memory_limit_gib=6, micro_batch_size=[16], recompute=["none"], **noted)
     known = service.client.get(failed)
     assert known.state == "failed" and known.request is not None and known.answer is not None
     first = known.answer.variants[0].remedies[0]
@@ -318,15 +361,25 @@ def test_a_failed_one_offers_its_remedies_as_requests_that_are_filled_in(browser
     assert actions == ["Edit and submit again", "Delete the exploration"]
     assert f"bexp resume {failed}" not in browser.evaluate("document.querySelector('main').innerText")
     check_view(browser)
+    browser.evaluate(
+        "(window.real = fetch, window.held = new Promise((done) => { window.go = done }), "
+        "window.fetch = async (...given) => { await held; return real(...given); }, 1)"
+    )
     browser.evaluate("[...document.querySelectorAll('.card a.button')].at(0).click()")
-    browser.wait_for("document.getElementById('document')?.value.startsWith('{')")
+    browser.wait_for("document.getElementById('document')?.disabled")
+    assert browser.evaluate("document.querySelector('main > [role=status]').innerText") == "Loading the request…"
+    browser.evaluate("go()")
+    browser.wait_for("document.getElementById('document').value.startsWith('{')")
+    assert not browser.evaluate("[...document.querySelector('form.card').elements].some((one) => one.disabled)")
     assert first.change in browser.evaluate("document.querySelector('main > [role=status]').innerText")
     assert '"confidence_target"' not in browser.evaluate("document.getElementById('document').value"), "it is usual"
     browser.evaluate("document.querySelector('form.card').requestSubmit()")
     browser.wait_for(f"location.hash.startsWith('#/explorations/') && !location.hash.includes('{failed}')")
     again = service.client.get(browser.evaluate("location.hash.split('/')[2]"))
     service.queue.request_cancel(again.id)
-    assert again.request == type(known.request).model_validate(known.request.model_dump(mode="json") | first.settings)
+    assert again.request == type(known.request).model_validate(
+        known.request.model_dump(mode="json") | first.settings | {"notices": ()}
+    )
 
 
 def test_commands_are_copied_by_keyboard(browser: Chromium, service: Service) -> None:

@@ -83,7 +83,7 @@ def test_a_list_shows_what_was_asked_for_last_and_moves_nobody(browser: Chromium
 
     intercept(browser, "await wait(800);")
     browser.evaluate(
-        "(document.addEventListener('focusin', ({ target }) => window.last = target), location.hash = '#/x')"
+        "(document.addEventListener('focusin', ({ target }) => window.last = target), location.hash = '#/')"
     )
     browser.wait_for("!document.querySelector('.list tbody a') && document.getElementById('wanted')")
     browser.evaluate("document.getElementById('wanted').focus()")

@@ -73,6 +73,14 @@ def test_words_are_searched_in_models_devices_owners_and_labels(stored: Database
 
 
 @pytest.mark.parametrize(
+    ("search", "is_found"), [("ABCD", True), ("abcdef1 tiny", True), ("abc", False), ("bcde", False)]
+)
+def test_four_characters_at_the_beginning_find_an_id(database: Database, search: str, is_found: bool) -> None:
+    Queue(database).enqueue(make_request(), job_id="abcdef12")
+    assert bool(list_jobs(database, JobFilter(search=search))[0]) is is_found
+
+
+@pytest.mark.parametrize(
     ("labels", "found"),
     [
         ((("run", "search"),), "20"),

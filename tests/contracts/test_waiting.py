@@ -40,6 +40,9 @@ def reasons(database: Database, job_id: str) -> list[str | None]:
     return [event.data["reason"] for event in read_events(database, job_id) if event.code == 105]
 
 
+NO_GPU = "none with a cuda device is running (`bexp worker --device cuda:0` starts one)"
+
+
 def test_a_job_says_once_what_it_waits_for(database: Database, queue: Queue) -> None:
     job, _ = queue.enqueue(make_request(device_kind="cuda"))
     for _ in range(3):
@@ -48,8 +51,8 @@ def test_a_job_says_once_what_it_waits_for(database: Database, queue: Queue) -> 
     add_worker(database)
     for _ in range(2):
         queue.note_waiting(grace=NO_GRACE)
-    assert reasons(database, job.id) == ["none is running", "none with a cuda device is running"]
-    assert get_job(database, job.id).waiting_reason == "none with a cuda device is running"
+    assert reasons(database, job.id) == ["none is running", NO_GPU]
+    assert get_job(database, job.id).waiting_reason == NO_GPU
     add_worker(database, "gpu", "cuda")
     queue.note_waiting(grace=NO_GRACE)
     assert get_job(database, job.id).waiting_reason is None
@@ -71,7 +74,7 @@ def test_the_same_reason_of_many_jobs_is_noted_in_few_statements(database: Datab
     sa.event.listen(database.engine, "before_cursor_execute", note)
     queue.note_waiting(grace=NO_GRACE)
     sa.event.remove(database.engine, "before_cursor_execute", note)
-    assert [reasons(database, job_id) for job_id in told] == [["none with a cuda device is running"], []] * 2
+    assert [reasons(database, job_id) for job_id in told] == [[NO_GPU], []] * 2
     assert [get_job(database, job_id).last_seq for job_id in told] == [2, 1, 2, 1]
     assert len(changes) == 2
 
@@ -156,11 +159,17 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database, queue: Que
 
 
 def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database, queue: Queue, job: Job) -> None:
-    register_worker(database, make_worker("r", device_name="A, replayed", fingerprint=FINGERPRINT))
+    on_a_gpu, _ = queue.enqueue(make_request(device_kind="cuda", seed=2))
+    for kind in ("cuda", "cpu"):
+        register_worker(database, make_worker(kind, device_kind=kind, device_name="A, replayed"))
+    replayed = "; recorded tables are replayed, and each takes what it can answer"
     queue.note_waiting(grace=NO_GRACE)
-    assert reasons(database, job.id) == [
-        "only recorded tables are replayed, and each takes the explorations that it can answer"
-    ]
+    assert reasons(database, job.id) == [f"none is running{replayed}"]
+    register_worker(database, make_worker("w", device_kind="cpu", pid=3, fingerprint=FINGERPRINT))
+    place = find_place(database, on_a_gpu)
+    queue.note_waiting(grace=NO_GRACE)
+    assert reasons(database, on_a_gpu.id)[-1] == f"{NO_GPU}{replayed}"
+    assert place is not None and place.reason == f"{NO_GPU}{replayed}", "before it is noted"
     add_worker(database)
     queue.note_waiting(grace=NO_GRACE)
     assert get_job(database, job.id).waiting_reason is None
@@ -305,7 +314,9 @@ def test_the_place_of_a_job_is_that_in_the_order_of_claims(database: Database, q
     queue.enqueue(make_request(device_kind="cpu"), job_id="cpu")
     assert find_place(database, own) is None
     queued = {job_id: get_job(database, job_id) for job_id in (*priorities, "gpu")}
-    assert find_place(database, queued["gpu"]) == QueuePlace(3, 6, None), "nothing is known of when a worker comes"
+    assert find_place(database, queued["gpu"]) == QueuePlace(3, 6, None, "none is running"), (
+        "nothing is known of when a worker comes"
+    )
     places = {job_id: place.place for job_id in priorities if (place := find_place(database, queued[job_id]))}
     assert [places[job_id] for job_id in ("a3", "b2")] == [1, 2]
     claimed = []
@@ -349,7 +360,7 @@ def test_a_place_is_read_by_one_query_from_an_index_of_the_queued_jobs(database:
         statements.append((statement, parameters))
 
     sa.event.listen(database.engine, "before_cursor_execute", note)
-    assert find_place(database, job) == QueuePlace(1, 1, None)
+    assert find_place(database, job) == QueuePlace(1, 1, None, "none is running")
     sa.event.remove(database.engine, "before_cursor_execute", note)
     (place,) = [taken for taken in statements if "count(*)" in taken[0]]
     if not database.is_postgresql:  # which takes other plans for small tables

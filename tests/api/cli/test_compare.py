@@ -230,7 +230,11 @@ def test_what_does_not_decide_is_no_difference_and_the_load_of_the_host_is_one()
     said, lines = known.compare("first", "other")
     sentence = "The answers are of two models called tiny. The work of their tokens differs, "
     assert said["different_models"].startswith(sentence)
-    assert said["different_models"] in lines
+    assert lines.startswith(said["different_models"])
+    assert "faster" not in lines
+    ratio = ("speedup", "speedup_90_percent", "probability_b_faster", "runs_needed")
+    assert [said[name] for name in ratio] == [None] * 4
+    assert said["next_measurement"]["runs_of_each"] is None
     assert {"field": "batch_size", "a": 24, "b": 48} in said["differs"]
     model, batch = said["differences"]
     assert model.startswith("model: 4 fields, such as model.")
@@ -264,6 +268,16 @@ def test_a_reused_answer_has_the_curve_of_its_source_and_rates_of_two_units_have
     assert "7.0 samples/s" in known.compare("samples", "samples")[1]
     with pytest.raises(CommandError, match="A counts tokens/s, and B counts samples/s"):
         known.compare("source", "samples")
+
+
+def test_an_exploration_without_an_answer_says_why_and_what_differs() -> None:
+    known = Known(first=(100.0,), failed=())
+    request = {**job_document()["request"], "batch_size": 48}
+    known.changes["failed"] = {"recommendation": None, "state": "failed", "error": "nothing fits", "request": request}
+    for pair in (("first", "failed"), ("failed", "first")):
+        with pytest.raises(CommandError, match="exploration failed has no recommendation: nothing fits") as caught:
+            known.compare(*pair)
+        assert "batch_size: " in caught.value.lines[1]
 
 
 def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() -> None:

@@ -72,13 +72,20 @@ def test_the_nearest_micro_batch_that_fits_is_named() -> None:
     assert first.change == f"micro_batch_size {size}"
 
 
-def test_more_devices_before_a_higher_level_where_the_state_is_sharded() -> None:
-    wide = cramped(micro_batch_size=1, recompute=["full"], num_devices=2, batch_size=8, training={"sharding": "zero1"})
+@pytest.mark.parametrize(
+    ("batch_size", "words", "settings"),
+    [(8, "num_devices 4", {}), (6, "num_devices 4 and batch_size 8", {"batch_size": 8})],
+)
+def test_more_devices_before_a_higher_level_keep_the_batch_or_name_it(
+    batch_size: int, words: str, settings: dict[str, int]
+) -> None:
+    sharded: dict[str, Any] = {"num_devices": 2, "training": {"sharding": "zero1"}}
+    wide = cramped(micro_batch_size=1, recompute=["full"], batch_size=batch_size, **sharded)
     limit = smallest_requirement(wide, DEVICE, wide.shapes) / GIB - 0.3
     found = remedies(wide.model_copy(update={"memory_limit_gib": limit}))
     assert found[0].kind is RelaxationKind.NUM_DEVICES
     assert [r.change for r in found if r.kind is RelaxationKind.SHARDING] == ["sharding zero2", "sharding zero3"]
-    assert found[0].settings == {"num_devices": 4, "batch_size": 16}
+    assert (found[0].change, found[0].settings) == (words, {"num_devices": 4, **settings})
     assert found[-1].settings["training"]["sharding"] == "zero3"
 
 
