@@ -8,7 +8,8 @@ versions run side by side. A later generation is refused by earlier versions.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,11 @@ VERSION_TABLE = f"{PREFIX}schema_version"
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _ADVISORY_LOCK = int.from_bytes(b"bexp-ddl", "big")
 _LOCK_SECONDS = 120.0
+_LOCK_MILLISECONDS = 300
+"""The wait for the lock of a table, below PostgreSQL's `deadlock_timeout` of a second."""
+_PAUSE_SECONDS = 0.1
+_LOCKED = frozenset({"55P03", "40P01"})
+"""PostgreSQL's codes of a lock that is not free in time, and of a deadlock."""
 
 
 class NewerSchemaError(sa.exc.SQLAlchemyError):
@@ -61,14 +67,35 @@ def upgrade(database: Database) -> None:
             _set_journal_mode(database)
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-        with database.begin() as connection:
-            if database.is_postgresql:  # to change a large table takes longer than a usual statement may
-                connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
-            config.attributes["connection"] = connection
-            try:
-                command.upgrade(config, "head")
-            except CommandError as error:  # the revision of the database is not one of ours
-                raise NewerSchemaError from error
+
+        def upgrade_once() -> None:
+            with database.begin() as connection:
+                if database.is_postgresql:  # to change a large table takes longer than a usual statement may
+                    connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
+                    connection.execute(sa.text(f"SET LOCAL lock_timeout = '{_LOCK_MILLISECONDS}ms'"))
+                config.attributes["connection"] = connection
+                try:
+                    command.upgrade(config, "head")
+                except CommandError as error:  # the revision of the database is not one of ours
+                    raise NewerSchemaError from error
+
+        _repeat_while_locked(upgrade_once)
+
+
+def _repeat_while_locked(change: Callable[[], None]) -> None:
+    """Make a change of tables in one transaction, again while others hold their locks.
+
+    A transaction of a request may have read one table and then wait for another, which the change has locked. Neither
+    could end. The change gives up before PostgreSQL ends one of the two, which might be the request.
+    """
+    ends_at = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return change()
+        except sa.exc.DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) not in _LOCKED or time.monotonic() > ends_at:
+                raise
+        time.sleep(_PAUSE_SECONDS)
 
 
 def is_current(database: Database) -> bool:

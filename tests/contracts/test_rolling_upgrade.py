@@ -26,7 +26,7 @@ from bexp.storage.tables import PREFIX
 from tests.api.serving import in_process
 from tests.contracts.jobs import ANSWER, codes
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, wait_until
 
 ADDITIVE = """
 import sqlalchemy as sa
@@ -141,6 +141,25 @@ def test_an_api_and_workers_go_on_while_a_later_version_upgrades_the_schema(
     with database.read() as connection:
         notes = set(connection.scalars(sa.text("SELECT note FROM bexp_jobs")))
     assert notes == {"old", "none"}, "written before the upgrade, and after it"
+
+
+def test_an_upgrade_gives_way_to_a_request_that_has_read_one_table_and_wants_another(
+    postgresql_url: str, open_url: Callable[[str], Database], tmp_path: Path
+) -> None:
+    """The upgrade changes jobs before workers, and the request reads workers before jobs."""
+    database, later_database = open_url(postgresql_url), open_url(postgresql_url)
+    later = version_with(tmp_path / "later", keep=lambda _: True, later=in_generation(99))
+    waiting = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'bexp_workers'::regclass")
+    with ThreadPoolExecutor(1) as pool:
+        with database.read() as request:
+            request.execute(sa.text("SELECT name FROM bexp_workers"))
+            upgrade = pool.submit(later.upgrade, later_database)
+            with open_url(postgresql_url).read() as other:
+                wait_until(lambda: bool(other.scalar(waiting)) or upgrade.done())
+            assert not upgrade.done()
+            assert request.scalar(sa.text("SELECT count(*) FROM bexp_jobs")) == 0
+        upgrade.result()
+    assert later.is_current(later_database)
 
 
 def wait_for(load: Load, running: Sequence[Future[None]], number: int) -> None:
