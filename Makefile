@@ -14,9 +14,9 @@ RECORDING := benchmarks/results/tables/olmoe-zipf.jsonl
 # Threads that spin at a barrier while another program has the core make small kernels tens of times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-# Some tests wait for processes that they start: one more at a time than cores keeps these busy. Each further one would
-# collect all tests again, which takes nine seconds of a core.
-TEST_PROCESSES ?= 3
+# Some tests wait for processes that they start: four at a time keep two cores busy. Each further one would collect all
+# tests again, which takes fourteen seconds of a core.
+TEST_PROCESSES ?= 4
 
 .PHONY: demo test style types tests test-gpu test-frameworks setup clean
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from bexp.tune.link import PROMISE, SIZE, STEPS
+from bexp.tune.link import BRACES, PROMISE, SIZE, STEPS
 
 WARM_UP = 2
 """Optimizer steps that are not timed: they meet new shapes, and the optimizer's state."""
@@ -33,7 +33,7 @@ Each gets the number of micro-steps of the first step that was seen whole, and r
 
 def size_in_braces() -> int | None:
     """Return the size that stands in the command in place of its braces; None if it has no braces for one."""
-    has_braces = json.loads(os.environ[PROMISE]).get("has_braces") if PROMISE in os.environ else SIZE in os.environ
+    has_braces = json.loads(os.environ[PROMISE]).get("has_braces") if PROMISE in os.environ else BRACES in os.environ
     return int(os.environ[SIZE]) if has_braces else None
 
 

@@ -32,7 +32,7 @@ from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.measurement import Outcome
 from bexp.tune.agreement_text import Cause, in_short
 from bexp.tune.environment import temporary_folder
-from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS, failures_in
+from bexp.tune.link import BRACES, CHOICE, SCRATCH, SIZE, SOCKET, STEPS, failures_in
 from bexp.tune.placeholders import APPLY
 from bexp.tune.waiting import note
 from bexp.workers.devices.lock import DeviceBusyError
@@ -369,6 +369,7 @@ class CommandProcess:
         }
         if size is not None:
             own |= {SIZE: str(size), STEPS: str(self._command.steps(size))}
+            own |= {BRACES: "1"} if self._command.has_size else {}
         try:
             self._popen = subprocess.Popen(
                 arguments,
