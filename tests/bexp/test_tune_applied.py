@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from bexp.transformers.settings import Settings
 from bexp.tune.link import CHOICE, PROMISE, SIZE, STEPS
 from bexp.tune.placeholders import APPLY_VALUES, apply_lines, settings_of
-from bexp.tune.promise import say_kept
+from bexp.tune.promise import MOST, _Steps, say_kept
 from tests.forked_ranks import run_ranks
 
 LOOP = """
@@ -274,3 +274,22 @@ def test_steps_that_saved_do_not_count(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == (
         "\nbexp: 3 optimizer steps ran at 800 tokens/s, 1.00 +- 0.00 of the 800 that were promised\n"
     )
+
+
+def test_what_a_run_saves_and_evaluates_between_two_steps_is_in_no_steps_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, said = [0.0], list[list[float]]()
+    promised = {"has_size": True, "tokens_per_second": 1.0, "tokens_per_sample": 1.0}
+    monkeypatch.setenv(PROMISE, json.dumps(promised))
+    monkeypatch.setenv(SIZE, "2")
+    monkeypatch.setattr("bexp.tune.promise.now", lambda: clock[0])
+    monkeypatch.setattr("bexp.tune.promise.say_kept", lambda timed, *_: said.append([seconds for seconds, _ in timed]))
+    monkeypatch.setattr(_Steps, "_count_micro_steps", lambda _: None)
+    steps, optimizer = _Steps(), object()
+    while not said:
+        clock[0] += 1.0
+        steps.end_step(optimizer)
+        clock[0] += 9.0
+        steps.begin_again()
+    assert said == [[1.0] * MOST]
