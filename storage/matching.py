@@ -166,13 +166,15 @@ def waiting_reason(job: Any, live: Sequence[WorkerInfo]) -> str | None:
     for need in NEEDS:
         able = [worker for worker in able if need.is_met_by(job, worker)]
         if not able:
-            return _describe_missing(job, need) + ("" if is_bound else _describe_replayed(job, live))
+            missing = _describe_missing(job, need)
+            return missing if is_bound or not find_takers(job, live) else _with_replays(missing, need)
     return None
 
 
-def _describe_replayed(job: Any, live: Sequence[WorkerInfo]) -> str:
-    """Return what may answer a job in place of a worker that can run it; an empty text if nothing may."""
-    return "; recorded tables are replayed, and each takes what it can answer" if find_takers(job, live) else ""
+def _with_replays(missing: str, need: Need) -> str:
+    """Return the reason where replayed tables may answer the job in place of a worker that measures."""
+    reason = "none that measures is running" if need is OWN else missing
+    return f"{reason}; recorded tables are replayed, and each takes what it can answer"
 
 
 def _describe_missing(job: Any, need: Need) -> str:

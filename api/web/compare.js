@@ -7,6 +7,7 @@ import { compareExplorations, getExploration, Problem } from "./service.js";
 
 export const MOST_COMPARED = 6;
 const LETTERS = "ABCDEF";
+const LEVEL = 0.99; // of the fastest, the tolerance of an answer
 const LEAST_LOAD = 0.1; // of a host, from which on two loads differ
 const MEMORY_NOTE = "At the peak, of the candidates above. The reserve is for fragmentation, the runtime's context and a margin.";
 const SUM_NOTE = " Of a candidate that is not the recommended one, the sum of the other parts is known.";
@@ -66,7 +67,8 @@ function draw(root, title, about, contenders, pairs, signal) {
   const sides = contenders.filter(({ candidate }) => candidate);
   const first = contenders.find(({ isFirst }) => isFirst);
   const hasRatios = contenders.some(({ isFirst, pair }) => !isFirst && pair?.speedup);
-  const [fastest] = sides.toSorted((one, other) => other.tokens_per_second - one.tokens_per_second);
+  const most = Math.max(...sides.map((side) => side.tokens_per_second));
+  const fastest = sides.filter((side) => side.tokens_per_second >= LEVEL * most).map(({ letter }) => letter);
   const curves = el("div");
   const memory = el("div");
   const figure = (name, note, body) => el("figure", { class: "card" }, el("figcaption", {}, el("h2", {}, name), el("p", { class: "quiet" }, note)), body);
@@ -74,7 +76,7 @@ function draw(root, title, about, contenders, pairs, signal) {
     el("header", { class: "page-head" }, title),
     about,
     el("div", { class: "compared" },
-      !about && sides.length > 1 && el("p", { class: "fastest" }, `${fastest.letter} is the fastest as measured.`),
+      !about && sides.length > 1 && el("p", { class: "fastest" }, fastest.length > 1 ? `${fastest.join(" and ")} are level: within 1% of each other.` : `${fastest[0]} is the fastest as measured.`),
       el("ol", { class: "contenders", "aria-label": "Answers" }, contenders.map((one) => contender(one, first, hasRatios)))),
     sides.length > 0 && el("div", { class: "comparison" },
       figure("Throughput by micro-batch", "Per device, the fastest that ran at each size. A ring is the candidate above.", curves),

@@ -164,7 +164,7 @@ def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database,
         register_worker(database, make_worker(kind, device_kind=kind, device_name="A, replayed"))
     replayed = "; recorded tables are replayed, and each takes what it can answer"
     queue.note_waiting(grace=NO_GRACE)
-    assert reasons(database, job.id) == [f"none is running{replayed}"]
+    assert reasons(database, job.id) == [f"none that measures is running{replayed}"]
     register_worker(database, make_worker("w", device_kind="cpu", pid=3, fingerprint=FINGERPRINT))
     place = find_place(database, on_a_gpu)
     queue.note_waiting(grace=NO_GRACE)
