@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from email.message import Message
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -20,6 +20,12 @@ Model = TypeVar("Model", bound=BaseModel)
 JSON = "application/json"
 YAML = "application/yaml"
 _YAML_TYPES = frozenset({YAML, "application/x-yaml", "text/yaml", "text/x-yaml"})
+
+
+def described(schema: str, example: object) -> dict[str, Any]:
+    """Return what an OpenAPI operation says of its JSON body, which is of a schema that the document has."""
+    content = {JSON: {"schema": {"$ref": f"#/components/schemas/{schema}"}, "example": example}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def read_text(request: Request, max_bytes: int, max_seconds: float) -> str:

@@ -100,14 +100,7 @@ def show_quota(_caller: Administrator, owner: OwnerDep, service: ServiceDep) -> 
         ),
         **_NO_OWNER,
     },
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                bodies.JSON: {"schema": {"$ref": "#/components/schemas/QuotaLimits"}, "example": examples.LIMITS}
-            },
-        }
-    },
+    openapi_extra=bodies.described("QuotaLimits", examples.LIMITS),
 )
 def put_quota(
     caller: Administrator,

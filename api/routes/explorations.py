@@ -310,17 +310,7 @@ MAX_NOTES_BYTES = 32 * 1024  # of as many characters as Notes takes, each escape
             HTTPStatus.UNPROCESSABLE_ENTITY,
         ),
     },
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                bodies.JSON: {
-                    "schema": {"$ref": "#/components/schemas/Notes"},
-                    "example": {"text": examples.EXPLORATION["notes"]},
-                }
-            },
-        }
-    },
+    openapi_extra=bodies.described("Notes", {"text": examples.EXPLORATION["notes"]}),
 )
 def write_notes(
     job_id: JobIdDep,

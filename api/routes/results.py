@@ -176,17 +176,7 @@ MAX_REPORT_BYTES = 16 * 1024
             HTTPStatus.UNPROCESSABLE_ENTITY,
         ),
     },
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                bodies.JSON: {
-                    "schema": {"$ref": "#/components/schemas/RunReport"},
-                    "example": examples.RUN_REPORT["report"],
-                }
-            },
-        }
-    },
+    openapi_extra=bodies.described("RunReport", examples.RUN_REPORT["report"]),
 )
 def report_run(
     _caller: Submitter,
