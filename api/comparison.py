@@ -12,6 +12,7 @@ from bexp.api.cli.job_ids import find_job
 from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import row
+from bexp.explorer.cost.step import required_bytes
 from bexp.explorer.model.amounts import rate_text, seconds_text
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.spelling import shortened
@@ -59,7 +60,14 @@ class _Known:
         self.best = best
         self.unit = best.rate_unit
         self.asked = _depends_on(self.job)
-        self.curve = throughput_curve(self.chosen, self.side, self.trials or self._source_trials(client))
+        self.curve = throughput_curve(self.chosen, self.side, self.trials or self._source_trials(client), self._fits)
+
+    def _fits(self, trial: Trial) -> bool:
+        """Return whether a trial's peak fits with its reserve, as far as both are known."""
+        report, request, needed = self.job.report, self.job.request, trial.peak_bytes or 0
+        if report is not None and request is not None:
+            needed = required_bytes(needed, report.hardware, request.allocator)
+        return needed <= self.best.memory_limit_bytes
 
     @property
     def run_seconds(self) -> float | None:

@@ -98,6 +98,7 @@ SUMMARY: dict[str, Any] = {
     "finished_at": None,
     "cancel_requested": False,
     "waiting_reason": None,
+    "queue": None,
     "error": None,
     "answered_from": None,
     "links": Links.of(JOB_ID).model_dump(),
@@ -115,7 +116,6 @@ EXPLORATION: dict[str, Any] = {
     "text": _TEXT,
     "export_formats": formats_for(_RECOMMENDATION),
     "own_formats": formats_for(_RECOMMENDATION),
-    "queue": None,
 }
 QUEUED: dict[str, Any] = {
     **EXPLORATION,

@@ -38,9 +38,9 @@ _RESULTS = (
 """The fields of an exploration that its measurements fill, and what people write of them."""
 
 
-def summary_of(job: JobSummary) -> ExplorationSummary:
-    """Return an exploration as a list shows it."""
-    return ExplorationSummary.model_construct(**_summary_fields(job))
+def summary_of(job: JobSummary, place: StoredPlace | None = None) -> ExplorationSummary:
+    """Return an exploration as a list shows it, and its `place` in the queue."""
+    return ExplorationSummary.model_construct(**_summary_fields(job, place))
 
 
 def exploration_of(job: Job, *, with_results: bool = True, place: StoredPlace | None = None) -> Exploration:
@@ -49,16 +49,13 @@ def exploration_of(job: Job, *, with_results: bool = True, place: StoredPlace | 
     Its parts are not validated again, because the rules of a request take longer than all the rest.
     """
     names = ("request", "attempt", "last_seq", "notes", "report", "space", "recommendation", "answer")
-    shown = _summary_fields(job) | {name: getattr(job, name) for name in names}
+    shown = _summary_fields(job, place) | {name: getattr(job, name) for name in names}
     shown["error"] = job.error or job.unreadable
     best = job.recommendation if with_results else None
     explored = Explored(job.id, job.request, job.report, is_over=job.state.is_final)
     shown["text"] = answer_text(explored, job.recommendation, job.answer) if with_results else None
     shown["export_formats"] = [] if best is None else formats_for(best, job.request)
     shown["own_formats"] = [] if best is None else own_formats(best, job.request)
-    if place is not None:
-        shown["queue"] = QueuePlace(place=place.place, num_queued=place.num_queued, busy_until=place.busy_until)
-        shown["waiting_reason"] = job.waiting_reason or place.reason  # nothing is noted of one that was just submitted
     return Exploration.model_construct(**shown | ({} if with_results else dict.fromkeys(_RESULTS)))
 
 
@@ -78,23 +75,32 @@ def worker_of(worker: KnownWorker) -> Worker:
     )
 
 
-def _summary_fields(job: JobSummary) -> dict[str, Any]:
+def _summary_fields(job: JobSummary, place: StoredPlace | None) -> dict[str, Any]:
     source = None
     if job.reused_from is not None and job.measured_at is not None:
         source = AnswerSource(exploration=job.reused_from, measured_at=job.measured_at)
     names = (
         *("id", "owner", "priority", "device_name", "micro_batch_size", "performance", "tokens_per_second"),
         *("confidence", "confidence_target", "created_at", "started_at", "finished_at", "cancel_requested"),
-        *("waiting_reason", "error"),
+        "error",
     )
     return {name: getattr(job, name) for name in names} | {
         "state": job.state.value,
         "model": job.model_name,
         "labels": dict(job.labels),
+        **_of_queue(job, place),
         "rate_unit": RateUnit(job.rate_unit or RateUnit.TOKENS),
         "answered_from": source,
         "links": Links.of(job.id),
     }
+
+
+def _of_queue(job: JobSummary, place: StoredPlace | None) -> dict[str, Any]:
+    if place is None:
+        return {"queue": None, "waiting_reason": job.waiting_reason}
+    queue = QueuePlace(place=place.place, num_queued=place.num_queued, busy_until=place.busy_until)
+    reason = job.waiting_reason or place.reason  # nothing is noted of one that was just submitted
+    return {"queue": queue, "waiting_reason": reason}
 
 
 MAX_NOTES = 4000

@@ -32,7 +32,7 @@ from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import read_run_reports
 from bexp.storage.trials import read_all_trials
-from bexp.storage.waiting import find_place
+from bexp.storage.waiting import find_place, find_places
 from bexp.storage.workers import read_workers
 
 _NOTHING = {
@@ -157,8 +157,9 @@ class StoredExplorations:
         while True:
             with _refusals():
                 page, cursor = list_jobs(self.database, wanted=wanted, cursor=cursor)
+                places = find_places(self.database, page)
             for job in page:
-                yield resources.summary_of(job)
+                yield resources.summary_of(job, places.get(job.id))
             if cursor is None:
                 return
 

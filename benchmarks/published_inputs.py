@@ -65,7 +65,7 @@ Row = dict[str, Any]
 class Published:
     """A published input. `file` is its script or YAML, in a package of `modules` or in the folder of inputs.
 
-    The run has no key of `dropped`.
+    The run has no key of `dropped`, and `replaced` texts of the file are others here.
     """
 
     file: str
@@ -75,6 +75,7 @@ class Published:
     program: tuple[str, ...] = ()
     tiny: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    replaced: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -87,6 +88,7 @@ INPUTS = {
         trainer="axolotl",
         program=("-m", "axolotl.cli.train"),
         dropped=("loss_watchdog_threshold",),  # it ends a training whose weights are random
+        replaced={"attn_implementation: flash_attention_2": "attn_implementation: sdpa"},  # no wheel of flash-attn
         environment={"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"},
     ),
     "llamafactory": Published(
@@ -189,10 +191,10 @@ class Bench:
         path = self._work / published.file
         path.parent.mkdir(parents=True, exist_ok=True)
         text = source.read_text()
-        described = {"file": published.file, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        if self._options.tiny:
-            for old, new in TINY.items():
-                text = text.replace(old, new)
+        described: Row = {"file": published.file, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        described["replaced"] = published.replaced
+        for old, new in {**published.replaced, **(TINY if self._options.tiny else {})}.items():
+            text = text.replace(old, new)
         path.write_text(text)
         return described
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import sqlalchemy as sa
 from pydantic import ValidationError
@@ -218,37 +218,58 @@ def _select_held_devices(database: Database) -> sa.Subquery:
     return held.where(is_held(database)).group_by(jobs.c.owner).subquery("held")
 
 
-def find_turn(database: Database, connection: sa.Connection, job: sa.Row[Any]) -> tuple[int, int] | None:
-    """Return the place of a queued job in the order of claims, counted from 1, and the number of jobs in that order.
+def find_turns(
+    database: Database, connection: sa.Connection, device_kind: str | None, among: Collection[str]
+) -> dict[str, tuple[int, int]]:
+    """Return the places of queued jobs in the order of claims, counted from 1, and the number of jobs in that order.
 
-    The row of the job has its id, owner, priority, time and device kind. Jobs for their own workers, and those that
-    name another kind of device, are in no one's way. Each job counts as one device. Of two owners from whom no job was
-    ever taken, the one with the oldest job counts as the first. Returns None if the job itself is not in the order.
+    The jobs `among` all need `device_kind`. Jobs for their own workers, and those that name another kind of device,
+    are in no one's way. Each job counts as one device. Of two owners from whom no job was ever taken, the one with the
+    oldest job counts as the first. A job that is not in the order itself has no place.
     """
-    is_older = sa.tuple_(jobs.c.created_at, jobs.c.id) <= sa.tuple_(job.created_at, job.id)
-    is_ahead = (jobs.c.priority > job.priority) | ((jobs.c.priority == job.priority) & is_older)
-    ahead = sa.func.sum(sa.case(((jobs.c.owner == job.owner) & is_ahead, 1), else_=0)).label("ahead")
+    in_order: list[sa.TextClause | sa.ColumnElement[bool]] = [IS_QUEUED, jobs.c.own_worker == ""]
+    if device_kind is not None:
+        in_order.append(sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == device_kind))
+    level = (jobs.c.owner, jobs.c.priority)  # in the order of the index of queued jobs, so that nothing is sorted
+    rank = sa.func.row_number().over(partition_by=level, order_by=(jobs.c.created_at, jobs.c.id)).label("rank")
+    ranked = sa.select(jobs.c.id, *level, rank).where(*in_order).subquery("ranked")
+    mine = connection.execute(sa.select(ranked).where(ranked.c.id.in_(among))).all()
     number, oldest = sa.func.count().label("number"), sa.func.min(jobs.c.created_at).label("oldest")
-    queued = sa.select(jobs.c.owner, ahead, number, oldest).where(IS_QUEUED, jobs.c.own_worker == "")
-    if job.device_kind is not None:
-        queued = queued.where(sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == job.device_kind))
-    one, held = queued.group_by(jobs.c.owner).subquery("queued"), _select_held_devices(database)
-    both = one.outerjoin(held, held.c.owner == one.c.owner).outerjoin(turns, turns.c.owner == one.c.owner)
+    queued = sa.select(*level, number, oldest).where(*in_order).group_by(*level).subquery("queued")
+    held = _select_held_devices(database)
+    both = queued.outerjoin(held, held.c.owner == queued.c.owner).outerjoin(turns, turns.c.owner == queued.c.owner)
     served = sa.func.coalesce(held.c.num_devices, 0).label("served")
-    owners = connection.execute(sa.select(one, served, turns.c.claimed_at).select_from(both)).all()
-    mine = next((owner for owner in owners if owner.owner == job.owner), None)
-    if mine is None:
-        return None
-    place = mine.ahead
-    for other in owners:
-        if other is not mine:
-            before = mine.served + mine.ahead - other.served - 1 + (_waited_since(other) < _waited_since(mine))
-            place += min(max(before, 0), other.number)
-    return place, sum(owner.number for owner in owners)
+    by_owner: dict[str, list[sa.Row[Any]]] = {}
+    for row in connection.execute(sa.select(queued, served, turns.c.claimed_at).select_from(both)):
+        by_owner.setdefault(row.owner, []).append(row)
+    owners = {owner: _QueuedOwner.of(rows) for owner, rows in by_owner.items()}
+    num_queued = sum(owner.number for owner in owners.values())
+    places = {}
+    for job in mine:
+        if (own := owners.get(job.owner)) is None:
+            continue  # it was taken between the two queries
+        place = ahead = job.rank + sum(row.number for row in by_owner[job.owner] if row.priority > job.priority)
+        for other in owners.values():
+            if other is not own:
+                before = own.served + ahead - other.served - 1 + (other.waited_since < own.waited_since)
+                place += min(max(before, 0), other.number)
+        places[job.id] = place, num_queued
+    return places
 
 
-def _waited_since(owner: sa.Row[Any]) -> tuple[bool, datetime]:
-    return (False, owner.oldest) if owner.claimed_at is None else (True, owner.claimed_at)
+class _QueuedOwner(NamedTuple):
+    """An owner of `number` queued jobs, whose running ones hold `served` devices, and since when it waits."""
+
+    number: int
+    served: int
+    waited_since: tuple[bool, datetime]
+
+    @classmethod
+    def of(cls, rows: Sequence[sa.Row[Any]]) -> Self:
+        """Return an owner by its rows, one for each priority."""
+        number, claimed_at = sum(row.number for row in rows), rows[0].claimed_at
+        waited_since = (False, min(row.oldest for row in rows)) if claimed_at is None else (True, claimed_at)
+        return cls(number, rows[0].served, waited_since)
 
 
 def await_turn(database: Database, connection: sa.Connection) -> None:

@@ -167,14 +167,13 @@ def waiting_reason(job: Any, live: Sequence[WorkerInfo]) -> str | None:
         able = [worker for worker in able if need.is_met_by(job, worker)]
         if not able:
             missing = _describe_missing(job, need)
-            return missing if is_bound or not find_takers(job, live) else _with_replays(missing, need)
+            return missing if is_bound or not find_takers(job, live) else _with_replays(missing)
     return None
 
 
-def _with_replays(missing: str, need: Need) -> str:
+def _with_replays(missing: str) -> str:
     """Return the reason where replayed tables may answer the job in place of a worker that measures."""
-    reason = "none that measures is running" if need is OWN else missing
-    return f"{reason}; recorded tables are replayed, and each takes what it can answer"
+    return f"{missing}, apart from recorded tables that are replayed: each takes what it can answer"
 
 
 def _describe_missing(job: Any, need: Need) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
-from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas, find_turn
+from bexp.storage.claims import HELD_BACK, ClaimQuota, find_claim_quotas, find_turns
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, JobSummary
 from bexp.storage.leases import is_held
@@ -122,26 +122,42 @@ class QueuePlace:
 
 def find_place(database: Database, of: JobSummary) -> QueuePlace | None:
     """Return the place of a job in the queue; None if it is not queued, or waits for its own worker alone."""
-    if of.state is not JobState.QUEUED:
-        return None
-    columns = (jobs.c.id, jobs.c.owner, jobs.c.priority, jobs.c.created_at, *NEEDED, jobs.c.report)
+    return find_places(database, [of]).get(of.id)
+
+
+def find_places(database: Database, of: Iterable[JobSummary]) -> dict[str, QueuePlace]:
+    """Return the places in the queue, by id, of those of some jobs that have one as in `find_place`."""
+    ids = [job.id for job in of if job.state is JobState.QUEUED]
+    if not ids:
+        return {}
+    columns = (jobs.c.id, *NEEDED, jobs.c.report)
     with database.read() as connection:
-        query = sa.select(*columns).where(jobs.c.id == of.id, IS_QUEUED, jobs.c.own_worker == "")
-        job = connection.execute(query).one_or_none()
-        turn = None if job is None else find_turn(database, connection, job)
-        if turn is None:
-            return None
+        query = sa.select(*columns).where(jobs.c.id.in_(ids), IS_QUEUED, jobs.c.own_worker == "")
+        rows = connection.execute(query).all()
+        by_kind: dict[str | None, list[str]] = {}
+        for row in rows:
+            by_kind.setdefault(row.device_kind, []).append(row.id)
+        places: dict[str, tuple[int, int]] = {}
+        for kind, among in by_kind.items():
+            places |= find_turns(database, connection, kind, among)
         live = select_live(database, connection)
-        takers = _takers_of(job, live)
         budget = sa.func.coalesce(jobs.c.request["budget"]["max_seconds"].as_float(), 0.0)
         running = sa.select(jobs.c.worker, jobs.c.started_at, budget).where(
-            is_held(database), jobs.c.worker.in_([worker.id for worker in takers])
+            is_held(database), jobs.c.worker.in_([worker.id for worker in live])
         )
         ends = {row[0]: row[1] + timedelta(seconds=row[2]) for row in connection.execute(running)}
         now = database.now(connection)
-    is_one_free = any(worker.id not in ends and worker.held_by is None for worker in takers)
-    later = [] if is_one_free else [end for end in ends.values() if end > now]
-    return QueuePlace(*turn, min(later, default=None), waiting_reason(job, live))
+
+    def busy_until(takers: Sequence[WorkerInfo]) -> datetime | None:
+        is_one_free = any(worker.id not in ends and worker.held_by is None for worker in takers)
+        later = (end for worker in takers if (end := ends.get(worker.id)) is not None and end > now)
+        return None if is_one_free else min(later, default=None)
+
+    return {
+        row.id: QueuePlace(*places[row.id], busy_until(_takers_of(row, live)), waiting_reason(row, live))
+        for row in rows
+        if row.id in places
+    }
 
 
 def _select_busy(database: Database, connection: sa.Connection) -> frozenset[str]:

@@ -35,7 +35,7 @@ from bexp.storage.jobs import (
 from bexp.storage.owners import Caller, Scope
 from bexp.storage.pruning import delete_job
 from bexp.storage.submission import JobFinishedError
-from bexp.storage.waiting import QueuePlace, find_place
+from bexp.storage.waiting import QueuePlace, find_place, find_places
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(bodies.accepts_json)])
 
@@ -217,7 +217,8 @@ def list_explorations(
         jobs, next_cursor = list_jobs(service.database, wanted=wanted, limit=limit, cursor=cursor)
     except InvalidCursorError:
         raise invalid_parameter("cursor", "is not one that this list gave out") from None
-    return ExplorationPage(items=[summary_of(job) for job in jobs], next_cursor=next_cursor)
+    places = find_places(service.database, jobs)
+    return ExplorationPage(items=[summary_of(job, places.get(job.id)) for job in jobs], next_cursor=next_cursor)
 
 
 @router.get(

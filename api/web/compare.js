@@ -25,12 +25,15 @@ export async function showComparison(given, root, signal, shell) {
   }
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
   const answered = explorations.filter(({ recommendation }) => recommendation !== null);
-  const first = answered[0] ?? explorations[0];
-  const pairs = await Promise.all(explorations.map((one) => {
+  const pairsWith = (first) => Promise.all(explorations.map((one) => {
     if (one.recommendation === null) return { reason: `It has no answer: ${one.error ?? `it is ${one.state}`}.` };
     if (one === first && answered.length > 1) return null;
     return compared(first.id, one.id, signal); // with itself if no other has an answer, for its figures
   }));
+  let first = answered[0] ?? explorations[0];
+  let pairs = await pairsWith(first);
+  const faster = fasterOf(pairs);
+  if (faster !== null) pairs = await pairsWith((first = explorations[faster])); // so that each ratio is over the fastest
   shell.connection(true);
   const about = [...new Set(pairs.map((pair) => pair?.different_models).filter(Boolean))];
   const ask = (...children) => el("section", { class: "card ask", "aria-label": "Different models" }, about.map((text) => el("p", {}, text)), children);
@@ -51,6 +54,13 @@ async function compared(first, id, signal) {
     if (error instanceof Problem && error.status === 409) return { reason: error.message };
     throw error;
   }
+}
+
+/** The number of the pair whose second answer is the fastest; null if the first is, or if some have no ratio to it. */
+function fasterOf(pairs) {
+  const others = pairs.filter((pair) => pair?.b);
+  const most = Math.max(1, ...others.map(({ speedup }) => speedup));
+  return most === 1 || others.some(({ speedup }) => speedup === null) ? null : pairs.findIndex((pair) => pair?.speedup === most);
 }
 
 /** What is shown of each exploration. All figures of a side are those of the candidate that its ratio is of. */
@@ -76,7 +86,7 @@ function draw(root, title, about, contenders, pairs, signal) {
     el("header", { class: "page-head" }, title),
     about,
     el("div", { class: "compared" },
-      !about && sides.length > 1 && el("p", { class: "fastest" }, fastest.length > 1 ? `${fastest.join(" and ")} are level: within 1% of each other.` : `${fastest[0]} is the fastest as measured.`),
+      !about && sides.length > 1 && el("p", { class: "fastest" }, verdict(fastest, first, sides)),
       el("ol", { class: "contenders", "aria-label": "Answers" }, contenders.map((one) => contender(one, first, hasRatios)))),
     sides.length > 0 && el("div", { class: "comparison" },
       figure("Throughput by micro-batch", "Per device, the fastest that ran at each size. A ring is the candidate above.", curves),
@@ -97,6 +107,17 @@ function draw(root, title, about, contenders, pairs, signal) {
   });
   sizes.observe(root);
   signal.addEventListener("abort", () => sizes.disconnect());
+}
+
+/** Which is the fastest, by how much, and how sure that is, in words. */
+function verdict(fastest, first, sides) {
+  if (fastest.length > 1) return `${fastest.join(" and ")} are level: within 1% of each other.`;
+  const lead = `${fastest[0]} is the fastest as measured`;
+  const others = sides.filter(({ pair }) => pair?.speedup);
+  if (fastest[0] !== first.letter || others.length === 0) return `${lead}.`;
+  const over = others.map(({ letter, pair: { speedup, probability_b_faster: theirs } }) =>
+    `${(1 / speedup).toFixed(3)}x the speed of ${letter} (${format.likely(1 - theirs)} likely to be faster)`);
+  return `${lead}: ${over.join(", ")}.`;
 }
 
 /** A rate with as many digits as a ratio of two of them needs. */

@@ -2,7 +2,7 @@
 
 import { el, svg } from "./dom.js";
 import * as format from "./format.js";
-import { line, linear, logarithmic, mark, plot } from "./plot.js";
+import { CROSS, line, linear, logarithmic, mark, plot } from "./plot.js";
 
 const HEIGHT = 320;
 const LETTER_PIXELS = 14; // between two letters at the ends of curves
@@ -15,6 +15,8 @@ export const keyOf = (index) =>
 
 /** The letter of a side with its mark. */
 export const letterOf = ({ index, letter }) => el("span", { class: "letter" }, keyOf(index), letter);
+
+const overOf = ({ fits }) => (fits ? "" : `, ${format.OVER}`);
 
 /** The fastest throughput at each micro-batch size, a curve for each side; a ring is the candidate that is compared. */
 export function curvesChart(sides, width) {
@@ -31,15 +33,15 @@ export function curvesChart(sides, width) {
     yLabel: `${format.unit(sides[0])} per device`,
     yText: (value) => (value >= 10_000 ? `${format.number(value / 1000)}k` : format.number(value)),
     label: "Throughput over the micro-batch size. " + sides.map((side) => `${side.letter}: ` +
-      side.curve.map((point) => `${format.number(point.tokens_per_second)} at ${point.micro_batch_size}`).join(", ")).join(". ") + ".",
+      side.curve.map((point) => `${format.number(point.tokens_per_second)} at ${point.micro_batch_size}${overOf(point)}`).join(", ")).join(". ") + ".",
   });
   const at = (point) => [x.at(point.micro_batch_size), y.at(point.tokens_per_second)];
   for (const { index, letter, curve, candidate } of sides) {
     marks.append(line(curve.map(at), { class: `series p${index}` }));
     for (const point of curve) {
-      const title = `${letter}, micro_batch_size ${point.micro_batch_size}: ${format.rate(point.tokens_per_second, sides[0])}`;
+      const title = `${letter}, micro_batch_size ${point.micro_batch_size}: ${format.rate(point.tokens_per_second, sides[0])}${overOf(point)}`;
       const kind = point.is_measured_whole ? "whole" : "composed";
-      marks.append(mark(index, ...at(point), { class: `mark p${index} ${kind}` }, title));
+      marks.append(mark(point.fits ? index : CROSS, ...at(point), { class: `mark p${index} ${kind}` }, title));
       if (point.micro_batch_size === candidate.micro_batch_size) {
         const [cx, cy] = at(point);
         marks.append(svg("circle", { class: `ring p${index}`, cx, cy, r: 8 + 2 * index }, svg("title", {}, `${letter} is compared with this one`)));
@@ -52,11 +54,13 @@ export function curvesChart(sides, width) {
     above = Math.max(py + 4, above + LETTER_PIXELS);
     marks.append(svg("text", { class: "note", x: px + beyond, y: above }, letter));
   }
+  const isAnyOver = sides.some(({ curve }) => curve.some(({ fits }) => !fits));
   const kinds = new Set(sides.flatMap(({ curve }) => curve.map((point) => point.is_measured_whole)));
-  const key = (kind) => svg("svg", { class: "key-mark", viewBox: "-8 -8 16 16", "aria-hidden": "true" }, mark(0, 0, 0, { class: `mark plain ${kind}` }));
+  const key = (kind, shape = 0) => svg("svg", { class: "key-mark", viewBox: "-8 -8 16 16", "aria-hidden": "true" }, mark(shape, 0, 0, { class: `mark plain ${kind}` }));
   return [image, el("ul", { class: "legend" },
     kinds.has(false) && el("li", {}, key("composed"), "hollow: composed of measured blocks"),
-    kinds.has(true) && el("li", {}, key("whole"), "filled: whole model"))];
+    kinds.has(true) && el("li", {}, key("whole"), "filled: whole model"),
+    isAnyOver && el("li", {}, key("", CROSS), `cross: ${format.OVER}`))];
 }
 
 const RESERVE = "reserve";

@@ -33,6 +33,13 @@ const CHARTS = [
   ["Where the time went", timelineChart, "What the seconds of each trial went to."],
 ];
 
+/** When the search of one that runs ends. */
+function untilOf({ state, request }) {
+  if (state !== "running" || !request) return "";
+  const { confidence_target: target, max_seconds: most, max_trials: number } = request.budget;
+  return `, until confidence ${target}, ${format.number(most)} s of trials, or ${number} trials`;
+}
+
 /** Shows an exploration in `root`. `actions` are elements for its header, such as a button; `saveNotes` takes a text. */
 export class ExplorationView {
   constructor(root, actions = [], saveNotes = null) {
@@ -171,7 +178,7 @@ export class ExplorationView {
     const cancelled = exploration.cancel_requested && !isFinal(exploration) ? " (being cancelled)" : "";
     this.state.replaceChildren(
       stateBadge(exploration, null, cancelled),
-      ` ${trials.length} trials · ${facts.filter(Boolean).join(" · ")} · id `,
+      ` ${trials.length} trials${untilOf(exploration)} · ${facts.filter(Boolean).join(" · ")} · id `,
       el("code", {}, exploration.id),
     );
     this.labels.replaceChildren(...format.labels(exploration.labels).map((text) => el("span", { class: "label" }, text)));
@@ -197,7 +204,9 @@ export class ExplorationView {
     const links = remedies.map(({ change }, number) => el("a", { class: "button", href: `#/submit/${id}/${number}` }, `Submit with ${change}`));
     this.remedies.replaceChildren(
       el("h2", { id: "remedies-title" }, "Submit with a change"),
-      el("p", { class: "quiet" }, "Any one of these is predicted to fit. Each opens the form with this request, changed."),
+      el("p", { class: "quiet" },
+        links.length > 1 ? "Any one of these is predicted to fit. Each opens the form with this request, changed."
+          : "This is predicted to fit. It opens the form with this request, changed."),
       el("p", { class: "actions" }, links),
     );
   }

@@ -5,6 +5,7 @@ import { MOST_COMPARED } from "./compare.js";
 import { el } from "./dom.js";
 import * as format from "./format.js";
 import { listExplorations, pause } from "./service.js";
+import { waitingText } from "./waiting.js";
 
 const AGAIN_MILLISECONDS = 5_000;
 const TYPING_MILLISECONDS = 200; // without another letter, before a search begins
@@ -18,8 +19,8 @@ const NOTHING = "–";
  */
 const COLUMNS = [
   { name: "model", key: (one) => one.model.toLowerCase() },
-  { name: "state", key: (one) => STATES.indexOf(one.state), show: (one) => [
-    stateBadge(one, one.error ?? one.waiting_reason),
+  { name: "state", key: (one) => STATES.indexOf(one.state) + (one.queue ? 1 - 1 / one.queue.place : 0), show: (one) => [
+    stateBadge(one, whyOf(one)),
     one.answered_from && el("span", { class: "quiet reused" }, " reused"),
   ] },
   { name: "device", key: (one) => one.device_name, show: (one, find) => one.device_name && finder(one.device_name, "find", find) },
@@ -34,6 +35,8 @@ const COLUMNS = [
     el("time", { datetime: one.created_at, title: format.moment(one.created_at) }, format.day(one.created_at)) },
   { name: "owner", key: (one) => one.owner, show: (one, find) => finder(one.owner, "find", find) },
 ];
+/** Why an exploration has no answer: its error, or what it waits for. */
+const whyOf = (one) => one.error ?? (one.state === "queued" ? waitingText(one) : one.waiting_reason);
 const NEWEST = { name: "submitted", isDown: true };
 
 const seconds = ({ started_at: from, finished_at: to }) => (to === null ? Date.now() : Date.parse(to)) - Date.parse(from);
@@ -198,7 +201,7 @@ function row(exploration, find, chosen, offer) {
   const choose = ({ target }) => (target.checked ? chosen.add(id) : chosen.delete(id), offer());
   const box = { type: "checkbox", "aria-label": `Compare ${exploration.model} ${id}`, onchange: choose };
   const labels = format.labels(exploration.labels).map((text) => finder(text, "label", find));
-  const why = exploration.micro_batch_size === null && (exploration.error ?? exploration.waiting_reason);
+  const why = exploration.micro_batch_size === null && whyOf(exploration);
   const cell = ({ name, isFigure, key, show = key }) => {
     const shown = show(exploration, find);
     const isNothing = shown === null || shown === false;

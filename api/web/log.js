@@ -35,12 +35,18 @@ export class Log {
     if (this.#isFiltered) this.#hide(rows);
     this.shown = events.length;
     if (follows) this.list.scrollTop = this.list.scrollHeight;
-    const now = performance.now();
-    if (isFinal || (this.shown > 0 && now - this.spoken > SPEAK_MILLISECONDS)) {
-      this.spoken = now;
-      const summary = best ? ` Best micro_batch_size ${isFinal ? "" : "so far "}${best.candidate.micro_batch_size}, confidence ${best.confidence}.` : "";
-      this.summary.textContent = `${events.length} events.${summary}`;
-    }
+    const summary = best ? ` Best micro_batch_size ${isFinal ? "" : "so far "}${best.candidate.micro_batch_size}, confidence ${best.confidence}.` : "";
+    this.said = `${events.length} ${events.length === 1 ? "event" : "events"}.${summary}`;
+    if (isFinal || this.shown > 0) this.#say(isFinal);
+  }
+
+  /** Say where the exploration is: at once, or as soon as nothing has been said for a few seconds. */
+  #say(isFinal) {
+    clearTimeout(this.later);
+    const rest = isFinal ? 0 : this.spoken + SPEAK_MILLISECONDS - performance.now();
+    if (rest > 0) return void (this.later = setTimeout(() => this.#say(false), rest));
+    this.spoken = performance.now();
+    this.summary.textContent = this.said;
   }
 
   get #isFiltered() {

@@ -117,7 +117,7 @@ export function showSubmit(root, signal, shell, id = "", choice = null) {
   }
 
   function showCommand() {
-    next.replaceChildren(copyable(["bexp submit config.json", ...given().map(({ option, sent }) => `--${option} ${sent}`)].join(" ")));
+    next.replaceChildren(copyable(["bexp submit config.json", ...given().map(({ option, sent }) => `--${option} ${sent}`)].join(" "), "with what stands above as config.json"));
   }
 
   async function submit(event) {

@@ -66,6 +66,20 @@ class AnswerSource(_Document):
     measured_at: Annotated[datetime, Field(description="When that exploration finished.")]
 
 
+class QueuePlace(_Document):
+    """The place of a queued exploration in the order in which workers take them."""
+
+    place: Annotated[int, Field(description="Counted from 1.")]
+    num_queued: Annotated[int, Field(description="Queued explorations that the same kinds of devices can run.")]
+    busy_until: Annotated[
+        datetime | None,
+        Field(
+            description="When the first of the workers that would take it has used the time budget of its present "
+            "exploration; it may end earlier. Null if one is free or none has any budget left."
+        ),
+    ]
+
+
 class ExplorationSummary(_Document):
     """An exploration in a list."""
 
@@ -94,6 +108,9 @@ class ExplorationSummary(_Document):
     finished_at: datetime | None
     cancel_requested: bool
     waiting_reason: Annotated[str | None, Field(description="Why no live worker can run it, or why none does yet.")]
+    queue: Annotated[QueuePlace | None, Field(description="Null unless it is queued, and any worker may take it.")] = (
+        None
+    )
     error: str | None
     answered_from: Annotated[
         AnswerSource | None, Field(description="Null if the exploration measures, or has measured, its own answer.")
@@ -104,20 +121,6 @@ class ExplorationSummary(_Document):
     def is_final(self) -> bool:
         """Whether the exploration has ended."""
         return self.state in FINAL_STATES
-
-
-class QueuePlace(_Document):
-    """The place of a queued exploration in the order in which workers take them."""
-
-    place: Annotated[int, Field(description="Counted from 1.")]
-    num_queued: Annotated[int, Field(description="Queued explorations that the same kinds of devices can run.")]
-    busy_until: Annotated[
-        datetime | None,
-        Field(
-            description="When the first of the workers that would take it has used the time budget of its present "
-            "exploration; it may end earlier. Null if one is free or none has any budget left."
-        ),
-    ]
 
 
 class Exploration(ExplorationSummary):
@@ -142,9 +145,6 @@ class Exploration(ExplorationSummary):
     own_formats: Annotated[
         list[str], Field(description="Those of them that the request's trainer reads; all if it names none.")
     ]
-    queue: Annotated[QueuePlace | None, Field(description="Null unless it is queued, and any worker may take it.")] = (
-        None
-    )
 
 
 class Result(_Document):

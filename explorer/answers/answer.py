@@ -273,11 +273,12 @@ def _text_rows(best: Recommendation) -> Iterable[Row]:
     )
 
 
-def _remedy_rows(remedies: Iterable[Relaxation]) -> Iterable[Row]:
+def _remedy_rows(remedies: Sequence[Relaxation]) -> Iterable[Row]:
     """Yield the changes after which a candidate would fit."""
-    for number, change in enumerate(remedies):
-        if not number:
-            yield main("to make it fit", "any one of these changes is predicted to; the first one is preferred")
+    if remedies:
+        several = "any one of these changes is predicted to; the first one is preferred"
+        yield main("to make it fit", several if len(remedies) > 1 else "this change is predicted to")
+    for change in remedies:
         peak, required = bytes_text(change.predicted_peak_bytes), bytes_text(change.required_bytes)
         yield main(change.kind.replace("_", " "), f"{change.change}: peak {peak}, {required} with reserve")
 

@@ -7,7 +7,7 @@ estimated as the search does it. Without such runs its measured blocks compose i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,11 +55,12 @@ class Comparison(Frozen):
 
 
 class CurvePoint(Frozen):
-    """The fastest candidate that ran at a micro-batch size."""
+    """The fastest candidate that ran at a micro-batch size: of those that fit, if any does."""
 
     micro_batch_size: int
     tokens_per_second: float = Field(description="Of one device.")
     is_measured_whole: bool = Field(description="Whether whole steps were measured, and not only their parts.")
+    fits: bool = Field(description="Whether its peak with reserve is within the memory limit.")
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,10 @@ def whole_runs(candidate: Candidate, trials: Sequence[Trial]) -> list[tuple[floa
     ]
 
 
-def throughput_curve(chosen: CandidateFigures, side: ComparedSide, trials: Iterable[Trial]) -> list[CurvePoint]:
-    """Return the fastest point of each micro-batch size that ran, from the smallest size.
+def throughput_curve(
+    chosen: CandidateFigures, side: ComparedSide, trials: Iterable[Trial], fits: Callable[[Trial], bool]
+) -> list[CurvePoint]:
+    """Return the fastest point of each micro-batch size that ran, from the smallest size; one that fits goes before.
 
     At the size of `chosen` it is `chosen` with the speed of `side`, so that the curve leads through what is compared. A
     candidate that ran whole has the speed of its latest whole run, whatever its parts compose.
@@ -126,15 +129,20 @@ def throughput_curve(chosen: CandidateFigures, side: ComparedSide, trials: Itera
     points: dict[int, CurvePoint] = {}
     for candidate, trial in latest.items():
         size, speed = candidate.micro_batch_size, trial.tokens_per_second or 0.0
-        if size not in points or speed > points[size].tokens_per_second:
-            is_whole = trial.kind is TrialKind.WHOLE_MODEL or candidate.is_whole
-            points[size] = CurvePoint(micro_batch_size=size, tokens_per_second=speed, is_measured_whole=is_whole)
+        is_whole = trial.kind is TrialKind.WHOLE_MODEL or candidate.is_whole
+        point = CurvePoint(micro_batch_size=size, tokens_per_second=speed, is_measured_whole=is_whole, fits=fits(trial))
+        if size not in points or _rank(point) > _rank(points[size]):
+            points[size] = point
     size = chosen.candidate.micro_batch_size
     is_whole = side.num_runs > 0 or chosen.candidate.is_whole
     points[size] = CurvePoint(
-        micro_batch_size=size, tokens_per_second=side.tokens_per_second, is_measured_whole=is_whole
+        micro_batch_size=size, tokens_per_second=side.tokens_per_second, is_measured_whole=is_whole, fits=True
     )
     return [points[size] for size in sorted(points)]
+
+
+def _rank(point: CurvePoint) -> tuple[bool, float]:
+    return point.fits, point.tokens_per_second
 
 
 def compare(a: ComparedSide, b: ComparedSide) -> Comparison:

@@ -133,9 +133,12 @@ def explain_without_fit(
         need = f"the smallest candidate is predicted to need {predicted / GIB:.2f} GiB"
     else:
         need = smallest.describe(limit)
+    most = report.hardware.memory_limit_bytes
+    is_lower = request.memory_limit_gib is not None and limit < most
+    whose = f" (memory_limit_gib; the device has {most / GIB:.2f} GiB)" if is_lower else ""
     why = (
-        f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, the largest "
-        f"part of the peak is {_memory_of(least, smallest).describe()}, and {need}"
+        f"no candidate fits in {limit / GIB:.2f} GiB{whose}: training state alone takes {static / GIB:.2f} GiB, the "
+        f"largest part of the peak is {_memory_of(least, smallest).describe()}, and {need}"
     )
     way = f"No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
     if remedies:

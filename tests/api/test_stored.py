@@ -52,7 +52,7 @@ def test_what_is_submitted_is_as_a_service_stores_it(sqlite_database: Database, 
     stored.StoredExplorations(sqlite_database).submit(request)
     client.post("/v1/explorations", json=request.model_dump(mode="json", exclude_defaults=True) | {"fresh": True})
     here, there = client.get("/v1/explorations").json()["items"]
-    assert {name for name in here if here[name] != there[name]} <= {"id", "created_at", "links"}
+    assert {name for name in here if here[name] != there[name]} <= {"id", "created_at", "links", "queue"}
 
 
 def test_a_refusal_is_the_problem_that_a_service_answers_with(sqlite_database: Database, client: TestClient) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import sqlalchemy as sa
 
 from bexp.explorer.dimensions.candidate import Candidate
@@ -121,6 +120,17 @@ def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Se
     assert len(column(browser, "submitted")) == len(newest)
 
 
+def check_verdict(browser: Chromium, compared: dict[str, Any], said: list[str]) -> None:
+    """Check that a comparison says which of two is the faster, by how much and how likely, each ratio over it."""
+    speeds = [compared[side]["tokens_per_second"] for side in "ab"]
+    slow, fast = sorted(zip(speeds, "AB", said, strict=True))
+    probability = max(compared["probability_b_faster"], 1 - compared["probability_b_faster"])
+    how = f"{fast[0] / slow[0]:.3f}x the speed of {slow[1]} ({min(99, int(100 * probability))}% likely to be faster)"
+    verdict = browser.evaluate("document.querySelector('.fastest').innerText")
+    assert verdict == f"{fast[1]} is the fastest as measured: {how}."
+    assert f"{slow[0] / fast[0]:.3f}x the speed of {fast[1]}" in slow[2] and "Ratios are over its speed." in fast[2]
+
+
 def test_explorations_are_compared_side_by_side(browser: Chromium, service: Service) -> None:
     other = finish(service, memory_limit_gib=20, seed=22, batch_size=33)
     log_in(browser, service)
@@ -153,17 +163,17 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
         f"micro-batch {size}, which divides the batch of 33; the answer is {best.candidate.micro_batch_size} for any"
     )
     assert divides in said[1]
-    letter = "AB"[sides[1]["tokens_per_second"] > sides[0]["tokens_per_second"]]
-    assert browser.evaluate("document.querySelector('.fastest').innerText") == f"{letter} is the fastest as measured."
-    ratios = browser.evaluate("[...document.querySelectorAll('.contender .against b')].map((one) => one.innerText)")
-    a, b = (float(text.replace(",", "")) for text in rates)
-    assert [float(text.removesuffix("x")) for text in ratios] == [pytest.approx(b / a, abs=1e-3)]
+    check_verdict(browser, compared, said)
     for index, side in enumerate(sides):  # the ring of the chart is on the candidate that has the rate above
         (point,) = (
             point for point in side["curve"] if point["micro_batch_size"] == side["candidate"]["micro_batch_size"]
         )
         assert point["tokens_per_second"] == side["tokens_per_second"]
         assert count(browser, f".comparison circle.ring.p{index}") == 1
+    is_any_over = any(not point["fits"] for side in sides for point in side["curve"])
+    assert ("above the limit with its reserve" in browser.evaluate("document.querySelector('.legend').innerText")) is (
+        is_any_over
+    )
     total = "[...document.querySelectorAll('.comparison .parts .sum td')].map((one) => Number(one.innerText))"
     assert browser.evaluate(total) == [round(side["required_bytes"] / 2**30, 2) for side in sides]
     check_view(browser, 2560, 390)
@@ -277,6 +287,9 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         assert count(browser, "svg.plot") == 0
         moving = "['', '::before'].map((of) => getComputedStyle(document.querySelector('.badge'), of).animationName)"
         assert browser.evaluate(moving) == ["none", "breathe"], "a text that fades is not read"
+        assert "0 trials, until confidence 95, 600 s of trials, or 200 trials" in browser.evaluate(
+            "document.querySelector('.state').innerText"
+        )
         assert "Nothing to show yet." in browser.evaluate("document.querySelector('.charts').innerText")
         assert browser.evaluate("document.querySelector('#answer-title').textContent") == "Best so far"
         assert f"bexp watch {job_id}" in browser.evaluate(
@@ -325,10 +338,20 @@ def test_a_queued_one_says_what_it_waits_for_and_the_workers_what_they_do(browse
         assert browser.evaluate(f"{shown}.map((card) => card.querySelector('h2').textContent)") == ["Waiting", "Log"]
         assert "2 of 2 in the queue" in browser.evaluate(f"{shown}[0].innerText")
         queue.note_waiting(grace=timedelta(0))
-        browser.wait_for(f"{shown}[0].innerText.includes('a worker: each that can run it is busy')")
+        browser.wait_for(f"{shown}[0].innerText.includes('each worker that can run it is busy')")
         assert "the first worker is free" in browser.evaluate(f"{shown}[0].innerText")
         browser.wait_for("document.querySelectorAll('.log li').length === 2")
+        browser.wait_for("document.querySelector('.log').parentElement.innerText.includes('2 events.')")
         check_view(browser)
+        browser.evaluate("location.hash = '#/?state=queued&sort=state&up'")
+        browser.wait_for(f"{ROWS}.length === 2")
+        assert browser.evaluate(f"{ROWS}.map((row) => [row.dataset.id, row.querySelector('.why').innerText])") == [
+            [job_id, f"{place} of 2 in the queue; each worker that can run it is busy"]
+            for place, job_id in enumerate(ids[1:], 1)
+        ]
+        check_view(browser, 390, 1280)
+        browser.evaluate(f"location.hash = '#/explorations/{ids[2]}'")
+        browser.wait_for(f"{shown}[0]?.innerText.includes('2 of 2 in the queue')")
         queue.request_cancel(ids[1])
         browser.wait_for(f"{shown}[0].innerText.includes('1 of 1 in the queue')")
         browser.evaluate("location.hash = '#/workers'")

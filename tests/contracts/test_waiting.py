@@ -20,7 +20,15 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.statistics import read_statistics
 from bexp.storage.tables import events, jobs, workers
-from bexp.storage.waiting import BUSY, QueuePlace, describe_duration, find_place, find_waiting, list_waiting_ids
+from bexp.storage.waiting import (
+    BUSY,
+    QueuePlace,
+    describe_duration,
+    find_place,
+    find_places,
+    find_waiting,
+    list_waiting_ids,
+)
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
 from tests.contracts.jobs import claim_one, expire
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
@@ -162,9 +170,9 @@ def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database,
     on_a_gpu, _ = queue.enqueue(make_request(device_kind="cuda", seed=2))
     for kind in ("cuda", "cpu"):
         register_worker(database, make_worker(kind, device_kind=kind, device_name="A, replayed"))
-    replayed = "; recorded tables are replayed, and each takes what it can answer"
+    replayed = ", apart from recorded tables that are replayed: each takes what it can answer"
     queue.note_waiting(grace=NO_GRACE)
-    assert reasons(database, job.id) == [f"none that measures is running{replayed}"]
+    assert reasons(database, job.id) == [f"none is running{replayed}"]
     register_worker(database, make_worker("w", device_kind="cpu", pid=3, fingerprint=FINGERPRINT))
     place = find_place(database, on_a_gpu)
     queue.note_waiting(grace=NO_GRACE)
@@ -319,6 +327,10 @@ def test_the_place_of_a_job_is_that_in_the_order_of_claims(database: Database, q
     )
     places = {job_id: place.place for job_id in priorities if (place := find_place(database, queued[job_id]))}
     assert [places[job_id] for job_id in ("a3", "b2")] == [1, 2]
+    everything = [own, *(get_job(database, job.id) for job in list_jobs(database)[0])]
+    at_once = find_places(database, everything)
+    assert set(at_once) == {"gpu", "cpu", *places}, "its own worker's job is in no queue"
+    assert [at_once.get(job.id) for job in everything] == [find_place(database, job) for job in everything]
     claimed = []
     while (claim := queue.claim(make_worker("w"), among=priorities)) is not None:
         claimed.append(claim.job.id)

@@ -253,6 +253,9 @@ def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
         "micro batch size micro_batch_size 8: peak 5.0 GiB, 6.0 GiB with reserve",
         "num devices num_devices 16: peak 7.0 GiB, 8.0 GiB with reserve",
     ]
+    only = nothing.model_copy(update={"remedies": tuple(found[:1])})
+    assert "to make it fit" in (text := told(Answer(variants=(only,)), None, width=120))
+    assert "this change is predicted to" in text and "the first one" not in text
 
 
 def test_a_runner_up_that_did_not_run_says_why() -> None:

@@ -247,7 +247,8 @@ def test_a_reused_answer_has_the_curve_of_its_source_and_rates_of_two_units_have
     known = Known(source=(100.0,), reused=(), samples=(7.0,), left=())
     run = whole_run(9, 90.0)
     larger = RECOMMENDATION.candidate.model_copy(update={"micro_batch_size": 64})
-    run = run.model_copy(update={"measurement": run.measurement.model_copy(update={"candidate": larger})})
+    measurement = run.measurement.model_copy(update={"candidate": larger})
+    run = run.model_copy(update={"measurement": measurement, "measured_peak_bytes": 1 << 50})
 
     def trials(job_id: str) -> Iterator[Trial]:
         if job_id == "deleted":
@@ -260,7 +261,10 @@ def test_a_reused_answer_has_the_curve_of_its_source_and_rates_of_two_units_have
     for name, source in (("reused", "source"), ("left", "deleted")):
         known.changes[name] = {"answered_from": {"exploration": source, "measured_at": "2026-01-01T00:00:00Z"}}
     said, _ = known.compare("reused", "left")
-    assert [point["micro_batch_size"] for point in said["a"]["curve"]][-1] == 64
+    assert [(point["micro_batch_size"], point["fits"]) for point in said["a"]["curve"]] == [
+        (RECOMMENDATION.candidate.micro_batch_size, True),
+        (64, False),
+    ]
     assert [point["micro_batch_size"] for point in said["b"]["curve"]] == [RECOMMENDATION.candidate.micro_batch_size]
     assert said["a"]["curve"][0]["tokens_per_second"] == said["a"]["tokens_per_second"]
     best = {**RECOMMENDATION.model_dump(mode="json"), "rate_unit": "samples"}

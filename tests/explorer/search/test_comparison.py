@@ -66,15 +66,20 @@ def test_a_curve_leads_through_the_compared_speed_and_a_whole_run_counts_more_th
             composed(5, another, 80.0),
             composed(6, another, 81.0),
             composed(7, variant, 999.0),
+            composed(8, another.model_copy(update={"bta_tile": 1}), 85.0),
         ),
     ]
     compared = side(100.0, 102.0)
-    curve = throughput_curve(UNCHECKED, compared, trials)
-    assert [(point.micro_batch_size, point.tokens_per_second, point.is_measured_whole) for point in curve] == [
+    curve = throughput_curve(UNCHECKED, compared, trials, lambda trial: trial.number != 8)
+    shown = [(point.micro_batch_size, point.tokens_per_second, point.is_measured_whole) for point in curve]
+    assert shown == [
         (size, compared.tokens_per_second, True),
         (size + 1, 90.0, True),
         (size + 2, 81.0, False),
-    ]
+    ], "a candidate that fits goes before a faster one that does not"
+    assert all(point.fits for point in curve)
+    none_else_fits = throughput_curve(UNCHECKED, compared, trials, lambda _: False)
+    assert [(point.tokens_per_second, point.fits) for point in none_else_fits[1:]] == [(90.0, False), (85.0, False)]
 
 
 def test_more_runs_and_larger_differences_are_surer() -> None:
