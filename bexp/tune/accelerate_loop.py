@@ -71,10 +71,14 @@ def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_c
         kind="accelerate's loop",
         micro_batch_size=given.batch_size,
         grad_accum_steps=accelerator.gradient_accumulation_steps,
-        given_steps=min(ACCUMULATION, accelerator.gradient_accumulation_steps),
         lengths=lengths.describe(),
     )
-    accelerator.gradient_accumulation_steps = asked["given_steps"]
+    own_steps = accelerator.gradient_accumulation_steps
+
+    def accumulate(steps: int) -> None:
+        accelerator.gradient_accumulation_steps = asked["given_steps"] = min(ACCUMULATION, own_steps, steps)
+
+    accumulate(ACCUMULATION)
     epoch, number, rank = epoch_of(given.sampler, lengths), accelerator.num_processes, accelerator.process_index
 
     def order(size: int) -> tuple[Any, MicroBatches | None]:
@@ -84,7 +88,7 @@ def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_c
 
     is_set_once = number > 1 or is_compiled
     initial = given.batch_size if is_set_once else min(FIRST_SIZE, given.batch_size)
-    sized = SizedLoader(given, int(os.environ.get(SIZE) or initial), lengths, order)
+    sized = SizedLoader(given, int(os.environ.get(SIZE) or initial), lengths, order, accumulate)
     followed.sized = None if is_set_once else sized
     return sized
 

@@ -30,17 +30,26 @@ Ordered = Callable[[int], "tuple[Any, MicroBatches | None]"]
 class SizedLoader:
     """A training's data loader, made anew with a size and an order of its own, which can change between two steps."""
 
-    def __init__(self, loader: DataLoader[Any], size: int, lengths: Lengths, order: Ordered) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        size: int,
+        lengths: Lengths,
+        order: Ordered,
+        accumulate: Callable[[int], None] | None = None,
+    ) -> None:
         self.lengths, self.size = lengths, size
-        self._order = order
+        self._order, self._accumulate = order, accumulate
         sampler, self.micro_batches = order(size)
         self.loader = with_sampler(loader, size, sampler)
         self._batches: Any = self.loader.batch_sampler  # accelerate's own loader takes it over
         self.turn = 0
         """How often the size was set; each time the order begins anew."""
 
-    def set(self, size: int) -> None:
-        """Begin anew with micro-batches of another size."""
+    def set(self, size: int, accumulation: int | None) -> None:
+        """Begin anew with micro-batches of another size, in so many accumulation steps if a trial can set them."""
+        if accumulation is not None and self._accumulate is not None:
+            self._accumulate(accumulation)
         self._batches.sampler, self.micro_batches = self._order(size)
         self._batches.batch_size = self.size = size
         self.turn += 1

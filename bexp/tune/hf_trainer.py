@@ -162,7 +162,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
     answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "measure": lambda command: measure(command["micro_batch_size"]),
+        "measure": lambda command: measure(command["micro_batch_size"], command.get("accumulation")),
         "evaluate": lambda command: _evaluate(trainer, ranks, command["most_bytes"]),
         "check": TrainerCheck(trainer, train, ranks).answer,
     }
@@ -272,20 +272,31 @@ def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
 
 
 def _measure(
-    trainer: Any, train: Callable[[], Any], optimizer: Any, lengths: Lengths, ranks: Ranks, size: int
+    trainer: Any,
+    train: Callable[[], Any],
+    optimizer: Any,
+    lengths: Lengths,
+    ranks: Ranks,
+    size: int,
+    accumulation: int | None,
 ) -> dict[str, Any]:
-    """Run a few optimizer steps at one size, the longest micro-batch first; `optimizer` is the command's, if any."""
+    """Run a few optimizer steps at one size, the longest micro-batch first; `optimizer` is the command's, if any.
+
+    `accumulation` is that of the answer; None if the command has its own in braces.
+    """
     from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
     arguments = trainer.args
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30
+    if accumulation is not None:
+        arguments.gradient_accumulation_steps = min(ACCUMULATION, accumulation)
     trainer.accelerator.gradient_accumulation_steps = arguments.gradient_accumulation_steps
     trainer.optimizer, trainer.lr_scheduler = optimizer, None  # without a given one, each size makes its own
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     trainer._created_lr_scheduler = False
     trainer.accelerator.free_memory()  # now, and not when the clock of the peak runs
-    clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
+    clock = Clock(arguments.device, ranks, WORST_TIMES // min(ACCUMULATION, arguments.gradient_accumulation_steps))
     clock.are_alike = lengths.are_alike
     clock.accumulation_given = arguments.gradient_accumulation_steps
     numbers = itertools.count()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
@@ -126,18 +127,21 @@ def _resized(trainer: Any, loader: Any, stated: int | None, *, is_compiled: bool
         kind="Lightning's Trainer",
         micro_batch_size=size or stated,
         grad_accum_steps=trainer.accumulate_grad_batches,
-        given_steps=ACCUMULATION,
         num_steps=_num_steps(trainer, loader),
         lengths=lengths.describe(),
     )
-    trainer.accumulate_grad_batches = ACCUMULATION
+
+    def accumulate(steps: int) -> None:
+        trainer.accumulate_grad_batches = asked["given_steps"] = min(ACCUMULATION, steps)
+
+    accumulate(ACCUMULATION)
     if size is None:
         return loader
     if isinstance(loader.dataset, IterableDataset):
         return with_sampler(loader, int(os.environ.get(SIZE) or size), None)
     is_set_once = stated is not None or is_compiled or trainer.world_size > 1  # compiled for one size, not for any
     first = size if is_set_once else min(FIRST_SIZE, size)
-    sized = _rebuilt(loader, int(os.environ.get(SIZE) or first), lengths)
+    sized = _rebuilt(loader, int(os.environ.get(SIZE) or first), lengths, accumulate)
     followed.sized = None if is_set_once else sized
     return follow(sized)
 
@@ -164,7 +168,7 @@ def _why_not(trainer: Any, size: int | None) -> str | None:
     return None
 
 
-def _rebuilt(loader: DataLoader[Any], size: int, lengths: Lengths) -> SizedLoader:
+def _rebuilt(loader: DataLoader[Any], size: int, lengths: Lengths, accumulate: Callable[[int], None]) -> SizedLoader:
     """Return a loader of this size with the longest samples first. It does not end, so all micro-batches are full."""
     sampler: Any = loader.sampler
 
@@ -173,4 +177,4 @@ def _rebuilt(loader: DataLoader[Any], size: int, lengths: Lengths) -> SizedLoade
             return WorstFirst(lengths, size, sampler, longest_at=()), None
         return order_of(sampler, epoch_of(sampler, lengths), lengths, size)
 
-    return SizedLoader(loader, size, lengths, order)
+    return SizedLoader(loader, size, lengths, order, accumulate)

@@ -42,7 +42,10 @@ class MicroStep:
 
 
 ACCUMULATION = 2
-"""Micro-steps of a measured step. More of them would show nothing new, and each step takes longer."""
+"""Micro-steps of a measured step, or 1 if the size has no more. More of them would show nothing new.
+
+With one, no gradients are in memory during the forward pass, if the loop frees them after each optimizer step.
+"""
 WARM_UP_SECONDS = 0.5
 """Timing begins after so long, and after the optimizer steps that have the longest micro-batch."""
 FEWEST_STEPS, MOST_STEPS = 3, 60

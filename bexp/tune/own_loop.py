@@ -150,7 +150,7 @@ class _Loop:
         if command["micro_batch_size"] != self._sized.size:
             self._early = []
         is_first = self._clock is None
-        self._sized.set(command["micro_batch_size"])
+        self._sized.set(command["micro_batch_size"], command.get("accumulation"))
         followed.number = followed.positions = None  # until the loop takes the first of the new ones
         self._begin_clock(self._sized.lengths, self._sized.micro_batches)
         assert self._clock is not None, "it has begun"

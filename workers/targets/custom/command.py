@@ -341,10 +341,16 @@ class CommandProcess:
             return counted if own is None else own
         return max(1, round(counted / given)) * own
 
+    def _steps(self, size: int) -> int | None:
+        """Return the accumulation steps that keep the batch with this size; None if the command has its own."""
+        own, steps = self._hello.get("micro_batch_size"), self._hello.get("grad_accum_steps")
+        batch = self._command.batch_size or (own * steps if own and steps else None)
+        return None if batch is None or self._command.has_size else -(-batch // size)
+
     def _figures_of(self, size: int, until: float) -> dict[str, Any]:
         """Ask for the figures of a size. A loop that has ended by itself after other sizes is started once more."""
         if self._hello["takes_sizes"]:  # even if its size stands in the command, the loop waits to be asked
-            self._line.send({"command": "measure", "micro_batch_size": size})
+            self._line.send({"command": "measure", "micro_batch_size": size, "accumulation": self._steps(size)})
         try:
             return self._receive(until)
         except TrialFailedError:

@@ -87,6 +87,27 @@ def test_a_loop_of_accelerates_that_counts_by_itself_has_the_batch_that_it_train
     assert (described["micro_batch_size"], described["batch_size"]) == (4, 12)
 
 
+@pytest.mark.parametrize(
+    ("script", "output", "size"),
+    [
+        ("with_trainer.py", "--output_dir", 2),
+        ("with_accelerate.py", "--output", 4),
+        ("with_lightning.py", "--output", 4),
+    ],
+)
+def test_a_size_that_is_the_whole_batch_is_measured_without_gradients_of_an_earlier_micro_batch(
+    commands: Commands, script: str, output: str, size: int
+) -> None:
+    if script == "with_lightning.py":
+        pytest.importorskip("lightning")
+    process = commands(str(SCRIPTS / script), output, "model")
+    open_(process)
+    assert process.ask("describe", PATIENCE_SECONDS)["batch_size"] == 4 * size
+    for each, steps in ((4 * size, 1), (size // 2, ACCUMULATION)):
+        assert process.ask("measure", PATIENCE_SECONDS, micro_batch_size=each)["grad_accum_steps"] == 4
+        assert (process._data["accumulation"], process._data["accumulation_given"]) == (steps, steps)
+
+
 def test_all_optimizers_of_a_loop_count(commands: Commands) -> None:
     process = commands(*LOOP)
     open_(process)
