@@ -120,14 +120,14 @@ class TransformersTarget:
         float8 = None if recipe is None else compare_float8(self._parts(), recipe)
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention = probe.attention_supports()
-        if self._instruments.kernels is not None:
-            self._instruments.kernels.wait()
-        experts = probe.expert_supports()
         if self._request.batching in PACKED and not any(one.usable for one in attention):
             leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
         choices = probe.choice_supports()
+        if self._instruments.kernels is not None:
+            self._instruments.kernels.wait()
+        experts = probe.expert_supports()
         named, checkpointing = set(self._request.recompute or ()), probe.layer_recompute_refusal()
         parts = describe_parts(
             self._resolved,
