@@ -12,8 +12,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from bexp.workers.process.environment import profiler_environment
-from bexp.workers.process.kernel_cache import kernel_cache
+from bexp.workers.process.start import process_environment
 from tests.chaos.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +46,7 @@ def fork_server() -> ForkServer:
     """The process that forks ranks, and profilers, for all tests of this one. It is started by the first of them."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
-    environment = kernel_cache(given) | profiler_environment(given, ("cpu", "cpu"))
+    environment = process_environment(given, ("cpu", "cpu"))
     preloaded = PROFILER if HAS_GPUS else (*PROFILER, *GROUP)
     with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
         server = ForkServer(environment | {"PYTHONWARNINGS": "error::FutureWarning"}, log, preloaded)

@@ -6,14 +6,17 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bexp.measure.device_names import parse_devices
-from bexp.workers.devices.discovery import default_devices, parse_counts, visible_devices
-from bexp.workers.process.interface import DeviceProfiler
-from bexp.workers.process.profiler import Profiler
+from bexp.workers.devices.discovery import default_devices, device_key, parse_counts, visible_devices
+from bexp.workers.process.start import StartedProcess, process_environment, uses_spares
 from bexp.workers.settings import WorkerSettings, read_settings
+
+if TYPE_CHECKING:
+    from bexp.workers.process.interface import DeviceProfiler
 
 USAGE = 2
 """The exit status of a wrong command line."""
@@ -79,8 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             profilers = _profilers(options, settings)
             for profiler in profilers.values():
                 ends.callback(profiler.close)
-                if isinstance(profiler, Profiler):
-                    profiler.prepare()  # its process imports torch while this one imports the search and the database
             from bexp.workers.serving import build_workers, run_workers  # noqa: PLC0415 - while the other one imports
 
             workers = build_workers(profilers, options.database_url or settings.database_url, settings, options.name)
@@ -101,10 +102,20 @@ def _profilers(options: argparse.Namespace, settings: WorkerSettings) -> dict[st
         from bexp.workers.replay.profiler import ReplayProfiler  # noqa: PLC0415 - few need it
 
         return {"replay": ReplayProfiler(Path(options.device.removeprefix(RECORDED)))}
+    given, started = settings.environment, {}
+    owned = _devices(options.device, options.num_devices, settings, group=options.group)
+    for devices in filter(uses_spares, owned):  # they import torch while this process imports all else
+        environment = process_environment(given, devices)
+        device_key(devices[0], environment)  # raises if there is no such device
+        with suppress(OSError):  # the profiler tries again, with pauses
+            started[devices] = StartedProcess(devices, environment)
+    from bexp.workers.process.profiler import Profiler  # noqa: PLC0415 - while the other one imports
+
     profilers: dict[str, DeviceProfiler] = {}
-    for devices in _devices(options.device, options.num_devices, settings, group=options.group):
+    for devices in owned:
         name = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
-        profilers[name] = Profiler(devices, environment=settings.environment)
+        profilers[name] = profiler = Profiler(devices, environment=given, started=started.get(devices))
+        profiler.prepare()
     return profilers
 
 

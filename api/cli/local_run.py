@@ -21,7 +21,6 @@ from bexp.explorer.model.target import TRANSFORMERS, describe_target
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.device_names import parse_devices
 from bexp.storage.ids import new_worker_name
-from bexp.storage.matching import STARTING
 from bexp.targets.registry import installed_targets
 from bexp.tune.waiting import Notes
 
@@ -159,6 +158,8 @@ class LocalRun:
             raise WorkerEndedError("the worker was stopped before the exploration had ended", 0)
         self._has_started = job.state != "queued"
         if is_due and not self._has_started:
+            from bexp.storage.matching import STARTING  # noqa: PLC0415 - its imports would delay the worker's start
+
             reason = job.waiting_reason or STARTING
             say(f"not started after {waited:.0f} s: {reason}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from bexp.kernels.activations import Activation
 from bexp.transformers.layers import configurations
 from bexp.transformers.settings import SettingsError
 from bexp.transformers.undo import Changes
+
+if TYPE_CHECKING:
+    from bexp.kernels.shapes import ExpertsShape
 
 ExpertFFN = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Activation], Tensor]
 
@@ -212,20 +215,36 @@ def _kernel_reason(experts: str, module: nn.Module, weight: Tensor) -> str | Non
     if weight.device.type != "cuda":
         return None
     from bexp.kernels.experts.registry import expert_backend  # noqa: PLC0415 - kept light
+
+    shape = experts_shape(module, weight)
+    return expert_backend(experts.removeprefix("bexp_")).unsupported_reason(shape, weight.device)
+
+
+def kernel_shapes(module: nn.Module, top_k: int) -> set[tuple[ExpertsShape, bool]]:
+    """Return the shapes of the experts in `module`, and whether our kernels read their matrices transposed."""
+    found = set()
+    for part in expert_modules(module):
+        weight = _first_weight(part)
+        if isinstance(weight, Tensor) and weight.ndim == 3:
+            found.add((experts_shape(part, weight, top_k), not getattr(part, "is_transposed", False)))
+    return found
+
+
+def experts_shape(module: nn.Module, weight: Tensor, top_k: int = 1) -> ExpertsShape:
+    """Return the shape of experts whose first matrices are `weight`."""
     from bexp.kernels.shapes import ExpertsShape  # noqa: PLC0415 - kept light
 
     gated = bool(getattr(module, "has_gate", True))
     first = weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
-    shape = ExpertsShape(
+    return ExpertsShape(
         hidden_size=first.shape[1],
         ffn_hidden_size=first.shape[2] // (2 if gated else 1),
         num_experts=first.shape[0],
-        top_k=1,
+        top_k=min(top_k, first.shape[0]),
         dtype=weight.dtype if weight.dtype in _HALF else torch.bfloat16,  # others are trained under autocast
         gated=gated,
         activation=_activation(module) or "silu",
     )
-    return expert_backend(experts.removeprefix("bexp_")).unsupported_reason(shape, weight.device)
 
 
 def _compute_dtype(hidden_states: Tensor, weight: Tensor) -> torch.dtype:

@@ -26,6 +26,7 @@ from typing import IO
 
 PRELOADED = (
     "bexp.workers.__main__",
+    "bexp.workers.process.profiler",
     "bexp.workers.serving",
     "bexp.workers.replay.profiler",
     "sqlalchemy.dialects.sqlite.pysqlite",

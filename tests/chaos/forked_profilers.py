@@ -16,9 +16,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from bexp.child_process import module_command, safe_environment
-from bexp.workers.process import child
-from bexp.workers.process.environment import profiler_environment
-from bexp.workers.process.kernel_cache import kernel_cache
+from bexp.workers.process import start as starting
 from tests.chaos.fork_server import ForkedProcess, ForkServer
 
 MODULE = "tests.chaos.faulty_profiler"
@@ -39,8 +37,8 @@ class Starts:
     def __init__(self, environment: Mapping[str, str], log: IO[bytes], cold_share: float, rng: Random) -> None:
         self._cold_share = cold_share
         self._rng = rng
-        environment = kernel_cache(environment) | profiler_environment(environment, ("cpu",))
-        self.server = ForkServer(safe_environment(environment), log, PRELOADED) if cold_share < 1 else None
+        variables = safe_environment(starting.process_environment(environment, ("cpu",)))
+        self.server = ForkServer(variables, log, PRELOADED) if cold_share < 1 else None
 
     def start(self, command: Sequence[str], **options: Any) -> Any:
         """Do what `subprocess.Popen` does with the command line and the options of a profiler process."""
@@ -63,7 +61,7 @@ class Starts:
 @contextmanager
 def faulty_profilers(starts: Starts) -> Iterator[None]:
     """Have the profilers of this process start their processes so."""
-    patched: Any = child
+    patched: Any = starting
     original = patched.module_command
     patched.module_command = lambda _, *arguments: module_command(MODULE, *arguments)
     try:
@@ -76,9 +74,9 @@ def faulty_profilers(starts: Starts) -> Iterator[None]:
 @contextmanager
 def profilers_started_by(start: Callable[..., Any]) -> Iterator[None]:
     """Have `start`, in place of `subprocess.Popen`, start the processes of this process's profilers."""
-    patched: Any = child
+    patched: Any = starting
     original = patched.subprocess
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
     patched.subprocess = SimpleNamespace(Popen=start, **names)
     try:
         yield

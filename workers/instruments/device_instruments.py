@@ -16,6 +16,7 @@ from bexp.measure.heap_holes import run_without_holes
 from bexp.measure.timing import BlockTimer, HostTimer
 from bexp.transformers.settings import Allocator
 from bexp.workers.instruments.device_monitor import DeviceMonitor
+from bexp.workers.instruments.kernel_builder import KernelBuilder
 from bexp.workers.instruments.rank_group import SINGLE_RANK, RankGroup
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Instruments:
         self.device = device
         self.monitor = DeviceMonitor(cores=device.type == "cpu" and num_ranks == 1)
         self.rank_group: RankGroup = SINGLE_RANK
+        self.kernels: KernelBuilder | None = None
         self.timer: BlockTimer
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -11,14 +11,14 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from bexp.child_process import module_command, safe_environment
 from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import REPLIES, Hello, Open, Reply, encode
+from bexp.workers.process.start import StartedProcess
 
 TAIL_LINES = 200
 TAIL_LINE_LENGTH = 400
@@ -34,31 +34,12 @@ class ProcessEndedError(Exception):
 
 
 class ProfilerProcess:
-    """`python -m bexp.workers.profiler`, in a session of its own, so that it ends together with all its children.
+    """A profiler process that was started. `hello` is None until the devices are open."""
 
-    Several devices take `bexp.workers.profiler.distributed`, whose ranks lead process groups of their own. `hello` is
-    None until the devices are open.
-    """
-
-    def __init__(self, devices: Sequence[str], *, environment: Mapping[str, str]) -> None:
+    def __init__(self, started: StartedProcess) -> None:
         self.hello: Hello | None = None
         self._ranks: tuple[psutil.Process, ...] = ()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._popen = subprocess.Popen(
-                module_command(
-                    "bexp.workers.profiler.distributed" if len(devices) > 1 else "bexp.workers.profiler",
-                    *("--devices", ",".join(devices)),
-                    *("--socket", str(theirs.fileno())),
-                    *("--parent", str(os.getpid())),
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=safe_environment(environment),
-            )
+        self._popen, ours = started.popen, started.socket
         ours.settimeout(SEND_TIMEOUT_SECONDS)
         self._socket = ours
         self._received = b""

@@ -27,6 +27,7 @@ from bexp.workers.process.protocol import (
     Reply,
     ReportReply,
 )
+from bexp.workers.process.start import StartedProcess
 from bexp.workers.process.trial_run import (
     END_GRACE_SECONDS,
     TICK_SECONDS,
@@ -48,6 +49,7 @@ class DeviceProcess:
         on_wait: called once, with the reason, if another profiler holds a device.
         lock_timeout_seconds: how long to wait for the devices; None: as long as it takes.
         start_timeout_seconds: how long to wait for the reply to each command before a trial.
+        started: a process that was started in advance, by a thread that stays; the first spare.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class DeviceProcess:
         on_wait: Callable[[str], None] | None,
         lock_timeout_seconds: float | None,
         start_timeout_seconds: float,
+        started: StartedProcess | None = None,
     ) -> None:
         self.name = devices[0] if len(devices) == 1 else f"{{{', '.join(devices)}}}"
         self.restarts = 0
@@ -71,7 +74,7 @@ class DeviceProcess:
         self._lock_timeout_seconds = lock_timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds
         self._start_seconds = 0.0
-        self._spare: ProfilerProcess | None = None
+        self._spare = None if started is None else ProfilerProcess(started)
         # The kernel ends the process with the thread that started it (PR_SET_PDEATHSIG), so that thread must stay.
         self._starter: ThreadPoolExecutor | None = None
 
@@ -220,7 +223,7 @@ class DeviceProcess:
             self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"profiler-starter-{self.name}")
 
         def start() -> ProfilerProcess:
-            return ProfilerProcess(self._devices, environment=self._environment)
+            return ProfilerProcess(StartedProcess(self._devices, self._environment))
 
         try:
             return self._starter.submit(start).result()

@@ -23,11 +23,11 @@ from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks, lock_folder
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.device_process import DeviceProcess
-from bexp.workers.process.environment import profiler_environment
 from bexp.workers.process.exit_status import KILLED_HINT
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
-from bexp.workers.process.kernel_cache import kernel_cache, shrink_cache
+from bexp.workers.process.kernel_cache import shrink_cache
 from bexp.workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware
+from bexp.workers.process.start import StartedProcess, process_environment, uses_spares
 from bexp.workers.process.trial_run import (
     CommandFailedError,
     CommandRun,
@@ -75,8 +75,8 @@ class Profiler:
         start_timeout_seconds: for importing torch, and again for measuring the device.
         setup_allowance_seconds: added to the deadline of each trial.
         start_pauses_seconds: before each further attempt to start a process; empty: there is one attempt.
-        spare: whether to start spares while the device is in use; default: on one GPU. On the CPU they would disturb
-            what is timed.
+        spare: whether to start spares while the device is in use; default: see `uses_spares`.
+        started: the first process, which a thread that stays has started for these devices in this environment.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Profiler:
         setup_allowance_seconds: float = 10.0,
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
         spare: bool | None = None,
+        started: StartedProcess | None = None,
     ) -> None:
         self.devices = (device,) if isinstance(device, str) else tuple(device)
         if not self.devices or ("cpu" in self.devices) != (set(self.devices) == {"cpu"}):
@@ -97,7 +98,7 @@ class Profiler:
                 f"a profiler has a device, or several of one kind, not {', '.join(self.devices) or 'none'}"
             )
         given = os.environ if environment is None else environment
-        environment = kernel_cache(given) | profiler_environment(given, self.devices)
+        environment = process_environment(given, self.devices)
         self._given = given
         self.held_by: str | None = None
         keys = [device_key(name, environment) for name in self.devices]
@@ -111,6 +112,7 @@ class Profiler:
             on_wait=self._note_held,
             lock_timeout_seconds=lock_timeout_seconds,
             start_timeout_seconds=start_timeout_seconds,
+            started=started,
         )
         self._setup_allowance_seconds = setup_allowance_seconds
         self._start_pauses_seconds = tuple(start_pauses_seconds)
@@ -119,7 +121,7 @@ class Profiler:
         self._prepared: ProfilerProcess | None = None  # the process to which the job was announced
         self._is_clean = True
         self._allocator: str | None = None  # of the jobs that the process has served
-        self._uses_spares = len(self.devices) == 1 and self.devices[0] != "cpu" if spare is None else spare
+        self._uses_spares = uses_spares(self.devices) if spare is None else spare
 
     def __enter__(self) -> Self:
         self.start()

@@ -22,6 +22,7 @@ from bexp.workers.instruments.compilation import start_compiler
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.failures import is_poisoned
+from bexp.workers.instruments.kernel_builder import KernelBuilder
 from bexp.workers.process.protocol import Command, Hello, Open, Refused
 from bexp.workers.profiler.hardware import identify, used_bytes
 from bexp.workers.profiler.parent import CommandQueue, Parent, end_group
@@ -127,6 +128,7 @@ def serve_device(parent: Parent) -> int:
     if gpu is not None:
         reserved = partial(torch.cuda.memory_reserved, device)
         instruments.monitor = DeviceMonitor(gpu, GpuProcessMonitor(gpu, reserved, used_before, processes_before))
+    instruments.kernels = KernelBuilder(device)
     freeze_imports()
     session = Session(instruments, used_before, parent.send)
     device_name, versions = identify(device)

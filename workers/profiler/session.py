@@ -89,6 +89,9 @@ class Session:
     def _begin(self, command: Begin) -> None:
         request, hardware = command.request, command.hardware
         self._end_job()
+        builder = self._instruments.kernels
+        if builder is not None and command.known_report is None and "expert" in str(request.hf_config):
+            builder.start()  # it imports torch while this process imports the target's library
         import_target(request.target_name)
         freeze_imports()  # earlier jobs may have imported more
         self._request = request
@@ -101,6 +104,8 @@ class Session:
             if is_poisoned(self._instruments.device):
                 raise  # this process is of no use any more
             report = DeviceReport.refused(hardware, classify(error)[1])
+        if builder is not None:
+            builder.close()  # no kernel is built while something is timed
         self._instruments.settle(release=True)
         self._instruments.limit_memory(memory_limit(request, hardware), hardware.context_bytes)
         others_bytes = self._instruments.monitor.begin(command.others_bytes)

@@ -14,6 +14,7 @@ import pytest
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from bexp.workers.process.profiler import Profiler
+from bexp.workers.process.start import StartedProcess, process_environment
 from tests.waits import PATIENCE_SECONDS, wait_until
 from tests.workers.process.profilers import ENVIRONMENT, kill_while_starting
 
@@ -28,6 +29,23 @@ import bexp.api.cli.explore, bexp.api.stored, bexp.workers.__main__
 sys.exit(bool(sys.modules.keys() & {"torch", "alembic", "rich", "transformers", "fastapi", "httpx"}))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_SECONDS, cwd=Path(__file__).parents[3])
+
+
+@pytest.mark.parametrize(
+    ("module", "slow"), [("bexp.api.cli.explore", "sqlalchemy"), ("bexp.workers.__main__", "pydantic")]
+)
+def test_the_next_process_starts_before_what_takes_long_is_imported(module: str, slow: str) -> None:
+    """The command starts the worker, and the worker the profiler, whose imports take longest."""
+    script = f"import sys, {module}; sys.exit({slow!r} in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_SECONDS, cwd=Path(__file__).parents[3])
+
+
+def test_a_process_that_was_started_in_advance_is_the_first(tmp_path: Path) -> None:
+    started = StartedProcess(("cpu",), process_environment(ENVIRONMENT, ("cpu",)))
+    profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, started=started)
+    profiler.prepare()
+    with profiler:
+        assert profiler.pid == started.popen.pid
 
 
 def test_a_device_that_does_not_exist_is_an_error() -> None:
@@ -60,6 +78,7 @@ import pathlib
 from tests.workers.profiler.samples import REQUEST
 from tests.workers.process.profilers import ENVIRONMENT, slow_trial
 from bexp.workers.process.profiler import Profiler
+from bexp.workers.process.start import StartedProcess, process_environment
 profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=pathlib.Path({str(tmp_path)!r}))
 profiler.start()
 profiler.begin(REQUEST)

@@ -78,7 +78,7 @@ def _sizes(parameters: Iterable[Tensor]) -> dict[str, int]:
 
 def used_matrices(layer: nn.Module, config: Any) -> list[tuple[Tensor, float]]:
     """Return each weight of two axes or more, with the share of it that one token is multiplied with."""
-    num_experts, top_k = _experts(config)
+    num_experts, top_k = count_experts(config)
     matrices = []
     for path, module in layer.named_modules():
         listed = num_experts > 1 and re.search(r"experts\.\d+(\.|$)", path) is not None
@@ -92,7 +92,7 @@ def used_matrices(layer: nn.Module, config: Any) -> list[tuple[Tensor, float]]:
 
 def matrix_width(layer: nn.Module, config: Any) -> float:
     """Return how many numbers go in and out of a layer's matrices for one token; saved activations grow with it."""
-    _, top_k = _experts(config)
+    _, top_k = count_experts(config)
     width = 0.0
     for weight, share in used_matrices(layer, config):
         listed = share < 1.0 and weight.dim() == 2
@@ -139,7 +139,8 @@ def _window(layer: nn.Module) -> int | None:
     return None
 
 
-def _experts(config: Any) -> tuple[int, int]:
+def count_experts(config: Any) -> tuple[int, int]:
+    """Return the experts of a layer, and those that a token is sent to; one of each for a dense model."""
     num_experts = _first_count(config, _NUM_EXPERTS) or 1
     top_k = _first_count(config, _TOP_K) or num_experts
     return num_experts, min(top_k, num_experts)

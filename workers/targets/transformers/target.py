@@ -26,6 +26,9 @@ from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.kernels.builds import Experts
+from bexp.kernels.shapes import ExpertsShape
+from bexp.transformers.experts import OURS, kernel_shapes
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
@@ -36,7 +39,14 @@ from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.model import BuildSettings, build_by_layers, build_model
 from bexp.workers.targets.transformers.packing import LEAK
-from bexp.workers.targets.transformers.parts import PartWeights, WeightsByKind, add_up, count_quantized, num_bytes
+from bexp.workers.targets.transformers.parts import (
+    PartWeights,
+    WeightsByKind,
+    add_up,
+    count_experts,
+    count_quantized,
+    num_bytes,
+)
 from bexp.workers.targets.transformers.passes import (
     BY_OPERATION,
     WHOLE_LAYER,
@@ -59,6 +69,9 @@ from bexp.workers.targets.transformers.training_run import (
     embeddings_of,
 )
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel
+
+BUILT_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""The micro-batch sizes that kernels are built for. Few kernels differ between neighbours."""
 
 
 class TransformersTarget:
@@ -99,18 +112,22 @@ class TransformersTarget:
         Raises:
             UnsupportedTrialError: the class cannot be measured by its parts.
         """
+        self._order_kernels()
         self._check_class()
         quantization = self._build.quantization
         weights = None if quantization is None else count_quantized(self._parts(), quantization)
         recipe = float8_of(self._request)
         float8 = None if recipe is None else compare_float8(self._parts(), recipe)
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
-        attention, experts = probe.attention_supports(), probe.expert_supports()
+        attention = probe.attention_supports()
         if self._request.batching in PACKED and not any(one.usable for one in attention):
             leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
         choices = probe.choice_supports()
+        if self._instruments.kernels is not None:
+            self._instruments.kernels.wait()
+        experts = probe.expert_supports()
         named, checkpointing = set(self._request.recompute or ()), probe.layer_recompute_refusal()
         parts = describe_parts(
             self._resolved,
@@ -232,6 +249,17 @@ class TransformersTarget:
         tiny = self._resolved.tiny
         run = self._train(tiny, Settings(), [TextBatch.whole(1, tiny.seq_length)], request, together=together)
         yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
+
+    def _order_kernels(self) -> None:
+        """Have our expert kernels built for each size, if the request may choose one of them."""
+        asked = self._request.expert_backends or OURS
+        if self._instruments.kernels is None or not set(asked) & set(OURS):
+            return
+        shapes = set[tuple[ExpertsShape, bool]]()
+        for layer in self._resolved.layers:
+            shapes |= kernel_shapes(layer, count_experts(self._resolved.config.text_config)[1])
+        sizes = tuple(size * self._request.seq_length for size in BUILT_SIZES)
+        self._instruments.kernels.order([Experts(shape, sizes, transposed) for shape, transposed in shapes])
 
     def _check_class(self) -> None:
         check = self._resolved.check

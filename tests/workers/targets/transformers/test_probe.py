@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -17,14 +18,17 @@ from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
+from bexp.kernels.builds import Experts
+from bexp.kernels.shapes import ExpertsShape
 from bexp.transformers.settings import Settings
+from bexp.workers.instruments.kernel_builder import KernelBuilder
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.passes import LayerPasses, settings_of
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
-from bexp.workers.targets.transformers.target import describe_parts
+from bexp.workers.targets.transformers.target import BUILT_SIZES, describe_parts
 from tests.bexp.transformers import fake_liger
-from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, request_for
+from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
 
 pytest.importorskip("transformers")
 
@@ -192,3 +196,37 @@ def test_ligers_loss_is_a_choice_where_it_computes_the_same(
     assert {candidate.loss for candidate in space(resolved, builder, asked)} == {"library"}
     with pytest.raises(EmptySpaceError, match=r"no usable loss with .* \(liger: loss: off by"):
         space(resolved, builder, request_for(losses=["liger"], micro_batch_size=2))
+
+
+class NotedBuilder(KernelBuilder):
+    """Notes what it would build, and whether somebody has waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.experts: list[Experts] = []
+        self.has_waited = False
+
+    def order(self, experts: Sequence[Experts]) -> None:
+        self.experts += experts
+
+    def wait(self) -> None:
+        self.has_waited = True
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "expected"),
+    [
+        (QWEN_MOE, {}, ExpertsShape(64, 32, 4, 2, torch.bfloat16)),
+        (QWEN_MOE, {"expert_backends": ["grouped_mm"]}, None),
+        (LLAMA, {}, None),
+    ],
+)
+def test_expert_kernels_are_ordered_for_the_models_shapes(
+    config: dict[str, Any], fields: dict[str, Any], expected: ExpertsShape | None
+) -> None:
+    target, builder = open_target(config, **fields), NotedBuilder()
+    target._instruments.kernels = builder
+    target.report(HARDWARE)
+    sizes = tuple(16 * size for size in BUILT_SIZES)
+    assert builder.experts == ([] if expected is None else [Experts(expected, sizes, transposed=True)])
+    assert builder.has_waited
