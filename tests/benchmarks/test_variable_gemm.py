@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import variable_gemm, variable_runs
+from benchmarks.isolation import LostError, Send, messages
+from benchmarks.turns import TurnsBudget
+from benchmarks.variable_cases import CASES, EVEN, PAIR, REPORTED, UNEVEN, Case, routes_of
+from benchmarks.variable_gemm import CELLS, describe, describe_summary, measure, summarize, tiny_cells
+from benchmarks.variable_problems import GEMMS, Gemms
+from benchmarks.variable_runs import Cell, run_cells
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variable_runs, "BUDGET", TurnsBudget(rounds=1, chain_seconds=0.0, most_seconds=0.0))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_token_goes_to_distinct_experts(case: Case) -> None:
+    small = case.shrunk(256)
+    for load in case.loads:
+        counts = small.counts(load)
+        routes = routes_of(counts, small.num_tokens)
+        assert routes.shape == (small.num_tokens, case.top_k)
+        assert torch.bincount(routes.flatten(), minlength=case.num_experts).tolist() == list(counts)
+        assert all(len(set(experts)) == case.top_k for experts in routes.tolist())
+    assert max(small.counts(EVEN)) - min(small.counts(EVEN)) <= 1
+
+
+def test_the_reported_load_is_none_of_distinct_experts() -> None:
+    """Its largest expert has twice as many rows as there are tokens, and 200 rows are missing."""
+    assert sum(REPORTED) == PAIR.num_tokens * PAIR.top_k - 200
+    assert max(REPORTED) > PAIR.num_tokens
+    assert PAIR.loads == (EVEN,)
+    assert sum(PAIR.reported[EVEN]) == sum(PAIR.reported[UNEVEN]) == sum(REPORTED)
+
+
+def test_every_case_has_every_format() -> None:
+    for case in CASES:
+        assert {cell.dtype for cell in CELLS if cell.case == case} == set(variable_runs.TOLERANCES)
+    assert len(CELLS) == len(set(CELLS))
+
+
+def rows_of(cell: Cell) -> list[dict[str, Any]]:
+    sent: list[Any] = []
+    run_cells(sent.append, [cell], "cpu", frozenset(), 60.0)
+    return list(sent[-1][1])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_cell_has_figures_of_each_contender_and_load(number: int) -> None:
+    cell = tiny_cells()[number]
+    rows = rows_of(cell)
+    loads = {EVEN, UNEVEN} if cell.is_reported else set(cell.case.loads)
+    for name in ("grouped_mm", "loop", "bmm"):
+        mine = [row for row in rows if row["contender"] == name]
+        assert {row["load"] for row in mine} == loads
+        for row in mine:
+            assert row["outcome"] == "ok"
+            assert 0 < row["largest_error"] <= variable_runs.TOLERANCES[cell.dtype]
+            assert row["seconds"] > 0
+            assert "TFLOP/s" in describe(row)
+    assert {row["outcome"] for row in rows if row["contender"] == "cublas_grouped"} == {"unsupported"}
+    summary = summarize(rows)
+    assert sum(each["fastest"] for each in summary["contenders"].values()) == len(loads)
+    assert len(summary["uneven_over_even"]) == (3 if len(loads) == 2 else 0)
+    assert all(list(describe_summary(summary)))
+
+
+def test_a_wrong_result_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(x: torch.Tensor, w: torch.Tensor, given: Gemms) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(x, w, offs=given.ends) * 1.1
+
+    gemms = {"loop": (lambda count, most: count, off), "bmm": GEMMS["bmm"]}
+    monkeypatch.setattr("benchmarks.variable_problems.GEMMS", gemms)
+    rows = {row["contender"]: row for row in rows_of(tiny_cells()[0])}
+    assert rows["loop"]["outcome"] == "wrong"
+    assert "seconds" not in rows["loop"]
+    assert rows["bmm"]["outcome"] == "ok"
+
+
+FIGURES = {"peak_bytes": None, "largest_error": 0.0}
+
+
+def die(send: Send, cells: list[Cell], device: str, without: frozenset[str], max_seconds: float) -> None:
+    """The first cell has a contender that takes the process down."""
+    for number, cell in enumerate(cells):
+        names = [name for name in ("good", "bad") if name not in without or number]
+        for name in names:
+            send(name)
+            if name == "bad" and cell is cells[0] and not cell.is_reported:
+                os._exit(3)
+        rows = [cell.key | {"load": EVEN, "contender": name, "outcome": "ok", **FIGURES} for name in names]
+        send((number, rows))
+        send(variable_runs.TURNS)
+        send((number, rows))
+
+
+def test_a_contender_that_takes_the_process_down_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variable_gemm, "run_cells", die)
+    cells = [Cell(PAIR, torch.float16), Cell(PAIR, torch.bfloat16, is_reported=True)]
+    first, second = measure(cells, "cpu", time.monotonic() + 300)
+    assert {row["contender"]: row["outcome"] for row in first} == {"good": "ok", "bad": "crashed"}
+    assert "status 3" in next(row["reason"] for row in first if row["contender"] == "bad")
+    assert {row["contender"]: row["outcome"] for row in second} == {"good": "ok", "bad": "ok"}
+    assert [row["contender"] for row in summarize(first)["ended"]] == ["bad"]
+
+
+def hang(send: Send) -> None:
+    send("one")
+    time.sleep(600)
+
+
+def test_a_process_that_is_silent_is_ended() -> None:
+    found = messages(hang, silence_seconds=30)
+    assert next(found) == "one"
+    found.close()  # its process is ended
+    with pytest.raises(LostError, match=r"nothing within 0\.1 s"):
+        list(messages(hang, silence_seconds=0.1))
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "table.json"
+    assert variable_gemm.main(["--out", str(out), "--device", "cpu", "--tiny", "--max-seconds", "0"]) == 0
+    found = json.loads(out.read_text())
+    assert found["left_out"] == [cell.key for cell in tiny_cells()]
+    assert found["rows"] == []
