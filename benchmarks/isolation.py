@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,7 +19,7 @@ class LostError(Exception):
     """The process ended, or sent nothing for too long; the message says which."""
 
 
-def messages(function: Callable[..., None], *arguments: Any, silence_seconds: float) -> Iterator[Any]:
+def messages(function: Callable[..., None], *arguments: Any, silence_seconds: float) -> Generator[Any, None, None]:
     """Yield what `function(send, *arguments)` sends from a process of its own, until it returns.
 
     Functions must be importable by name, arguments and messages picklable. LostError ends the iteration where the

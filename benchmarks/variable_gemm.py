@@ -21,24 +21,55 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.environment import describe_commit, describe_environment, kernels_digest, write_results
-from benchmarks.isolation import LostError, messages
-from benchmarks.variable_cases import CASES, CRASHED, EVEN, LARGEST, PAIR, UNEVEN
-from benchmarks.variable_runs import TOLERANCES, TURNS, Cell, run_cells
+from benchmarks.expert_problems import Experts, Gemms
+from benchmarks.expert_runs import TOLERANCES, Problem, measure
+from benchmarks.variable_cases import CASES, CRASHED, EVEN, LARGEST, PAIR, UNEVEN, Case, routes_of
 from bexp.explorer.records.measurement import Outcome
 from bexp.kernels.dtypes import dtype_name
+from bexp.kernels.shapes import ExpertsShape
 from bexp.targets.registry import version_of
 
+
+@dataclass(frozen=True)
+class Cell:
+    """A case in a number format: whole expert FFNs, or the report's own rows as plain GEMMs (`is_reported`)."""
+
+    case: Case
+    dtype: torch.dtype
+    is_reported: bool = False
+    poisons: bool = True
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What its rows have in common."""
+        kind = "gemm" if self.is_reported else "ffn"
+        return {"kind": kind, "case": self.case.name, "dtype": dtype_name(self.dtype)}
+
+    def problems(self, device: torch.device) -> Iterator[tuple[dict[str, Any], Problem]]:
+        """Yield one for each load. Rows have the experts' tokens where there are few experts."""
+        case = self.case
+        shape = ExpertsShape(
+            case.hidden, case.width, case.num_experts, case.top_k, self.dtype, gated=False, activation="gelu"
+        )
+        loads = case.reported if self.is_reported else {load: case.counts(load) for load in case.loads}
+        for load, counts in loads.items():
+            told_by = {"load": load, "counts": counts if len(counts) <= FEW else None}
+            if self.is_reported:
+                yield told_by, Gemms(case, self.dtype, counts, device)
+            else:
+                yield told_by, Experts(shape, routes_of(counts, case.num_tokens).to(device))
+
+
+FEW = 8
 MAX_SECONDS = 240.0
-SILENCE_SECONDS = 90.0
-"""A contender that takes longer hangs. Kernels are built in this time."""
-START = "start"
 LIMIT_BYTES = 16 << 30
 """The memory of the report's card."""
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -66,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.max_seconds
     results: dict[str, Any] = {
-        "environment": describe_environment() | {"compared": _versions()},
+        "environment": describe_environment() | {"compared": versions()},
         "commit": describe_commit(),
         "hardware": describe_device(options.device),
         "kernels": kernels_digest(),
@@ -106,36 +137,6 @@ def describe_device(name: str) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name(device) if is_cuda else "CPU",
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
     }
-
-
-def measure(cells: Sequence[Cell], device: str, deadline: float) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each cell, those that took a process down included, until the deadline."""
-    done, lost = 0, dict[str, dict[str, Any]]()
-    while done < len(cells) and time.monotonic() < deadline:
-        begun, found = START, list[dict[str, Any]]()
-        arguments = (cells[done:], device, frozenset(lost), deadline - time.monotonic())
-        first = done
-        try:
-            for message in messages(run_cells, *arguments, silence_seconds=SILENCE_SECONDS):
-                if isinstance(message, str):
-                    begun = message
-                    continue
-                number, rows = message
-                if begun == TURNS:  # they are timed
-                    yield [*rows, *lost.values()]
-                    begun, done, lost, found = START, first + number + 1, {}, []
-                else:
-                    found = rows
-        except LostError as error:
-            outcome = Outcome.TIMED_OUT if "nothing within" in str(error) else Outcome.CRASHED
-            row = cells[done].key | {"contender": begun, "outcome": outcome.value, "reason": str(error)}
-            if begun in {START, TURNS} or begun in lost:
-                yield [*found, *lost.values(), row]
-                done, lost = done + 1, {}
-            else:
-                lost[begun] = row
-        else:
-            return
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def describe_summary(summary: dict[str, Any]) -> Iterable[str]:
         yield f"{row['outcome']}: {row['contender']} {row['case']} {row['dtype']} {row.get('load', '')}"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     return {name: installed for name in PACKAGES if (installed := version_of(name)) is not None}
 
 

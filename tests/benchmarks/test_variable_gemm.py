@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import variable_gemm, variable_runs
+from benchmarks import expert_runs, variable_gemm
+from benchmarks.expert_problems import GEMMS, Gemms
+from benchmarks.expert_runs import measure, run_cells
 from benchmarks.isolation import LostError, Send, messages
 from benchmarks.turns import TurnsBudget
 from benchmarks.variable_cases import CASES, EVEN, PAIR, REPORTED, UNEVEN, Case, routes_of
-from benchmarks.variable_gemm import CELLS, describe, describe_summary, measure, summarize, tiny_cells
-from benchmarks.variable_problems import GEMMS, Gemms
-from benchmarks.variable_runs import Cell, run_cells
+from benchmarks.variable_gemm import CELLS, Cell, describe, describe_summary, summarize, tiny_cells
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variable_runs, "BUDGET", TurnsBudget(rounds=1, chain_seconds=0.0, most_seconds=0.0))
+    monkeypatch.setattr(expert_runs, "BUDGET", TurnsBudget(rounds=1, chain_seconds=0.0, most_seconds=0.0))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -47,13 +47,13 @@ def test_the_reported_load_is_none_of_distinct_experts() -> None:
 
 def test_every_case_has_every_format() -> None:
     for case in CASES:
-        assert {cell.dtype for cell in CELLS if cell.case == case} == set(variable_runs.TOLERANCES)
+        assert {cell.dtype for cell in CELLS if cell.case == case} == set(expert_runs.TOLERANCES)
     assert len(CELLS) == len(set(CELLS))
 
 
 def rows_of(cell: Cell) -> list[dict[str, Any]]:
     sent: list[Any] = []
-    run_cells(sent.append, [cell], "cpu", frozenset(), 60.0)
+    run_cells(sent.append, [cell], "cpu", frozenset(), frozenset(), 60.0)
     return list(sent[-1][1])
 
 
@@ -67,7 +67,7 @@ def test_a_cell_has_figures_of_each_contender_and_load(number: int) -> None:
         assert {row["load"] for row in mine} == loads
         for row in mine:
             assert row["outcome"] == "ok"
-            assert 0 < row["largest_error"] <= variable_runs.TOLERANCES[cell.dtype]
+            assert 0 < row["largest_error"] <= expert_runs.TOLERANCES[cell.dtype]
             assert row["seconds"] > 0
             assert "TFLOP/s" in describe(row)
     assert {row["outcome"] for row in rows if row["contender"] == "cublas_grouped"} == {"unsupported"}
@@ -82,7 +82,7 @@ def test_a_wrong_result_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.nn.functional.grouped_mm(x, w, offs=given.ends) * 1.1
 
     gemms = {"loop": (lambda count, most: count, off), "bmm": GEMMS["bmm"]}
-    monkeypatch.setattr("benchmarks.variable_problems.GEMMS", gemms)
+    monkeypatch.setattr("benchmarks.expert_problems.GEMMS", gemms)
     rows = {row["contender"]: row for row in rows_of(tiny_cells()[0])}
     assert rows["loop"]["outcome"] == "wrong"
     assert "seconds" not in rows["loop"]
@@ -92,7 +92,9 @@ def test_a_wrong_result_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
 FIGURES = {"peak_bytes": None, "largest_error": 0.0}
 
 
-def die(send: Send, cells: list[Cell], device: str, without: frozenset[str], max_seconds: float) -> None:
+def die(
+    send: Send, cells: list[Cell], device: str, without: frozenset[str], never: frozenset[str], max_seconds: float
+) -> None:
     """The first cell has a contender that takes the process down."""
     for number, cell in enumerate(cells):
         names = [name for name in ("good", "bad") if name not in without or number]
@@ -102,12 +104,12 @@ def die(send: Send, cells: list[Cell], device: str, without: frozenset[str], max
                 os._exit(3)
         rows = [cell.key | {"load": EVEN, "contender": name, "outcome": "ok", **FIGURES} for name in names]
         send((number, rows))
-        send(variable_runs.TURNS)
+        send(expert_runs.TURNS)
         send((number, rows))
 
 
 def test_a_contender_that_takes_the_process_down_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variable_gemm, "run_cells", die)
+    monkeypatch.setattr(expert_runs, "run_cells", die)
     cells = [Cell(PAIR, torch.float16), Cell(PAIR, torch.bfloat16, is_reported=True)]
     first, second = measure(cells, "cpu", time.monotonic() + 300)
     assert {row["contender"]: row["outcome"] for row in first} == {"good": "ok", "bad": "crashed"}

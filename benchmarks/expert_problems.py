@@ -1,9 +1,9 @@
-"""What contenders compute in the variable-sized GEMM table, and the same in float64."""
+"""What contenders compute in the tables of expert kernels, and the same in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.torch_block_sparse import BLOCK as BSR_BLOCK
 from benchmarks.torch_block_sparse import TorchBSR
-from benchmarks.variable_cases import Case, routes_of
+from benchmarks.variable_cases import Case
 from bexp.explorer.dimensions.experts import EXPERT_KERNELS
 from bexp.kernels.experts import loop
 from bexp.kernels.experts.block_sparse.block_experts import BLOCK, SDD
@@ -35,49 +35,46 @@ class Prepared:
     run: Callable[[], list[Tensor]]
     operand_bytes: int
     in_order: Callable[[list[Tensor]], list[Tensor]] = lambda found: found
+    setting: Mapping[str, str] = field(default_factory=dict)
+    """What was chosen for it, by name, for its row."""
 
 
 class Experts:
-    """An expert FFN of two matrices with a GELU between them: tokens and routes in, the sum of the experts out."""
+    """An expert FFN: tokens, routes and routing weights in, the sum of the experts out."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, counts: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, shape: ExpertsShape, routes: Tensor) -> None:
+        device, num_tokens = routes.device, routes.shape[0]
         generator = torch.Generator(device).manual_seed(0)
-        normal = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-        self.shape = ExpertsShape(
-            hidden_size=case.hidden,
-            ffn_hidden_size=case.width,
-            num_experts=case.num_experts,
-            top_k=case.top_k,
-            dtype=dtype,
-            gated=False,
-            activation="gelu",
-        )
-        self.routes = routes_of(counts, case.num_tokens).to(device)
-        weights = torch.softmax(torch.randn(self.routes.shape, generator=generator, device=device), -1).to(dtype)
-        w_in = normal(case.num_experts, case.hidden, case.width).mul_(case.hidden**-0.5)
-        w_out = normal(case.num_experts, case.width, case.hidden).mul_(case.width**-0.5)
-        self.gradient = normal(case.num_tokens, case.hidden)
-        self.leaves = [t.requires_grad_() for t in (normal(case.num_tokens, case.hidden), weights, w_in, w_out)]
-        self.flops = 12 * sum(counts) * case.hidden * case.width
-        self.names = ("out", "x", "weights", "w_in", "w_out")
+        normal = partial(torch.randn, generator=generator, device=device, dtype=shape.dtype)
+        hidden, width, num_experts = shape.hidden_size, shape.ffn_hidden_size, shape.num_experts
+        self.shape, self.routes = shape, routes
+        weights = torch.softmax(torch.randn(routes.shape, generator=generator, device=device), -1).to(shape.dtype)
+        w_in = normal(num_experts, hidden, 2 * width if shape.gated else width).mul_(hidden**-0.5)
+        w_out = normal(num_experts, width, hidden).mul_(width**-0.5)
+        self.gradient = normal(num_tokens, hidden)
+        self.leaves = [t.requires_grad_() for t in (normal(num_tokens, hidden), weights, w_in, w_out)]
+        self.flops = (18 if shape.gated else 12) * routes.numel() * hidden * width
+        self.names: Sequence[str] = ("out", "x", "weights", "w_in", "w_out")
         self.wanted = self._reference()
 
     def contenders(self) -> dict[str, str | None]:
         """All expert back ends, and why one cannot serve this."""
-        device = self.gradient.device
         named = [kernel.name for kernel in EXPERT_KERNELS]
-        return {support.name: support.reason for support in expert_support(self.shape, device, named)}
+        return {support.name: support.reason for support in expert_support(self.shape, self.routes.device, named)}
 
     def prepare(self, name: str) -> Prepared:
         """A forward and backward by the back end."""
-        forward = expert_backend(name).forward
-        x, weights, w_in, w_out = self.leaves
+        return self.prepared(expert_backend(name).forward, self.leaves)
+
+    def prepared(self, forward: Callable[..., Tensor], leaves: list[Tensor]) -> Prepared:
+        """A forward and backward of `leaves`: x, weights, w_in and w_out."""
+        x, weights, w_in, w_out = leaves
 
         def run() -> list[Tensor]:
-            out = forward(x, self.routes, weights, w_in, w_out, "gelu")
-            return [out.detach(), *torch.autograd.grad(out, self.leaves, self.gradient)]
+            out = forward(x, self.routes, weights, w_in, w_out, self.shape.activation)
+            return [out.detach(), *torch.autograd.grad(out, leaves, self.gradient)]
 
-        return Prepared(run, sum(tensor.nbytes for tensor in (*self.leaves, self.gradient)))
+        return Prepared(run, sum(tensor.nbytes for tensor in (*leaves, self.gradient)))
 
     def _reference(self) -> list[Tensor]:
         """The same in float64, expert by expert, rounded to float32."""
@@ -91,7 +88,7 @@ class Experts:
                 continue
             parts = (x[tokens], weights[tokens, places], w_in[expert], w_out[expert])
             leaves = [part.detach().double().requires_grad_() for part in parts]
-            mine = (F.gelu(leaves[0] @ leaves[2]) @ leaves[3]) * leaves[1].unsqueeze(1)
+            mine = (self._activate(leaves[0] @ leaves[2]) @ leaves[3]) * leaves[1].unsqueeze(1)
             of_x, of_weights, *of_matrices = torch.autograd.grad(mine, leaves, self.gradient[tokens].double())
             out.index_add_(0, tokens, mine.detach())
             grad_x.index_add_(0, tokens, of_x)
@@ -99,6 +96,13 @@ class Experts:
             for grad, found in zip(grads, of_matrices, strict=True):
                 grad[expert] = found.float()
         return [out.float(), grad_x.float(), grad_weights, *grads]
+
+    def _activate(self, pre: Tensor) -> Tensor:
+        activate = F.silu if self.shape.activation == "silu" else F.gelu
+        if not self.shape.gated:
+            return activate(pre)
+        gate, up = pre.chunk(2, dim=-1)
+        return activate(gate) * up
 
 
 class Gemms:
@@ -117,7 +121,7 @@ class Gemms:
         self.x = normal(sum(counts), case.hidden)
         self.w = normal(len(counts), case.hidden, case.width).mul_(case.hidden**-0.5).requires_grad_()
         self.flops = 6 * sum(counts) * case.hidden * case.width
-        self.names = ("out", "x", "w")
+        self.names: Sequence[str] = ("out", "x", "w")
         self.wanted = self._reference()
         self._shape = ExpertsShape(case.hidden, case.width, len(counts), 1, dtype, gated=False, activation="gelu")
 

@@ -1,4 +1,4 @@
-"""Checks and times all contenders on one case of the variable-sized GEMM table. A failure is an outcome."""
+"""Checks expert kernels, and times them in turns. A failure is an outcome, also one that ends the process."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from benchmarks.isolation import Send
+from benchmarks.expert_problems import Prepared
+from benchmarks.isolation import LostError, Send, messages
 from benchmarks.turns import Run, TurnsBudget, TurnTiming, time_in_turns
-from benchmarks.variable_cases import Case
-from benchmarks.variable_problems import Experts, Gemms, Prepared
 from bexp.explorer.records.measurement import Outcome
-from bexp.kernels.dtypes import dtype_name
 from bexp.measure.timestamps import synchronize
 from bexp.workers.instruments.failures import classify, is_poisoned
 
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 """Largest relative error in norm of an output or a gradient."""
+SILENCE_SECONDS = 120.0
+"""A contender that takes longer hangs. Kernels are built in this time."""
+START = "start"
 TURNS = "turns"
 """What is sent in place of a contender's name when all are timed."""
 WRONG = "wrong"
@@ -37,24 +38,37 @@ HOPELESS = 8.0
 """A contender that is so many times slower than the fastest runs once more, and not in turns."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A case in a number format: whole expert FFNs, or the report's own rows as plain GEMMs (`is_reported`)."""
+class Problem(Protocol):
+    """What contenders compute: `wanted` are the results `names` in float64, rounded to float32."""
 
-    case: Case
-    dtype: torch.dtype
-    is_reported: bool = False
+    names: Sequence[str]
+    wanted: list[Tensor]
+    flops: int
+
+    def contenders(self) -> dict[str, str | None]:
+        """Return their names, and why one cannot serve this."""
+
+    def prepare(self, name: str) -> Prepared:
+        """Return one on its operands."""
+
+
+class Cell(Protocol):
+    """Problems whose contenders take turns."""
 
     @property
     def key(self) -> dict[str, Any]:
         """What its rows have in common."""
-        kind = "gemm" if self.is_reported else "ffn"
-        return {"kind": kind, "case": self.case.name, "dtype": dtype_name(self.dtype)}
 
     @property
-    def counts(self) -> dict[str, tuple[int, ...]]:
-        """Rows of each expert, by load."""
-        return self.case.reported if self.is_reported else {load: self.case.counts(load) for load in self.case.loads}
+    def dtype(self) -> torch.dtype:
+        """The number format."""
+
+    @property
+    def poisons(self) -> bool:
+        """Whether new memory holds NaN when results are checked. Compiled code is then compiled twice."""
+
+    def problems(self, device: torch.device) -> Iterator[tuple[dict[str, Any], Problem]]:
+        """Yield each problem, and what its rows are told by."""
 
 
 @dataclass
@@ -63,7 +77,49 @@ class _Contender:
     row: dict[str, Any]
 
 
-def run_cells(send: Send, cells: Sequence[Cell], device_name: str, without: frozenset[str], max_seconds: float) -> None:
+def measure(cells: Sequence[Cell], device: str, deadline: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each cell, those that took a process down included, until the deadline.
+
+    A contender that hangs is left out of later cells, for each such wait is long.
+    """
+    done, lost, hung = 0, dict[str, dict[str, Any]](), set[str]()
+    while done < len(cells) and time.monotonic() < deadline:
+        begun, found = START, list[dict[str, Any]]()
+        arguments = (cells[done:], device, frozenset(lost), frozenset(hung), deadline - time.monotonic())
+        first = done
+        try:
+            for message in messages(run_cells, *arguments, silence_seconds=SILENCE_SECONDS):
+                if isinstance(message, str):
+                    begun = message
+                    continue
+                number, rows = message
+                if begun == TURNS:  # they are timed
+                    yield [*rows, *lost.values()]
+                    begun, done, lost, found = START, first + number + 1, {}, []
+                else:
+                    found = rows
+        except LostError as error:
+            outcome = Outcome.TIMED_OUT if "nothing within" in str(error) else Outcome.CRASHED
+            row = cells[done].key | {"contender": begun, "outcome": outcome.value, "reason": str(error)}
+            if begun in {START, TURNS} or begun in lost:
+                yield [*found, *lost.values(), row]
+                done, lost = done + 1, {}
+            else:
+                lost[begun] = row
+                if outcome is Outcome.TIMED_OUT:
+                    hung.add(begun)
+        else:
+            return
+
+
+def run_cells(
+    send: Send,
+    cells: Sequence[Cell],
+    device_name: str,
+    without: frozenset[str],
+    without_anywhere: frozenset[str],
+    max_seconds: float,
+) -> None:
     """Send the name of each contender when it begins, in a text, and the rows of each cell, twice: untimed, then timed.
 
     `without` are contenders that took a process down in the first of the cells. No cell is begun after `max_seconds`.
@@ -75,7 +131,7 @@ def run_cells(send: Send, cells: Sequence[Cell], device_name: str, without: froz
     for number, cell in enumerate(cells):
         if time.monotonic() - started > max_seconds:
             return
-        for rows in _run_cell(send, cell, device, frozenset() if number else without):
+        for rows in _run_cell(send, cell, device, without_anywhere if number else without | without_anywhere):
             send((number, rows))
         _release(device)
 
@@ -84,10 +140,9 @@ def _run_cell(send: Send, cell: Cell, device: torch.device, without: frozenset[s
     """Yield the rows of a cell, before they are timed and after."""
     rows: list[dict[str, Any]] = []
     checked: dict[str, _Contender] = {}
-    for load, counts in cell.counts.items():
-        problem = (Gemms if cell.is_reported else Experts)(cell.case, cell.dtype, counts, device)
+    for told_by, problem in cell.problems(device):
         for name, reason in problem.contenders().items():
-            row = {**cell.key, "load": load, "counts": counts if len(counts) <= 8 else None, "contender": name}
+            row = {**cell.key, **told_by, "contender": name}
             rows.append(row)
             if name in without:
                 continue
@@ -95,11 +150,11 @@ def _run_cell(send: Send, cell: Cell, device: torch.device, without: frozenset[s
                 row |= {"outcome": Outcome.UNSUPPORTED.value, "reason": reason}
                 continue
             send(name)
-            prepared = _check(row, name, problem, device, TOLERANCES[cell.dtype])
+            prepared = _check(row, name, problem, device, cell)
             if is_poisoned(device):
                 raise RuntimeError(row.get("reason"))
             if prepared is not None:
-                checked[f"{name} {load}"] = _Contender(prepared.run, row)
+                checked[f"{name} {told_by}"] = _Contender(prepared.run, row)
         problem.wanted = []
     rows = [row for row in rows if "outcome" in row]
     yield rows
@@ -111,18 +166,16 @@ def _run_cell(send: Send, cell: Cell, device: torch.device, without: frozenset[s
     yield rows
 
 
-def _check(
-    row: dict[str, Any], name: str, problem: Experts | Gemms, device: torch.device, tolerance: float
-) -> Prepared | None:
+def _check(row: dict[str, Any], name: str, problem: Problem, device: torch.device, cell: Cell) -> Prepared | None:
     """Run it: its outcome, errors and peak enter the row. What is not written shows, for new tensors hold NaN.
 
     Return the contender if its result is right.
     """
-    on_cuda = device.type == "cuda"
+    on_cuda, tolerance = device.type == "cuda", TOLERANCES[cell.dtype]
     _release(device)
     try:
         prepared = problem.prepare(name)
-        with _poisoned():
+        with _poisoned() if cell.poisons else nullcontext():
             prepared.run()  # builds kernels, and chooses among them
             if on_cuda:
                 _release(device)
@@ -150,6 +203,7 @@ def _check(
         "largest_error": largest if math.isfinite(largest) else None,
         "peak_bytes": peak,
         "flops": problem.flops,
+        **prepared.setting,
         "seconds_once": time.perf_counter() - started,
     }
     return prepared if largest <= tolerance else None
