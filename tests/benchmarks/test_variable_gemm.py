@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import expert_runs, variable_gemm
+from benchmarks import expert_runs, result_rows, variable_gemm
 from benchmarks.expert_problems import GEMMS, Gemms
 from benchmarks.expert_runs import measure, run_cells
 from benchmarks.isolation import LostError, Send, messages
+from benchmarks.result_tables import _is_recorded
 from benchmarks.turns import TurnsBudget
 from benchmarks.variable_cases import CASES, EVEN, PAIR, REPORTED, UNEVEN, Case, routes_of
 from benchmarks.variable_gemm import CELLS, Cell, describe, describe_summary, summarize, tiny_cells
@@ -137,3 +138,32 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["left_out"] == [cell.key for cell in tiny_cells()]
     assert found["rows"] == []
+
+
+def test_the_tables_say_what_became_of_each_contender() -> None:
+    key: dict[str, Any] = {"kind": "ffn", "case": "(1, 2, 3, 4, 5)", "dtype": "bfloat16", "load": EVEN}
+    right = {"outcome": "ok", "largest_error": 0.002, "peak_bytes": 2**34 + 1, "seconds": 1.0, "device_seconds": 1.0}
+    rows = [
+        key | right | {"contender": "loop", "flops_per_second": 5e12},
+        key | {"contender": "bmm", "outcome": "out_of_memory", "reason": "no"},
+        key | {"contender": "fused", "outcome": "unsupported", "reason": "no"},
+        key | {"contender": "block_sparse", "outcome": "crashed", "reason": "no"},
+    ]
+    result = {"rows": rows, "summary": summarize(rows)}
+    assert {row["contender"]: row["text"] for row in result_rows.variable(result, "bfloat16")} == {
+        "loop": "5, 16.0 GiB",
+        "bmm": "out of memory",
+        "block_sparse": "crashed",
+    }
+    assert not list(result_rows.variable(result, "float16"))
+    found = {row["name"]: row for row in result_rows.variable_outcomes(result)}
+    assert "fused" not in found
+    assert (found["loop"]["right"], found["loop"]["within_limit"], found["loop"]["errors"]) == (1, 0, "bfloat16 2e-03")
+    assert found["bmm"]["out_of_memory"] == 1
+    assert found["block_sparse"]["failed"] == 1
+
+
+def test_an_awaited_table_is_left_out_until_its_result_is_there() -> None:
+    assert not _is_recorded({"from": "no-such-result", "awaited": True})
+    assert _is_recorded({"from": "h100-moe-turns", "awaited": True})
+    assert _is_recorded({"from": "no-such-result"})  # reading it fails
