@@ -10,7 +10,7 @@ tunes each shape for minutes.
 
 Results are compared with float64. All contenders of a shape are timed in turns: by the clock in a loop of forwards and
 backwards, and on the device with the launches queued ahead, with standard errors. The peak counts operands, results and
-gradients.
+gradients. If the file exists, the run continues it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import liger_tiles
-from benchmarks.environment import describe_commit, describe_environment, kernels_digest, write_results
+from benchmarks.environment import begin, describe_commit, describe_environment, kernels_digest, write_results
 from benchmarks.expert_problems import Experts, Prepared
-from benchmarks.expert_runs import Problem, measure
+from benchmarks.expert_runs import Problem, measure, missing
 from benchmarks.variable_cases import routes_of, split_evenly
 from benchmarks.variable_gemm import describe_device, versions
 from bexp.explorer.model.model import MoESpec
@@ -171,13 +171,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tune-sonicmoe", action="store_true", help="let sonic-moe tune each shape")
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.max_seconds
-    cells = [replace(cell, tune_sonicmoe=options.tune_sonicmoe) for cell in tiny_cells() if options.tiny] or CELLS
+    cells = [replace(cell, tune_sonicmoe=options.tune_sonicmoe) for cell in (tiny_cells() if options.tiny else CELLS)]
     if options.device != "cpu" and find_spec("liger_kernel") is not None:
         try:
             liger_tiles.build(HIDDEN, WIDTH, options.device)
         except Exception as error:  # noqa: BLE001 - it is one contender of many
             print(f"liger-kernel's tiles were not built beforehand: {error}")
-    results: dict[str, Any] = {
+    fresh: dict[str, Any] = {
         "environment": describe_environment() | {"compared": versions()},
         "commit": describe_commit(),
         "hardware": describe_device(options.device),
@@ -185,8 +185,14 @@ def main(arguments: list[str] | None = None) -> int:
         "shape": {"hidden_size": HIDDEN, "expert_ffn_hidden_size": WIDTH, "dtype": "bfloat16"},
         "tune_sonicmoe": options.tune_sonicmoe,
         "rows": [],
-        "left_out": [cell.key for cell in cells],
+        "left_out": [],
     }
+    try:
+        results = begin(options.out, fresh, same=("kernels", "shape", "tune_sonicmoe"))
+    except ValueError as error:
+        parser.error(str(error))
+    cells = missing(cells, results["rows"])
+    results["left_out"] = [cell.key for cell in cells]
     for rows in measure(cells, options.device, deadline):
         results["rows"] += rows
         results["left_out"].pop(0)

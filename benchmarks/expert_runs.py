@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,10 +71,18 @@ class Cell(Protocol):
         """Yield each problem, and what its rows are told by."""
 
 
+AnyCell = TypeVar("AnyCell", bound=Cell)
+
+
 @dataclass
 class _Contender:
     run: Run
     row: dict[str, Any]
+
+
+def missing(cells: Sequence[AnyCell], rows: Sequence[dict[str, Any]]) -> list[AnyCell]:
+    """Return the cells that have no rows yet."""
+    return [cell for cell in cells if not any(cell.key.items() <= row.items() for row in rows)]
 
 
 def measure(cells: Sequence[Cell], device: str, deadline: float) -> Iterator[list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ Each result is compared with float64 (relative error in norm); new memory holds 
 loop of forwards and backwards by the clock, and of the device alone, in turns with all contenders and both loads of a
 case. The peak counts operands, results and gradients, but nothing that only the benchmark holds; the report's card had
 16 GiB. The cases run in a process of their own. If a contender takes it down, its outcome is that, and the others
-of the case run again without it.
+of the case run again without it. If the file exists, the run continues it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import describe_commit, describe_environment, kernels_digest, write_results
+from benchmarks.environment import begin, describe_commit, describe_environment, kernels_digest, write_results
 from benchmarks.expert_problems import Experts, Gemms
-from benchmarks.expert_runs import TOLERANCES, Problem, measure
+from benchmarks.expert_runs import TOLERANCES, Problem, measure, missing
 from benchmarks.variable_cases import CASES, CRASHED, EVEN, LARGEST, PAIR, UNEVEN, Case, routes_of
 from bexp.explorer.records.measurement import Outcome
 from bexp.kernels.dtypes import dtype_name
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a few tokens, small widths and two cases, for tests")
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.max_seconds
-    results: dict[str, Any] = {
+    fresh: dict[str, Any] = {
         "environment": describe_environment() | {"compared": versions()},
         "commit": describe_commit(),
         "hardware": describe_device(options.device),
@@ -106,7 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": [],
         "left_out": [],
     }
-    cells = tiny_cells() if options.tiny else CELLS
+    try:
+        results = begin(options.out, fresh, same=("kernels", "tolerances"))
+    except ValueError as error:
+        parser.error(str(error))
+    cells = missing(tiny_cells() if options.tiny else CELLS, results["rows"])
     results["left_out"] = [cell.key for cell in cells]
     for rows in measure(cells, options.device, deadline):
         results["rows"] += rows

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,22 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["left_out"] == [cell.key for cell in tiny_cells()]
     assert found["rows"] == []
+
+
+def test_a_run_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "table.json"
+    cells = tiny_cells()
+    done: list[list[str]] = []
+
+    def measured(cells: list[Cell], device: str, deadline: float) -> Iterator[list[dict[str, Any]]]:
+        done.append([str(cell.key) for cell in cells])
+        yield [cells[0].key | {"load": EVEN, "contender": "loop", "outcome": "unsupported", "reason": "no"}]
+
+    monkeypatch.setattr(variable_gemm, "measure", measured)
+    for _ in range(2):
+        assert variable_gemm.main(["--out", str(out), "--device", "cpu", "--tiny"]) == 0
+    assert done == [[str(cell.key) for cell in part] for part in (cells, cells[1:])]
+    assert json.loads(out.read_text())["left_out"] == [cells[2].key]
 
 
 def test_the_tables_say_what_became_of_each_contender() -> None:

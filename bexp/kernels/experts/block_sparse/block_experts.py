@@ -24,9 +24,9 @@ from bexp.kernels.shapes import ExpertsShape
 from bexp.kernels.triton_support import launching_on, triton_failure, triton_reason
 
 BLOCK = 128
-_STEP = 64
 _NUM_WARPS = 8
-_NUM_STAGES = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 2}
+_STEPS = {torch.bfloat16: (64, 4), torch.float16: (64, 4), torch.float32: (16, 3)}
+"""Of the sums, and how many of them are loaded at once. float32 is multiplied number by number, without TF32."""
 
 
 def sdd(x_PK: Tensor, w: Tensor, topology: Topology, *, transposed: bool = False, out: Tensor | None = None) -> Tensor:
@@ -50,8 +50,7 @@ def sdd(x_PK: Tensor, w: Tensor, topology: Topology, *, transposed: bool = False
             w.stride(k_axis),
             w.stride(n_axis),
             BLOCK=block,
-            BLOCK_K=min(block, _STEP),
-            **_options(x_PK.dtype),
+            **_options(x_PK.dtype, block),
         )
     return out
 
@@ -82,8 +81,7 @@ def dsd(
             w.stride(n_axis),
             BLOCK=block,
             BLOCK_N=block_n,
-            BLOCK_K=min(block, _STEP),
-            **_options(values.dtype),
+            **_options(values.dtype, block),
         )
     return out
 
@@ -115,8 +113,7 @@ def transposed_dsd(
             out.stride(n_axis),
             BLOCK=block,
             BLOCK_N=block_n,
-            BLOCK_K=min(block, _STEP),
-            **_options(values.dtype),
+            **_options(values.dtype, block),
         )
     return out
 
@@ -193,14 +190,15 @@ def block_sparse_ffn(
     return combine(y_PD, rows, routes_TK.shape[1])
 
 
-def _options(dtype: torch.dtype) -> dict[str, Any]:
-    """How a kernel is built. float32 is multiplied as such, without TF32."""
-    return {"PRECISION": "ieee", "num_stages": _NUM_STAGES[dtype], "num_warps": _NUM_WARPS}
+def _options(dtype: torch.dtype, block: int) -> dict[str, Any]:
+    """How a kernel is built."""
+    step, num_stages = _STEPS[dtype]
+    return {"BLOCK_K": min(block, step), "PRECISION": "ieee", "num_stages": num_stages, "num_warps": _NUM_WARPS}
 
 
 def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     dtype = shape.dtype
-    if dtype not in _NUM_STAGES:
+    if dtype not in _STEPS:
         return f"block_sparse has no products of {dtype_name(dtype)}"
     if shape.ffn_hidden_size % BLOCK:
         return f"block_sparse needs expert_ffn_hidden_size to be a multiple of {BLOCK}, not {shape.ffn_hidden_size}"
