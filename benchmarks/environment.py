@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.dimensions.experts import NAMED_EXPERTS
 from bexp.targets.registry import version_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,8 +80,11 @@ OTHER_KERNELS = ("attention", "builds", "causal_loss", "loss", "recomputation", 
 """Modules beside the experts that these do not import: a change of theirs leaves the experts' speed as it was."""
 
 _EXPERTS = ROOT / "bexp" / "kernels" / "experts"
-_LEFT_OUT = {*(_EXPERTS.parent / f"{name}.py" for name in OTHER_KERNELS), _EXPERTS / "registry.py"}
-"""The registry names the kernels and runs none."""
+_LEFT_OUT = {
+    *(_EXPERTS.parent / f"{name}.py" for name in OTHER_KERNELS),
+    *(_EXPERTS / f"{name}.py" for name in ("registry", "package")),
+} | {path for name in NAMED_EXPERTS for path in (_EXPERTS / f"{name}.py", *(_EXPERTS / name).glob("*.py"))}
+"""The registry names the kernels and runs none. Back ends that must be named are not ours, or seldom win."""
 
 
 @functools.cache

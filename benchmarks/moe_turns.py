@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
-import importlib.util
 import math
 import sys
 import time
@@ -41,7 +39,6 @@ from bexp.explorer.cost.components import BlockRecompute
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.model.routing import RoutingSpec
-from bexp.kernels.activations import Activation
 from bexp.kernels.experts.registry import expert_backend, expert_support
 from bexp.measure.timestamps import synchronize
 from bexp.workers.instruments.failures import classify, is_poisoned
@@ -227,20 +224,16 @@ def contenders(model: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Every back end that serves the model here, and liger-kernel's fused MoE where it is installed."""
     shape = experts_shape(model)
     assert shape is not None, "a model with experts"
-    names = tuple(support.name for support in expert_support(shape, device) if support.reason is None)
-    has_liger = all(importlib.util.find_spec(name) for name in ("triton", "liger_kernel"))
-    return (*names, LIGER) if has_liger else names
+    return tuple(support.name for support in expert_support(shape, device, [LIGER]) if support.reason is None)
 
 
 def layer_block(name: str, num_experts: int, top_k: int, num_tokens: int, device: torch.device) -> MoEFFN:
     """The whole layer on the back end `name`, or with everything around the experts compiled."""
     model, backend = layer_model(num_experts, top_k), name.removesuffix(COMPILED)
-    known = "loop" if backend == LIGER else backend
-    block = MoEFFN(model, backend=known, recompute=BlockRecompute.NONE, device=device, training=True)
+    block = MoEFFN(model, backend=backend, recompute=BlockRecompute.NONE, device=device, training=True)
     block.set_routes(device_routes(model, RoutingSpec(), num_tokens, 0, device))
-    if backend == LIGER:
-        block.run_experts = _liger
-        block.w_in, block.w_out = (nn.Parameter(w.detach().mT.contiguous()) for w in (block.w_in, block.w_out))
+    if backend == LIGER:  # its matrices are stored the other way
+        block.w_in, block.w_out = (nn.Parameter(w.detach().mT.contiguous().mT) for w in (block.w_in, block.w_out))
     if name.endswith(COMPILED):
         block.compile_core()
     return block
@@ -251,16 +244,6 @@ def dense_block(top_k: int, device: torch.device, *, compiled: bool) -> DenseFFN
     if compiled:
         layer.compile_core()
     return layer
-
-
-def _liger(
-    x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
-) -> Tensor:
-    """liger-kernel's fused MoE, whose weights are stored as (E, 2H, D) and (E, D, H)."""
-    assert activation == "silu", "it supports only silu"
-    function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
-    out: Tensor = function.apply(x_TD, w_in, w_out, routes_TK.to(torch.int32), weights_TK)
-    return out
 
 
 def seconds_once(run: Run, device: torch.device) -> float:
@@ -322,12 +305,12 @@ def _waits(name: str) -> bool:
     """Whether a contender waits for the device; liger-kernel asks it for the number of tiles."""
     if name in DENSE or name.endswith(COMPILED):
         return False
-    return name == LIGER or name in WAITING_EXPERTS
+    return name in WAITING_EXPERTS
 
 
 def _traceable(name: str) -> bool:
     """Whether the layer can be compiled around the back end."""
-    return name != LIGER and torch.bfloat16 in expert_backend(name).traceable_dtypes
+    return torch.bfloat16 in expert_backend(name).traceable_dtypes
 
 
 if __name__ == "__main__":

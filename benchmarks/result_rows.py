@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -306,3 +306,40 @@ def gpu_faults(result: Row) -> Iterable[Row]:
     struck: Counter[str] = Counter(result["struck"])
     struck["together"] = struck.total()
     return ({"kind": kind.replace("_", " "), "struck": number} for kind, number in struck.items())
+
+
+def variable(result: Row, dtype: str) -> Iterator[Row]:
+    """Yield a report's cases in a number format, with what a cell of the table says."""
+    for row in result["rows"]:
+        if row["dtype"] != dtype or row["outcome"] == "unsupported":
+            continue
+        if "seconds" in row:
+            yield row | {"text": f"{row['flops_per_second'] / 1e12:.0f}, {row['peak_bytes'] / 2**30:.1f} GiB"}
+        else:
+            yield {"load": "", **row, "text": row["outcome"].replace("_", " ")}
+
+
+def variable_outcomes(result: Row) -> Iterator[Row]:
+    """Yield what became of the cases on each expert kernel that serves some."""
+    for name, each in result["summary"]["contenders"].items():
+        outcomes = each["outcomes"]
+        supported = each["cells"] - outcomes.get("unsupported", 0)
+        if not supported:
+            continue
+        errors = ", ".join(f"{dtype} {error:.0e}" for dtype, error in each["largest_error"].items())
+        yield each | {
+            "name": name,
+            "right": outcomes.get("ok", 0),
+            "supported": supported,
+            "out_of_memory": outcomes.get("out_of_memory", 0),
+            "failed": sum(outcomes.get(outcome, 0) for outcome in ("wrong", "crashed", "timed_out")),
+            "errors": errors,
+        }
+
+
+def expert_layers(result: Row) -> Iterator[Row]:
+    """Yield the layers that were timed, with what a cell of the table says."""
+    for row in result["rows"]:
+        if "seconds" in row:
+            seconds, device = row["seconds"] * 1e3, row["device_seconds"] * 1e3
+            yield row | {"text": f"{seconds:.2f} ms ({device:.2f}), {row['peak_bytes'] / 2**30:.1f} GiB"}

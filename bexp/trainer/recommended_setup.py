@@ -11,7 +11,7 @@ from typing import Any, cast
 from bexp.explorer.dimensions.attention import TORCH_KERNELS
 from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.execution import EXECUTION
-from bexp.explorer.dimensions.experts import OUR_EXPERTS, library_experts
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, OUR_EXPERTS, library_experts
 from bexp.explorer.dimensions.loss import LOSS
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.model.quantization import quantization_of
@@ -203,7 +203,8 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
     loss = training.get("loss") if isinstance(training, Mapping) else None
     kind = loss.get("kind") if isinstance(loss, Mapping) else None
     is_whole = attention == _OWN_ATTENTION
-    if is_whole or candidate.get("loss") is not None or request.get("hf_config") is not None:  # its own was measured
+    of_library = request.get("hf_config") is not None
+    if is_whole or candidate.get("loss") is not None or of_library:  # its own was measured
         kind = candidate.get("loss")
     stated = {EXECUTION.name: request.get("execution"), LOSS.name: None if kind == "full" else kind}
     values = {choice.name: candidate.get(choice.fields[0]) or stated.get(choice.name) for choice in CHOICES}
@@ -211,7 +212,7 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
     return Settings.of(
         {choice.name: choice.read(value) for choice in CHOICES if (value := values[choice.name]) is not None},
         attention=None if is_whole else f"sdpa:{attention}" if attention in TORCH_KERNELS else attention,
-        experts=_experts_setting(experts) if isinstance(experts, str) else None,
+        experts=_experts_setting(experts, of_library=is_whole or of_library) if isinstance(experts, str) else None,
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
         allocator=allocator,
@@ -224,8 +225,13 @@ def _float8(training: Any) -> Float8 | None:
     return cast(Float8, str(precision).removeprefix("float8_")) if str(precision).startswith("float8_") else None
 
 
-def _experts_setting(name: str) -> str:
-    """Return the experts setting of a transformers model for an expert back end, also one of our reference layers."""
+def _experts_setting(name: str, *, of_library: bool) -> str:
+    """Return the experts setting of a transformers model for an expert back end, also one of our reference layers.
+
+    `of_library`: it was measured in a class of the library, which has a `sonicmoe` of its own.
+    """
+    if of_library and name in LIBRARY_EXPERTS:
+        return name
     return f"bexp_{name}" if name in OUR_EXPERTS else library_experts(name)
 
 

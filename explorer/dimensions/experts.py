@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -16,23 +17,62 @@ from bexp.explorer.model.target import BEXP, TRANSFORMERS
 if TYPE_CHECKING:
     from bexp.explorer.dimensions.candidate import Candidate
 
-LIBRARY_EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
-"""Experts implementations of the transformers library that need no other package."""
-OUR_EXPERTS = ("fused", "hopper_grouped")
-"""Our own expert kernels; in the experts interface of the transformers library, each has the prefix `bexp_`."""
+
+@dataclass(frozen=True, slots=True)
+class ExpertKernel:
+    """What is known of an expert back end without its code: the module of its name in `bexp/kernels/experts`."""
+
+    name: str
+    library: str | None = None
+    """Its name in the transformers library. One of ours has None, and the prefix `bexp_` there."""
+    is_explored: bool = True
+    """Whether it is explored without being named: it was the fastest in some recorded cell."""
+    waits: bool = False
+    """Whether it waits for the device to count each expert's tokens. No graph can contain that."""
+
+    @property
+    def in_library(self) -> str:
+        """Its name in the experts interface of the transformers library."""
+        return self.library or f"bexp_{self.name}"
+
+
+EXPERT_KERNELS = (
+    ExpertKernel("grouped_mm", library="grouped_mm"),
+    ExpertKernel("loop", library="eager", waits=True),
+    ExpertKernel("bmm", library="batched_mm", waits=True),
+    ExpertKernel("hopper_grouped"),
+    ExpertKernel("fused"),
+    ExpertKernel("cublas_grouped", is_explored=False, waits=True),
+    ExpertKernel("block_sparse", is_explored=False, waits=True),
+    ExpertKernel("liger", is_explored=False, waits=True),
+    ExpertKernel("sonicmoe", is_explored=False),
+    ExpertKernel("deepgemm", is_explored=False, waits=True),
+)
+"""The expert back ends. A new one is an entry here and its module."""
+_NAMED_LIBRARY_EXPERTS = ("sonicmoe", "deepgemm")
+"""Implementations of the transformers library that load kernels of a hub, which must be named."""
+LIBRARY_EXPERTS = frozenset({kernel.library for kernel in EXPERT_KERNELS if kernel.library}) | {*_NAMED_LIBRARY_EXPERTS}
+"""Experts implementations of the transformers library."""
+OUR_EXPERTS = tuple(kernel.name for kernel in EXPERT_KERNELS if kernel.library is None)
+"""Back ends that are not the transformers library's own."""
+NAMED_EXPERTS = frozenset(
+    {name for kernel in EXPERT_KERNELS if not kernel.is_explored for name in (kernel.name, kernel.in_library)}
+) | {*_NAMED_LIBRARY_EXPERTS}
+"""Expert back ends of both targets that are tried only if a request names them."""
 DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
 """Expert back ends, one of which is the default of a device."""
-_LIBRARY_NAMES = {"loop": "eager", "bmm": "batched_mm"}
-"""The transformers library's names of our reference layers' expert back ends, where they differ."""
 EXPERTS_OF: Mapping[str, frozenset[str]] = {
-    BEXP: DEFAULT_EXPERTS | _LIBRARY_NAMES.keys() | set(OUR_EXPERTS),
-    TRANSFORMERS: LIBRARY_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
+    BEXP: frozenset(kernel.name for kernel in EXPERT_KERNELS),
+    TRANSFORMERS: LIBRARY_EXPERTS | {kernel.in_library for kernel in EXPERT_KERNELS},
 }
 """The kernels of a target. A person's own target has no names for the kernels that it calls."""
 RECORDED_EXPERTS = frozenset({"triton_grouped"})
 """Kernels of recorded tables that this version does not have; a worker without such a table refuses them."""
-WAITING_EXPERTS = frozenset({"loop", "bmm", "eager"})
-"""Expert back ends that wait for the device to count each expert's tokens. No graph can contain that."""
+WAITING_EXPERTS = frozenset(
+    {name for kernel in EXPERT_KERNELS if kernel.waits for name in (kernel.name, kernel.in_library)}
+)
+"""Expert back ends, by all their names, that wait for the device to count each expert's tokens."""
+_LIBRARY_NAMES = {kernel.name: kernel.library for kernel in EXPERT_KERNELS if kernel.library}
 
 
 def library_experts(name: str) -> str:

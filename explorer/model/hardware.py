@@ -15,6 +15,8 @@ from bexp.explorer.model.parts import ModelParts
 Positive = Annotated[float, Field(gt=0)]
 
 
+NAME_IT = "a request has to name it"
+"""The reason of a value that was not tried."""
 WITH_ADAPTERS = "with adapters on experts"
 """The beginning of the reason that leaves out kernels which serve the same experts without adapters."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
+from bexp.explorer.dimensions.experts import NAMED_EXPERTS
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport
@@ -18,14 +21,19 @@ NO_GRAPHS = "CUDA graphs need a GPU"
 
 
 def report_device(
-    model: ModelSpec, hardware: HardwareSpec, device: torch.device, *, chooses_execution: bool = False
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    device: torch.device,
+    *,
+    named_experts: Collection[str] = (),
+    chooses_execution: bool = False,
 ) -> DeviceReport:
-    """Try every registered back end on a small example of `model`.
+    """Try every registered back end on a small example of `model`, but only the `named_experts` of those to be named.
 
     With `chooses_execution`, the executions are reported, too.
     """
     attention, experts = attention_shape(model), experts_shape(model)
-    expert_backends = expert_support(experts, device) if experts is not None else ()
+    expert_backends = expert_support(experts, device, named_experts) if experts is not None else ()
     executions = execution_support(None if device.type == "cuda" else NO_GRAPHS)
     return DeviceReport(
         hardware=hardware,
@@ -48,7 +56,13 @@ def execution_support(reason: str | None) -> tuple[BackendSupport, ...]:
 
 
 def _record(support: Support) -> BackendSupport:
-    return BackendSupport(name=support.name, usable=support.usable, reason=support.reason, stock=support.stock)
+    return BackendSupport(
+        name=support.name,
+        usable=support.usable,
+        reason=support.reason,
+        stock=support.stock,
+        only_when_named=support.name in NAMED_EXPERTS,
+    )
 
 
 def _attention(support: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:

@@ -12,7 +12,7 @@ import torch
 import bexp
 from bexp.allocator import current_allocator, set_allocator
 from bexp.trainer.model_setup import applied_to
-from bexp.trainer.recommended_setup import RecommendationError
+from bexp.trainer.recommended_setup import RecommendationError, _settings
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.recompute import is_checkpointing
 from bexp.transformers.settings import SettingsError
@@ -43,6 +43,26 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
     assert bexp.restore(model)
     assert not bexp.restore(model)
     assert models.snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "of_library", "setting"),
+    [
+        ("cublas_grouped", False, "bexp_cublas_grouped"),
+        ("loop", False, "eager"),
+        ("sonicmoe", False, "bexp_sonicmoe"),
+        ("sonicmoe", True, "sonicmoe"),
+        ("bexp_sonicmoe", True, "bexp_sonicmoe"),
+        ("fused", True, "bexp_fused"),
+    ],
+)
+def test_a_kernel_that_the_library_has_too_is_the_one_that_was_measured(
+    name: str, of_library: bool, setting: str
+) -> None:
+    """The reference layers' `sonicmoe` is that of its package; transformers' loads another build of it."""
+    candidate = {**document()["recommendation"]["candidate"], "expert_backend": name}
+    request: dict[str, Any] = {"hf_config": {}} if of_library else {}
+    assert _settings({}, candidate, request).experts == setting
 
 
 def test_a_model_that_uses_hidden_states_between_layers_takes_no_groups() -> None:

@@ -50,6 +50,7 @@ SPARSE = [
     Settings(experts="grouped_mm"),
     Settings(experts="bexp_fused"),
     Settings(experts="bexp_hopper_grouped"),
+    Settings(experts="bexp_block_sparse"),
     Settings(experts="bexp_fused", recompute="experts"),
     Settings(experts="bexp_fused", recompute="activations"),
     Settings(attention="sdpa:math", experts="bexp_fused", recompute="layers_1", bta_tile=2, loss="chunked"),

@@ -103,7 +103,9 @@ def test_a_choice_of_flash_alone_is_undone_by_its_exclusion() -> None:
 
 MOE = {"num_experts": 2, "top_k": 1, "expert_ffn_hidden_size": 8}
 EXPERTS: dict[str, Any] = {**REFERENCE, "model": {**REFERENCE["model"], "moe": MOE}}
-OF_BEXP = "there are bmm, fused, grouped_mm, hopper_grouped, loop"
+OF_BEXP = (
+    "there are block_sparse, bmm, cublas_grouped, deepgemm, fused, grouped_mm, hopper_grouped, liger, loop, sonicmoe"
+)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +115,11 @@ OF_BEXP = "there are bmm, fused, grouped_mm, hopper_grouped, loop"
         ({"attention_backends": ["sdpa:flahs"]}, "(did you mean 'sdpa:flash'?); there are eager, flash_attention_2,"),
         ({"attention_backends": ["Sdpa"]}, "(did you mean 'sdpa'?)"),
         ({"attention_backends": ["flash"]}, "target 'transformers' has no attention back end 'flash'"),
-        ({"expert_backends": ["fused"]}, "no expert back end 'fused'; there are batched_mm, bexp_fused,"),
+        ({"expert_backends": ["fused"]}, "no expert back end 'fused'; there are batched_mm, bexp_block_sparse,"),
         ({**REFERENCE, "attention_backends": ["bcsr"]}, "'bcsr'; there are cudnn, efficient, flash, math"),
         ({**REFERENCE, "attention_backends": ["sdpa"]}, "target 'bexp' has no attention back end 'sdpa'"),
         ({**EXPERTS, "expert_backends": ["grouped_m"]}, f"(did you mean 'grouped_mm'?); {OF_BEXP}"),
+        ({**EXPERTS, "expert_backends": ["bcsr"]}, f"no expert back end 'bcsr'; {OF_BEXP}"),
         ({**EXPERTS, "expert_backends": ["grouped mm"]}, "'grouped mm' (did you mean 'grouped_mm'?)"),
         ({"target": "mine", "attention_backends": ["sdpa"]}, "'mine' has no attention back end 'sdpa'; there are own"),
         ({"target": "mine", "expert_backends": ["fused"]}, "no expert back end 'fused'; its code chooses by itself"),

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from bexp.explorer.dimensions.attention import ATTENTION_OF, LIBRARY_ATTENTION, TORCH_KERNELS
-from bexp.explorer.dimensions.experts import EXPERTS_OF
+from bexp.explorer.dimensions.experts import EXPERTS_OF, LIBRARY_EXPERTS, NAMED_EXPERTS
+from bexp.explorer.model.hardware import NAME_IT
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.kernels.experts.registry import expert_backends
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
@@ -35,9 +36,19 @@ def test_a_request_may_name_what_workers_have() -> None:
     report = report_device(MODEL, make_report().hardware, torch.device("cpu"))
     assert {backend.name for backend in report.attention_backends} == ATTENTION_OF[BEXP]
     assert {backend.name for backend in expert_backends()} == EXPERTS_OF[BEXP]
-    assert {*probe.STOCK_EXPERTS, *OURS} == EXPERTS_OF[TRANSFORMERS]
+    assert {*LIBRARY_EXPERTS, *OURS} == EXPERTS_OF[TRANSFORMERS]
+    assert {*probe.STOCK_EXPERTS} < LIBRARY_EXPERTS
     assert set(resolved._ATTENTION) == LIBRARY_ATTENTION
     assert {kernel for kernels in probe.PINNED.values() for kernel in kernels} == TORCH_KERNELS
+
+
+def test_a_report_tries_what_must_be_named_only_if_it_is() -> None:
+    model = small_model(moe=small_moe())
+    report = report_device(model, make_report().hardware, torch.device("cpu"), named_experts=["cublas_grouped"])
+    found = {backend.name: backend for backend in report.expert_backends}
+    assert {name for name, backend in found.items() if backend.only_when_named} == NAMED_EXPERTS & EXPERTS_OF[BEXP]
+    assert found["cublas_grouped"].reason == "cuBLAS needs a CUDA device"
+    assert found["block_sparse"].reason == NAME_IT
 
 
 def test_the_kernels_shapes_are_the_models() -> None:

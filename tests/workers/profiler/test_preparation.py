@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bexp.kernels.experts.registry import expert_backends
+from bexp.explorer.dimensions.experts import EXPERT_KERNELS
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.process.protocol import Command, EndJob
 from bexp.workers.profiler import device as preparation
@@ -109,7 +109,7 @@ def test_a_library_that_is_broken_in_any_way_does_not_end_an_idle_process(monkey
     preparation.do_until_asked(commands(), choice.target_imports())
 
 
-def test_the_checks_are_those_of_all_back_ends_and_the_last_starts_the_compiler(
+def test_the_checks_are_those_of_all_that_is_explored_and_the_last_starts_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[torch.device] = []
@@ -118,5 +118,5 @@ def test_the_checks_are_those_of_all_back_ends_and_the_last_starts_the_compiler(
     for check in checks:
         assert not started
         check()
-    assert len(checks) == len(preparation.ATTENTION) + len(expert_backends()) + 1
+    assert len(checks) == len(preparation.ATTENTION) + sum(kernel.is_explored for kernel in EXPERT_KERNELS) + 1
     assert started == [torch.device("cpu")]

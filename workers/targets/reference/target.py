@@ -131,7 +131,8 @@ class ReferenceTarget:
         request, device = self._request, self._instruments.device
         space = request.space_on(device.type)
         chooses = len(space.executions) > 1 or space.replays
-        return report_device(request.shapes, hardware, device, chooses_execution=chooses)
+        named = request.expert_backends or ()
+        return report_device(request.shapes, hardware, device, named_experts=named, chooses_execution=chooses)
 
     def rest(self) -> int:
         """Return 0, because nothing is kept between trials."""

@@ -17,9 +17,9 @@ from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.dimension import Choice, CodePart
 from bexp.explorer.dimensions.execution import EXECUTION
-from bexp.explorer.dimensions.experts import WAITING_EXPERTS
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, NAMED_EXPERTS, WAITING_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
+from bexp.explorer.model.hardware import NAME_IT, WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.request.request import ExplorationRequest
@@ -67,9 +67,9 @@ def recorded_choices() -> Iterator[list[str]]:
 PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 """Back ends of torch's attention that a device has more than one of."""
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")
-NAMED_EXPERTS = ("eager", "batched_mm")
+"""Experts implementations of the library that need no other package."""
+SLOW_EXPERTS = ("eager", "batched_mm")
 """On a GPU these are tried when a request names them: a loop over experts, and a gather of weights for every token."""
-NAME_IT = "a request has to name it"
 _REFUSALS = (SettingsError, RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
 
 
@@ -154,11 +154,13 @@ class SettingsProbe:
         """The library's implementations and, on a GPU, ours; empty for a model without experts."""
         if not self._resolved.experts_implementations:
             return ()
-        return tuple(map(self._expert_support, (*STOCK_EXPERTS, *(OURS if self._device.type == "cuda" else ()))))
+        others = sorted(LIBRARY_EXPERTS - {*STOCK_EXPERTS})
+        ours = OURS if self._device.type == "cuda" else ()
+        return tuple(map(self._expert_support, (*STOCK_EXPERTS, *others, *ours)))
 
     def _expert_support(self, name: str) -> BackendSupport:
-        """Whether the model can have one; the slow ones are tried when they are named."""
-        only_when_named = self._device.type == "cuda" and name in NAMED_EXPERTS
+        """Whether the model can have one; the slow ones, and those that seldom win, are tried when they are named."""
+        only_when_named = name in NAMED_EXPERTS or (self._device.type == "cuda" and name in SLOW_EXPERTS)
         reason = self._resolved.experts_implementations.get(name)
         if reason is None and only_when_named and name not in (self._request.expert_backends or ()):
             reason = NAME_IT

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.formats.model_types import reserved_positions
 from bexp.explorer.model.parts import LayerPart, Part
 from bexp.transformers.experts import expert_modules
@@ -88,7 +89,6 @@ def _with_limit(values: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 def resolve(
@@ -181,7 +181,7 @@ class ResolvedModel:
         """The library's experts implementations: None for one that can be set; empty for a model without experts."""
         if not expert_modules(self.model):
             return {}
-        return {name: self._refusal("get_correct_experts_implementation", name) for name in _EXPERTS}
+        return {name: self._refusal("get_correct_experts_implementation", name) for name in sorted(LIBRARY_EXPERTS)}
 
     def builder(self, device: torch.device, settings: BuildSettings | None = None) -> PartsBuilder:
         """Return a builder of this model's parts on `device`, with `settings` in place of the resolved ones."""

@@ -16,7 +16,7 @@ from bexp.explorer.cost.request_texts import text_batches
 from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
-from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.hardware import NAME_IT, HardwareSpec
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.parts import ExploredModel, ModelParts
@@ -58,7 +58,7 @@ from bexp.workers.targets.transformers.passes import (
     settings_of,
     settings_of_component,
 )
-from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
+from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.quantized import adapted_weights, add_adapters, require_library
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.results import compare_float8

@@ -4,3 +4,5 @@
 their tiles (`schedule`), and may claim tiles when a program becomes free (`tile_scheduler`). Only these five import
 Triton. `tiles` divides the work, `launch` describes tensors, and `counter` counts the tiles that were claimed.
 """
+
+from bexp.kernels.experts.hopper_grouped.hopper_experts import HOPPER_GROUPED as HOPPER_GROUPED

@@ -14,6 +14,7 @@ import bexp
 from bexp.explorer.cost.decomposition import Decomposer
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.hardware import NAME_IT
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.event_messages import adapted_experts_event
@@ -205,6 +206,18 @@ def test_a_parameter_or_module_that_matches_nothing_is_refused(lora: dict[str, A
     pytest.importorskip("peft")
     with pytest.raises(UnsupportedTrialError, match=re.escape(said)):
         open_target(QWEN_MOE, training={"lora": lora})
+
+
+def test_the_librarys_experts_of_other_packages_are_tried_when_they_are_named() -> None:
+    target = open_target(QWEN_MOE)
+    for asked in ({}, {"expert_backends": ["grouped_mm", "sonicmoe", "deepgemm"]}):
+        probe = SettingsProbe(target._resolved, target._parts(), request_for(QWEN_MOE, **asked))
+        found = {support.name: support for support in probe.expert_supports()}
+        assert found["grouped_mm"].usable
+        for name in ("sonicmoe", "deepgemm"):
+            assert found[name].only_when_named
+            assert not found[name].usable
+            assert (found[name].reason == NAME_IT) == (not asked), "without their packages they have another reason"
 
 
 def test_our_kernels_serve_experts_with_adapters_where_they_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.place import EmptySpaceError
+from bexp.explorer.model.hardware import NAME_IT
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import enumerate_candidates
@@ -24,7 +25,7 @@ from bexp.transformers.settings import Settings
 from bexp.workers.instruments.kernel_builder import KernelBuilder
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.passes import LayerPasses, settings_of
-from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
+from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import BUILT_SIZES, describe_parts
 from tests.bexp.transformers import fake_liger
