@@ -130,6 +130,15 @@ ModelOption = Annotated[
         name="--model",
     ),
 ]
+LaunchOption = Annotated[
+    Path | None,
+    _option(
+        TRAINING,
+        "FILE",
+        "The configuration of accelerate launch that starts the training: its processes and their sharding.",
+        name="--accelerate",
+    ),
+]
 _TARGET = "transformers for a config.json, bexp for shapes"
 TargetOption = Annotated[
     str | None,
@@ -303,14 +312,20 @@ def read_request(config: Path, fields: dict[str, Any], **others: Any) -> Explora
 
 
 def build_request(
-    config: Path, document: Any, fields: dict[str, Any], *, model: Path | None = None, **others: Any
+    config: Path,
+    document: Any,
+    fields: dict[str, Any],
+    *,
+    model: Path | None = None,
+    launch: Path | None = None,
+    **others: Any,
 ) -> ExplorationRequest:
     """Return the request of a `document`, with `fields` in place of its own; a model without a name has the file's.
 
     A value of `fields` may be None; `others` that are None are left out. `model` is the config.json of a base model
-    that a trainer's own file names and that is not on this disk.
+    that a trainer's own file names and that is not on this disk; `launch` configures `accelerate launch`.
     """
-    document = with_model(document, fields.get("trainer"), model, config.parent)
+    document = with_model(document, fields.get("trainer"), model, config.parent, launch)
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)
