@@ -73,7 +73,7 @@ MicroBatchSize = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    _option(BATCH, "N", "The effective batch size, over all devices.", _default("batch_size", "none")),
+    _option(BATCH, "N", "The effective batch, over all devices.", _default("batch_size", "none")),
 ]
 NumDevices = Annotated[int | None, _option(BATCH, "N", "Devices that share the batch.", _default("num_devices"))]
 SeqLength = Annotated[int | None, _option(BATCH, "N", "Tokens in a sequence.")]
@@ -91,7 +91,7 @@ BatchingOption = Annotated[
     _option(BATCH, "HOW", f"What becomes of such texts: {_one_of(get_args(Batching))}.", "padded"),
 ]
 ModeOption = Annotated[
-    Mode | None, _option(TRAINING, "MODE", "train, or eval: forward passes alone.", _default("mode"))
+    Mode | None, _option(TRAINING, "MODE", "train, or eval: forwards alone.", _default("mode"))
 ]
 OptimizerOption = Annotated[
     str | None,
@@ -135,7 +135,7 @@ LaunchOption = Annotated[
     _option(
         TRAINING,
         "FILE",
-        "The configuration of accelerate launch that starts the training: its processes and their sharding.",
+        "accelerate launch's YAML: processes, sharding.",
         name="--accelerate",
     ),
 ]
