@@ -44,7 +44,7 @@ def exported_into(path: Path, trainer: str, exported: str, request: ExplorationR
         old, new = read_values(text), read_values(exported)
         if any(setting_of(trainer, key) is Setting.OPTIMIZER and new.get(key) == old[key] for key in old):
             new.pop("optim_args", None)  # the file's own momentum is a choice of training, not of speed
-        new = _keeping_engine(path, trainer, old, new, request)
+        keeps, new = _keeping_engine(path, trainer, old, new, request)
         unset = set() if request.is_own_code else set(_unset(request))
         dropped = [
             key
@@ -54,8 +54,7 @@ def exported_into(path: Path, trainer: str, exported: str, request: ExplorationR
         settings = {setting_of(trainer, key) for key in new} - {None}
         if Setting.STEPS in settings:
             settings.add(Setting.DEVICE_BATCH)  # a trainer takes one of both
-        if settings & ENGINES:
-            settings |= ENGINES
+        settings = settings - ENGINES if keeps else settings | ENGINES if settings & ENGINES else settings
         changes = {key: value for key, value in new.items() if not is_said(trainer, key, value, old)}
         changes |= dict.fromkeys(dropped)
         changes |= {
@@ -78,8 +77,8 @@ def exported_into(path: Path, trainer: str, exported: str, request: ExplorationR
 
 def _keeping_engine(
     path: Path, trainer: str, old: Mapping[str, Any], new: Mapping[str, Any], request: ExplorationRequest
-) -> dict[str, Any]:
-    """Return the `new` settings without those of DeepSpeed and FSDP, if the `old` file shards as was measured.
+) -> tuple[bool, dict[str, Any]]:
+    """Return whether the `old` file shards as was measured; then the `new` settings are without those of its engine.
 
     Whether FSDP recomputes layers is an answer, so that this key alone changes among those of FSDP.
     """
@@ -87,21 +86,21 @@ def _keeping_engine(
         document = {trainer: with_contents(dict(old), trainer, path.parent), **_beside(request, trainer, old)}
         level = parse_request(document, overrides=_overrides(request)).training.sharding
     except FormatError:
-        return dict(new)
+        return False, dict(new)
     if level is not request.training.sharding:
-        return dict(new)
+        return False, dict(new)
     kept = {key: value for key, value in new.items() if setting_of(trainer, key) not in ENGINES}
     key = next((key for key in new if setting_of(trainer, key) is Setting.FSDP_CONFIG), None)
     if key is None:
-        return kept
+        return True, kept
     config = old.get(key) or {}
     wanted = bool(new[key].get(RECOMPUTES, False))
     if isinstance(config, str):
         raise CommandError(ExitCode.USAGE, f"--into {path}: {config} is a file: put its keys here, below {key}")
     said = next((name for name in config if name.removeprefix(PREFIX) == RECOMPUTES), None)
-    if wanted is (config.get(said) is True):
-        return kept
-    return {**kept, key: {**config, said or RECOMPUTES: wanted}}
+    if wanted is not (config.get(said) is True):
+        kept[key] = {**config, said or RECOMPUTES: wanted}
+    return True, kept
 
 
 def _beside(request: ExplorationRequest, trainer: str, values: Mapping[str, Any]) -> dict[str, Any]:

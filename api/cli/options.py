@@ -90,9 +90,7 @@ BatchingOption = Annotated[
     Batching | None,
     _option(BATCH, "HOW", f"What becomes of such texts: {_one_of(get_args(Batching))}.", "padded"),
 ]
-ModeOption = Annotated[
-    Mode | None, _option(TRAINING, "MODE", "train, or eval: forwards alone.", _default("mode"))
-]
+ModeOption = Annotated[Mode | None, _option(TRAINING, "MODE", "train, or eval: forwards alone.", _default("mode"))]
 OptimizerOption = Annotated[
     str | None,
     _option(
