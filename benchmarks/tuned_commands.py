@@ -110,27 +110,38 @@ class Command:
         self._options = options
         self._folder = folder
 
+    @property
+    def has_own_size(self) -> bool:
+        """Whether the size stands in the command."""
+        return self._name in HAS_OWN_LOOP
+
     def tune(self) -> Row:
         begun, starts = time.time(), self._folder / "starts"
         starts.write_text("")
         database = f"sqlite:///{self._folder}/{self._name}.db"
         environment = self._environment() | {"BEXP_DATABASE_URL": database, "STARTS": str(starts)}
-        is_own = self._name in HAS_OWN_LOOP
+        is_own = self.has_own_size
         sized = ["--batch-size", str(self._batch_size)] if is_own else []
         size = ("{micro_batch_size}", "{grad_accum_steps}") if is_own else (4, self._batch_size // 4)
         command = ["sh", "-c", COUNTED, "sh", *self._arguments(*size)]
         client = [sys.executable, "-m", "bexp.api.cli"]
         number = self._options.processes
         device = self._options.device if number == 1 or self._options.device == "cpu" else f"cuda:0-{number - 1}"
-        asked = [*client, "tune", "--device", device, *sized, "--", *command]
+        limit = getattr(self._options, "max_seconds", None)
+        limited = [] if limit is None else ["--max-seconds", str(limit)]
+        asked = [*client, "tune", "--device", device, *limited, *sized, "--", *command]
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
         seconds = time.time() - begun
         best = [*client, "best", "latest", "--json"]
         said = subprocess.run(best, env=environment, capture_output=True, text=True, check=False)
-        document = json.loads(said.stdout or "{}").get("job", {})
+        stored = json.loads(said.stdout or "{}")
+        document, found = stored.get("job", {}), stored.get("recommendation") or {}
         return {
             "micro_batch_size": document.get("micro_batch_size"),
             "confidence": document.get("confidence"),
+            "tokens_per_second": document.get("tokens_per_second"),
+            "counts_tokens": document.get("rate_unit") != "samples",
+            "peak_bytes": found.get("measured_peak_bytes"),
             "seconds": seconds,
             "starts": [float(line) - begun for line in starts.read_text().splitlines()],
             "log": done.stdout.splitlines(),

@@ -33,6 +33,7 @@ def explore(
     fields: dict[str, Any],
     target: options.LocalTargetOption = None,
     model: options.ModelOption = None,
+    launch: options.LaunchOption = None,
     log_dir: LogDir = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -50,7 +51,7 @@ def explore(
     name, _ = options.split_target(target)
     document = read_document(config)
     kind = options.device_kind(device)
-    request = options.build_request(config, document, fields, model=model, device_kind=kind, target=name)
+    request = options.build_request(config, document, fields, model=model, launch=launch, device_kind=kind, target=name)
     if log_dir is None and is_cerebras(document):
         log_dir = Path.cwd()
     with LocalRun(request, new_job_id(), device, target) as run, open_stored() as stored:

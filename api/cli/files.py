@@ -12,6 +12,7 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.training_files import base_model, find_trainer
 from bexp.explorer.model.lengths import is_distribution, parse_lengths
+from bexp.explorer.trainers.accelerate import ACCELERATE
 from bexp.explorer.trainers.keys import Setting
 from bexp.explorer.trainers.registry import FILES
 
@@ -27,29 +28,44 @@ def read_document(config: Path) -> Any:
     return load_document(_read(config))
 
 
-def with_model(document: Any, trainer: str | None, model: Path | None, folder: Path) -> Any:
+def with_model(document: Any, trainer: str | None, model: Path | None, folder: Path, launch: Path | None = None) -> Any:
     """Return a trainer's own file together with the files that it names; other documents as they are.
 
-    These are the config.json of its base model, and DeepSpeed's JSON, below the `folder` of the file or below that of
-    the command. The command names the `trainer`, and `model`, a config.json or its folder.
+    These are the config.json of its base model, and the files of its sharding, below the `folder` of the file or below
+    that of the command. The command names the `trainer`, and `model`, a config.json or its folder. `launch`, a
+    configuration of `accelerate launch`, stands next to any document.
 
     Raises FormatError if it may be the file of several trainers, and CommandError if there is no config.json.
     """
     name = find_trainer(document, trainer) if isinstance(document, dict) else None
+    if name is None and model is not None:
+        raise CommandError(ExitCode.USAGE, "--model is for a trainer's own file, and CONFIG is none")
     if name is not None:
         stated = base_model(name, document)
-        document = _with_deepspeed(document, name, folder)
-        return {name: document, "model": {"_name_or_path": stated, **read_document(model or _local_model(stated))}}
-    if model is not None:
-        raise CommandError(ExitCode.USAGE, "--model is for a trainer's own file, and CONFIG is none")
+        document = with_contents(document, name, folder)
+        document = {name: document, "model": {"_name_or_path": stated, **read_document(model or _local_model(stated))}}
+    if launch is None or not isinstance(document, dict):
+        return document
+    if ACCELERATE.name in document:
+        raise CommandError(ExitCode.USAGE, "--accelerate is given a second time, in CONFIG")
+    engine = "deepspeed_config"
+    launched = read_document(launch)
+    if isinstance(inner := launched.get(engine), dict):
+        launched[engine] = _with_content(inner, "deepspeed_config_file", launch.parent)
+    return {**document, ACCELERATE.name: launched}
+
+
+def with_contents(document: dict[str, Any], trainer: str, folder: Path) -> dict[str, Any]:
+    """Return a trainer's file with the files of its sharding in place of their paths, where there are such files."""
+    for key, known in FILES[trainer].keys.items():
+        if known.setting in (Setting.DEEPSPEED, Setting.FSDP_CONFIG, Setting.LAUNCH):
+            document = _with_content(document, key, folder)
     return document
 
 
-def _with_deepspeed(document: dict[str, Any], trainer: str, folder: Path) -> dict[str, Any]:
-    """Return the document with the content of DeepSpeed's JSON in place of its path, where there is such a file."""
-    keys = (name for name, known in FILES[trainer].keys.items() if known.setting is Setting.DEEPSPEED)
-    key = next(keys, None)
-    if key is None or not isinstance(path := document.get(key), str):
+def _with_content(document: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
+    """Return a document with the content of a file in place of its path, where there is such a file."""
+    if not isinstance(path := document.get(key), str):
         return document
     found = next((each for each in (folder / path, Path(path)) if each.is_file()), None)
     return document if found is None else {**document, key: read_document(found)}

@@ -73,7 +73,7 @@ MicroBatchSize = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    _option(BATCH, "N", "The effective batch size, over all devices.", _default("batch_size", "none")),
+    _option(BATCH, "N", "The effective batch, over all devices.", _default("batch_size", "none")),
 ]
 NumDevices = Annotated[int | None, _option(BATCH, "N", "Devices that share the batch.", _default("num_devices"))]
 SeqLength = Annotated[int | None, _option(BATCH, "N", "Tokens in a sequence.")]
@@ -90,9 +90,7 @@ BatchingOption = Annotated[
     Batching | None,
     _option(BATCH, "HOW", f"What becomes of such texts: {_one_of(get_args(Batching))}.", "padded"),
 ]
-ModeOption = Annotated[
-    Mode | None, _option(TRAINING, "MODE", "train, or eval: forward passes alone.", _default("mode"))
-]
+ModeOption = Annotated[Mode | None, _option(TRAINING, "MODE", "train, or eval: forwards alone.", _default("mode"))]
 OptimizerOption = Annotated[
     str | None,
     _option(
@@ -128,6 +126,15 @@ ModelOption = Annotated[
         "PATH",
         "The config.json, or its folder, of the base model that a trainer's YAML names on the hub.",
         name="--model",
+    ),
+]
+LaunchOption = Annotated[
+    Path | None,
+    _option(
+        TRAINING,
+        "FILE",
+        "accelerate launch's YAML: processes, sharding.",
+        name="--accelerate",
     ),
 ]
 _TARGET = "transformers for a config.json, bexp for shapes"
@@ -303,14 +310,20 @@ def read_request(config: Path, fields: dict[str, Any], **others: Any) -> Explora
 
 
 def build_request(
-    config: Path, document: Any, fields: dict[str, Any], *, model: Path | None = None, **others: Any
+    config: Path,
+    document: Any,
+    fields: dict[str, Any],
+    *,
+    model: Path | None = None,
+    launch: Path | None = None,
+    **others: Any,
 ) -> ExplorationRequest:
     """Return the request of a `document`, with `fields` in place of its own; a model without a name has the file's.
 
     A value of `fields` may be None; `others` that are None are left out. `model` is the config.json of a base model
-    that a trainer's own file names and that is not on this disk.
+    that a trainer's own file names and that is not on this disk; `launch` configures `accelerate launch`.
     """
-    document = with_model(document, fields.get("trainer"), model, config.parent)
+    document = with_model(document, fields.get("trainer"), model, config.parent, launch)
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)

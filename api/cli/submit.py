@@ -28,6 +28,7 @@ def submit(
     fields: dict[str, Any],
     target: options.TargetOption = None,
     model: options.ModelOption = None,
+    launch: options.LaunchOption = None,
     priority: Annotated[
         int, typer.Option(min=-100, max=100, help="Among the explorations of its owner, the highest is next.")
     ] = 0,
@@ -42,7 +43,7 @@ def submit(
     if device != kind:
         message = f"--device {device} is of one machine, and any worker may take what is submitted: give cpu or cuda"
         raise CommandError(ExitCode.USAGE, message, "`bexp explore` measures on a device of this machine")
-    request = options.read_request(config, fields, model=model, device_kind=kind, target=target)
+    request = options.read_request(config, fields, model=model, launch=launch, device_kind=kind, target=target)
     with connect() as client:
         job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -29,21 +29,17 @@ def read_values(text: str) -> dict[str, Any]:
 def change_values(text: str, values: Mapping[str, Any]) -> str:
     """Return the text with these values at its top level. Keys that it lacks are added at its end.
 
+    Of a mapping in lines of its own, only the values that differ are changed.
+
     Raises UnchangeableError if the text cannot be changed in place.
     """
     wanted = {**read_values(text), **values}
     root = yaml.compose(text, yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode), "it was read as a mapping"
-    places = [
-        (value.start_mark.index, _end(text, value), values[key.value])
-        for key, value in root.value
-        if isinstance(key, yaml.ScalarNode) and key.value in values
-    ]
-    changed = text
-    for begin, end, value in sorted(places, reverse=True):  # from the end, so that the other places stay
-        space = "" if begin < end else " "  # a key without a value
-        changed = changed[:begin] + space + _shown(value) + changed[end:]
     newline = "\r\n" if "\r\n" in text else "\n"
+    changed = text
+    for begin, end, new in sorted(_places(text, root, values, newline), reverse=True):  # so that other places stay
+        changed = changed[:begin] + new + changed[end:]
     named = {key.value for key, _ in root.value if isinstance(key, yaml.ScalarNode)}
     for name, value in values.items():
         if name not in named:
@@ -55,6 +51,27 @@ def change_values(text: str, values: Mapping[str, Any]) -> str:
     if not is_right:
         raise UnchangeableError(f"{', '.join(values)} cannot be changed in it line by line")
     return changed
+
+
+def _places(
+    text: str, mapping: yaml.MappingNode, values: Mapping[str, Any], newline: str
+) -> Iterator[tuple[int, int, str]]:
+    """Yield the begin and the end of each value of a mapping that changes, and what comes there instead."""
+    for key, value in mapping.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value not in values:
+            continue
+        new = values[key.value]
+        old = yaml.safe_load(yaml.serialize(value)) if isinstance(value, yaml.MappingNode) else None
+        if isinstance(new, Mapping) and old and not value.flow_style and old.keys() <= new.keys():
+            yield from _places(text, value, {name: new[name] for name in old if old[name] != new[name]}, newline)
+            indent = " " * value.start_mark.column
+            added = "".join(f"{newline}{indent}{name}: {_shown(new[name])}" for name in new if name not in old)
+            last = text.find(newline, _end(text, value.value[-1][1]))  # after a comment in the last line
+            yield from [(last, last, added) if last >= 0 else (len(text), len(text), added)] if added else []
+            continue
+        begin, end = value.start_mark.index, _end(text, value)
+        space = "" if begin < end else " "  # a key without a value
+        yield begin, end, space + _shown(new)
 
 
 def _end(text: str, value: yaml.Node) -> int:

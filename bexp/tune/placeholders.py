@@ -78,6 +78,7 @@ FIXED_SIZES = (
 
 def owner_of_sizes(arguments: Any) -> str | None:
     """Return the class that has already computed values from the sizes of these arguments; None if they can be set."""
-    if getattr(arguments, "hf_deepspeed_config", None) is not None:
+    engines = ("hf_deepspeed_config", "deepspeed_plugin")  # of their own JSON, and of `accelerate launch`
+    if any(getattr(arguments, name, None) is not None for name in engines):
         return "DeepSpeed"
     return type(arguments).__name__ if hasattr(arguments, "steps_per_generation") else None  # TRL's GRPO and RLOO

@@ -93,8 +93,9 @@ FOREIGN = (
     ),
     ForeignFile(
         "a configuration of accelerate launch (devices without a model)",
-        _has("compute_environment", "distributed_type"),
+        _has("distributed_type"),
         command="accelerate launch --config_file FILE train.py",
+        extra=" --accelerate FILE",
     ),
     ForeignFile(
         "a configuration of DeepSpeed (it names no model)",

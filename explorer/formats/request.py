@@ -28,6 +28,7 @@ from bexp.explorer.model.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Section, Translation
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.trainers.accelerate import ACCELERATE, processes_of, read_launch
 from bexp.explorer.trainers.cerebras import CEREBRAS
 from bexp.explorer.trainers.registry import FILES, SIDE_FILES
 
@@ -112,13 +113,23 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
             reason = f"is a file of {own}, and the trainer that is named is {shortened(named)}"
             translation.refuse((own,), f"{reason}: keep one, or give its config.json")
         _refuse_second_training(own, translation, (*_BATCH, "batching"), {"precision", "optimizer", "lora"})
+        if unread := files.keys() - {ACCELERATE.name}:
+            reason = f"is not read next to a file of {own}: put it into that file"
+            translation.problems |= {((name,), reason): None for name in sorted(unread)}
+        launch = None
+        if ACCELERATE.name in files:
+            launch = read_launch(translation.section(files[ACCELERATE.name], (ACCELERATE.name,)))
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         has_lengths = _choose(changes, translation.document, "lengths") is not None
         has_batching = _lookup(changes, ("batching",)) is not _ABSENT
-        stated.translate(translation, devices, has_lengths=has_lengths, has_batching=has_batching)
+        stated.translate(translation, devices, launch=launch, has_lengths=has_lengths, has_batching=has_batching)
     elif files:
-        _refuse_second_training(next(iter(files)), translation, _BATCH, {"precision", "optimizer", "sharding"})
+        launch_alone = files.keys() == {ACCELERATE.name}
+        fields, parts = ((), {"sharding"}) if launch_alone else (_BATCH, {"precision", "optimizer", "sharding"})
+        _refuse_second_training(next(iter(files)), translation, fields, parts)
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
+        if devices is None and (devices := processes_of(files.get(ACCELERATE.name))) is not None:
+            translation.put(("num_devices",), devices, (ACCELERATE.name, "num_processes"))
         translate_side_files(files, translation, devices)
         _drop_master_weights(translation, changes)
     _unshard_one_device(translation, changes)

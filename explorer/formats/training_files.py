@@ -20,8 +20,11 @@ from bexp.explorer.formats.document import FormatError
 from bexp.explorer.model.lengths import EPOCH_TEXTS
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.target import TRANSFORMERS
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Translation, is_unset, put_dtype
+from bexp.explorer.trainers.accelerate import ACCELERATE, Launch, read_launch
 from bexp.explorer.trainers.deepspeed import read_config
+from bexp.explorer.trainers.fsdp import Fsdp, keep_recomputation, read_fsdp
 from bexp.explorer.trainers.keys import (
     EXPLORED,
     LORA_FIELDS,
@@ -31,10 +34,11 @@ from bexp.explorer.trainers.keys import (
     Key,
     Setting,
     TrainerFile,
-    Why,
     is_among,
 )
 from bexp.explorer.trainers.registry import FILES, SIDE_FILES, TRAINERS
+
+UNREAD = "is the path of a file that was not found: put its content here"
 
 
 def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
@@ -59,6 +63,21 @@ def setting_of(name: str, key: str) -> Setting | None:
     """Return the setting of a key of a trainer's own file; None for keys that are not read."""
     known = FILES[name].keys.get(key)
     return None if known is None else known.setting
+
+
+def is_said(name: str, key: str, value: Any, file: Mapping[str, Any]) -> bool:
+    """Return whether a trainer does with a `file` what a value of a key says, so that no line needs to change."""
+    known = FILES[name].keys.get(key)
+    if key in file and file[key] == value:
+        return True
+    if known is None or known.setting is None:
+        return value is False and key not in file and why_refused(name, key) is not None
+    read = known.read or (lambda meaning: meaning)
+    try:
+        said = read(file[key]) if key in file else FILES[name].defaults.get(known.setting, False)
+    except ValueError:
+        return False
+    return bool(read(value) == said)
 
 
 def why_refused(name: str, key: str) -> str | None:
@@ -142,15 +161,31 @@ class StatedTraining:
             translation.refuse(self.at(key), f"contradicts {self.keys[setting]}")
         self.said[setting], self.keys[setting] = result, key
 
-    def translate(self, translation: Translation, num_devices: Any, *, has_lengths: bool, has_batching: bool) -> None:
+    def translate(
+        self,
+        translation: Translation,
+        num_devices: Any,
+        *,
+        launch: Launch | None,
+        has_lengths: bool,
+        has_batching: bool,
+    ) -> None:
         """Set everything but the model. `num_devices` multiplies the batch of a device; None is the file's own.
 
-        With `has_lengths` and `has_batching`, the lengths of texts and their batching are given outside the file.
+        `launch` starts the processes of the trainer. With `has_lengths` and `has_batching`, the lengths of texts and
+        their batching are given outside the file.
         """
         said, file = self.said, FILES[self.name]
         translation.put(("trainer",), self.name)
-        devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else said.get(Setting.DEVICES, 1)
-        translation.put(("num_devices",), devices, self.source(Setting.DEVICES))
+        if (named := said.get(Setting.LAUNCH)) is not None:
+            if launch is not None:
+                translation.refuse(self.source(Setting.LAUNCH), "is given a second time: keep one")
+            launch = read_launch(translation.section(named, self.source(Setting.LAUNCH)))
+        devices, where = said.get(Setting.DEVICES, 1), self.source(Setting.DEVICES)
+        if launch is not None and launch.num_processes and Setting.DEVICES not in said:
+            devices, where = launch.num_processes, (ACCELERATE.name, "num_processes")
+        devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else devices
+        translation.put(("num_devices",), devices, where)
         if devices > 1 and file.shards and translation.get("training", "sharding") is None:
             translation.put(("training", "sharding"), "zero3")
         micro = said.get(Setting.MICRO_BATCH_SIZE, 1)
@@ -171,9 +206,9 @@ class StatedTraining:
             known = "library" if loss in file.other_losses else loss
             self._put_once(translation, "losses", [known], Setting.LOSS)
         self._put_adapters(translation)
-        self._put_deepspeed(translation, devices, (micro, steps))
-        self._put_formats(translation)
-        self._put_texts(translation, has_lengths=has_lengths, has_batching=has_batching)
+        sharded = self._put_sharding(translation, devices, (micro, steps), launch)
+        self._put_formats(translation, sharded, launch)
+        self._put_texts(translation, devices, has_lengths=has_lengths, has_batching=has_batching)
         self._note_explored(translation, micro)
         translation.notes += [file.note] if file.note else []
 
@@ -205,31 +240,81 @@ class StatedTraining:
         for setting in LORA_FIELDS:
             translation.sources["training", "lora", setting.value] = self.source(setting)
 
-    def _put_deepspeed(self, translation: Translation, devices: int, batch: Batch) -> None:
-        config, source = self.said.get(Setting.DEEPSPEED), self.source(Setting.DEEPSPEED)
-        if config is None:
-            return
-        if devices > 1:
-            translation.refuse(source, Why.SHARDING)
-        elif not self.said.get(Setting.ADAPTERS):
-            translation.refuse(source, Why.MASTER_WEIGHTS)
-        elif isinstance(config, str):
-            translation.notes.append(
-                f"{self.keys[Setting.DEEPSPEED]}: {shortened(config)} is not read, because ZeRO shards nothing on one "
-                "device; where it offloads, put its content here"
-            )
-        else:
-            section = translation.section(config, source)
-            read_config(section, devices, batch)
-            for name, stated in (("bf16", self.said.get(Setting.HALF)), ("fp16", False)):
-                if (half := section.section(name)).get("enabled") is True and not stated:
-                    half.refuse("enabled", "contradicts the number formats of the file around it")
+    def _put_sharding(self, translation: Translation, devices: int, batch: Batch, launch: Launch | None) -> str | None:
+        """Set the sharding that DeepSpeed, FSDP or `accelerate launch` asks for.
 
-    def _put_formats(self, translation: Translation) -> None:
+        Return the precision of weights in bfloat16 that are trained whole and sharded; None where it is the file's.
+        """
+        config = self.said.get(Setting.DEEPSPEED)
+        at = self.source(Setting.DEEPSPEED)
+        if launch is not None and launch.deepspeed is not None:
+            config, at = dict(launch.deepspeed.values), launch.deepspeed.location
+        fsdp, where = self._fsdp(translation, launch)
+        if config is not None and (self.said.get(Setting.PURE) or not self._half(launch)):
+            way = f"say {self.source(Setting.HALF)[-1]}: true"
+            translation.refuse(at, f"DeepSpeed is measured with weights in bfloat16 and their copies in float32: {way}")
+        if config is not None and fsdp is not None:
+            translation.refuse(where, f"shards as {'.'.join(map(str, at))} does: keep one of them")
+        if isinstance(config, str):
+            self._put_unread(translation, config, devices)
+        elif config is not None:
+            section = translation.section(config, at)
+            read_config(section, devices, batch)
+            for name, stated in (("bf16", self._half(launch)), ("fp16", False)):
+                if (half := section.section(name).get("enabled")) is not stated and isinstance(half, bool):
+                    section.section(name).refuse("enabled", "contradicts the number formats of the file around it")
+            return "master"
+        if fsdp is None:
+            return None
+        translation.put(("training", "sharding"), fsdp.level.value, where)
+        keep_recomputation(translation, fsdp)
+        if fsdp.recomputes:
+            translation.put(("base_recompute",), Recompute.FULL.value, where)
+        if devices == 1 or fsdp.level is Sharding.NONE:
+            return None
+        if fsdp.version == 1:
+            translation.notes.append(
+                f"{'.'.join(map(str, where))}: FSDP1 is measured as FSDP2, which takes less memory: say version 2"
+            )
+        return "master" if fsdp.version in FILES[self.name].widening_fsdp else "pure"
+
+    def _fsdp(self, translation: Translation, launch: Launch | None) -> tuple[Fsdp | None, Location]:
+        """Return what FSDP is asked to shard, and where; None where nothing turns it on."""
+        file, switch, config = FILES[self.name], self.said.get(Setting.FSDP), self.said.get(Setting.FSDP_CONFIG)
+        setting = Setting.FSDP_CONFIG if switch is None else Setting.FSDP
+        where = self.source(setting)
+        if isinstance(config, str):
+            translation.refuse(self.source(Setting.FSDP_CONFIG), UNREAD)
+            config = None
+        if switch is None and (config is None or file.fsdp_needs_switch):
+            if config is not None:
+                translation.notes.append(f"{self.keys[Setting.FSDP_CONFIG]} does nothing without fsdp: true")
+            return (None, where) if launch is None else (launch.fsdp, (ACCELERATE.name, "distributed_type"))
+        section = translation.section(config, self.source(Setting.FSDP_CONFIG))
+        version = self.said.get(Setting.FSDP_VERSION, file.fsdp_version)
+        return read_fsdp(switch, section, where, version), where
+
+    def _put_unread(self, translation: Translation, path: str, devices: int) -> None:
+        """Note or refuse the path of a JSON that no command has put into its place."""
+        source = self.source(Setting.DEEPSPEED)
+        if devices > 1 or not self.said.get(Setting.ADAPTERS):
+            translation.refuse(source, UNREAD)
+            return
+        translation.notes.append(
+            f"{self.keys[Setting.DEEPSPEED]}: {shortened(path)} is not read, because ZeRO shards nothing on one "
+            "device; where it offloads, put its content here"
+        )
+
+    def _half(self, launch: Launch | None) -> bool:
+        """Return whether products are in bfloat16; the launcher says so where the file does not."""
+        return bool(self.said.get(Setting.HALF, launch is not None and launch.half))
+
+    def _put_formats(self, translation: Translation, sharded: str | None, launch: Launch | None) -> None:
+        """Set the number formats; `sharded` is the precision of weights that are sharded in bfloat16."""
         config = translation.get("hf_config") or {}
         checkpoint = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         said = Formats(
-            half=bool(self.said.get(Setting.HALF)),
+            half=self._half(launch),
             pure=bool(self.said.get(Setting.PURE)),
             weights=self.said.get(Setting.WEIGHTS),
             checkpoint=checkpoint,
@@ -242,12 +327,14 @@ class StatedTraining:
         except ValueError as error:
             translation.refuse(source, str(error))
             return
+        if sharded is not None and said.half and not said.has_adapters:
+            precision = sharded
         if dtype == "float32" and precision == "pure" and translation.get("target") == TRANSFORMERS:
             dtype = self._measured_format(translation, has_adapters=said.has_adapters)
         put_dtype(translation, dtype, source)
         if precision is not None:
             translation.put(("training", "precision"), "pure" if said.is_quantized else precision, source)
-        if said.half and dtype == said.weights == "bfloat16" and not said.has_adapters:
+        if said.half and dtype == said.weights == "bfloat16" and not said.has_adapters and sharded is None:
             translation.notes.append("weights in bfloat16 are measured without autocast: the export says bf16: false")
 
     def _measured_format(self, translation: Translation, *, has_adapters: bool) -> str:
@@ -265,7 +352,7 @@ class StatedTraining:
             translation.refuse(key, f"without it the file trains in float32 alone, which is not measured: {way}")
         return "bfloat16"
 
-    def _put_texts(self, translation: Translation, *, has_lengths: bool, has_batching: bool) -> None:
+    def _put_texts(self, translation: Translation, devices: int, *, has_lengths: bool, has_batching: bool) -> None:
         packs, length = self.said.get(Setting.PACKING), translation.get("hf_seq_length")
         fills = Setting.FULL_ROWS if Setting.FULL_ROWS in self.said else Setting.PRETRAINING
         if self.said.get(fills) and has_lengths and not (packs or has_batching):
@@ -278,6 +365,8 @@ class StatedTraining:
             batching = "packed" if packs else "grouped" if self.said.get(Setting.ORDER) else "padded"
             source = self.source(Setting.PACKING if packs else Setting.ORDER)
             translation.put(("batching",), batching, source)
+        elif packs and devices > 1:
+            translation.notes.append("packed rows are measured full, with one text each")
         elif packs and isinstance(length, int):
             translation.put(("lengths",), [[length, EPOCH_TEXTS]], self.source(Setting.PACKING))
             translation.put(("batching",), "packed", self.source(Setting.PACKING))

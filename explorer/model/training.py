@@ -159,11 +159,11 @@ class TrainingSpec(Frozen):
         "pure",
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
         "bf16 autocast. `master`: parameters and gradients in bfloat16, with float32 master weights and moments, as "
-        "DeepSpeed's `bf16` keeps them. `upcast`: as `pure`, but with norms, embeddings, output layer and routers in "
-        "float32, computed with under autocast; for trainer `axolotl`, which does that. `float8_tensorwise`, "
-        "`float8_rowwise`: as `pure`, with linear layers of decoder layers in float8 by torchao's recipe. All but "
-        "`pure` need target `transformers`. LoRA adapters are in float32 with `pure` and `autocast`, and computed with "
-        "under autocast; other precisions train all weights.",
+        "DeepSpeed's `bf16` and shards of FSDP's keep them. `upcast`: as `pure`, but with norms, embeddings, output "
+        "layer and routers in float32, computed with under autocast; for trainer `axolotl`, which does that. "
+        "`float8_tensorwise`, `float8_rowwise`: as `pure`, with linear layers of decoder layers in float8 by torchao's "
+        "recipe. All but `pure` need target `transformers`. LoRA adapters are in float32 with `pure` and `autocast`, "
+        "and computed with under autocast; other precisions train all weights.",
     )
     lora: LoRASpec | None = Field(None, description="Trains adapters in place of the weights; needs `transformers`.")
 

@@ -280,6 +280,11 @@ class ExplorationRequest(DimensionsAsked):
         """Return the execution of a candidate."""
         return candidate.execution or self.plain_execution
 
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether a person's file trains with DeepSpeed, be it on one device."""
+        return "deepspeed" in self.kept
+
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
         """Return this request with the sharding of a candidate or component; None keeps the request's own level."""
         if level is None:

@@ -21,6 +21,7 @@ from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.trainer_rules import check_trainer
+from bexp.explorer.trainers.keys import IN_A_COMMAND
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
@@ -134,7 +135,8 @@ def _check_training(request: ExplorationRequest, quantized: Quantization) -> Non
             field,
         )
     if request.space.highest_sharding is not Sharding.NONE:
-        raise RuleError("quantised weights are measured without sharding", field, "training.sharding")
+        reason = f"quantised weights are measured without sharding: leave it out, or {IN_A_COMMAND}"
+        raise RuleError(reason, field, "training.sharding")
 
 
 def check_lengths(request: ExplorationRequest) -> None:
@@ -228,10 +230,12 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
         raise RuleError(f"optimizer '{name}' steps in the host's memory, next to one GPU", field, other)
     if request.runner.lacks("optimizer", request.training.optimizer):
         return  # the trainer cannot express it, whatever its precision
+    other = f"say adamw_torch_fused, or {IN_A_COMMAND}"
     if request.training.precision == "master":
-        raise RuleError(f"optimizer '{name}' is measured without float32 master weights", field, "training.precision")
+        reason = f"optimizer '{name}' is measured without float32 master weights: {other}"
+        raise RuleError(reason, field, "training.precision")
     if request.space.highest_sharding is not Sharding.NONE:
-        raise RuleError(f"optimizer '{name}' is measured without sharding", field, "training.sharding")
+        raise RuleError(f"optimizer '{name}' is measured without sharding: {other}", field, "training.sharding")
     optimizer = request.training.optimizer
     for part in ("grad_dtype", "state_dtype"):
         if getattr(optimizer, part) is not None:

@@ -69,6 +69,8 @@ def check_trainer(request: ExplorationRequest) -> None:
 def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yield the fields that name something which a trainer cannot express, each with a description of that."""
     for field, term, value in _named_values(request):
+        if term == SHARDING.name and request.by_deepspeed and trainer.widens_shards:
+            continue  # DeepSpeed has all levels
         if (words := trainer.lacks(term, value)) is not None:
             yield field, words
     yield from _beyond_its_layouts(request, trainer)
@@ -103,7 +105,9 @@ def _beyond_its_formats(request: ExplorationRequest, trainer: Trainer) -> Iterat
     """Yield the number formats that a trainer does not keep."""
     training, model = request.training, request.model
     library = request.hf_config is not None and request.target_name == TRANSFORMERS
-    if library and training.lora is None and training.precision not in trainer.precisions:
+    level, by_deepspeed = request.space.highest_sharding, request.by_deepspeed
+    kept = trainer.keeps(training.precision, level, by_deepspeed=by_deepspeed)
+    if library and training.lora is None and not kept:
         yield "training.precision", f"precision '{training.precision}'"
     if model is None:
         return

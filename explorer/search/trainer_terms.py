@@ -51,14 +51,17 @@ def precision_of(
     is_float32 = compute_dtype(request, report) is DType.FLOAT32
     if request.training.lora is not None or request.is_own_code or is_float32:
         return measured
+    level = candidate.sharding or request.training.sharding
+    if request.by_deepspeed and trainer.widens_shards:
+        return "master"
     if trainer.upcast_attention and request.target_name == BEXP:
         return "pure"  # the reference layers cast nothing
-    if trainer.upcast_attention:
-        is_whole = (candidate.sharding or request.training.sharding) is Sharding.NONE
+    if trainer.upcast_attention and measured != "master":
+        is_whole = level is Sharding.NONE
         name = attention_name(candidate, report) or TORCH_CHOICE
         is_upcast = is_whole and (name in TORCH_KERNELS or name in trainer.upcast_attention)
         return "upcast" if is_upcast else "pure"
-    if measured in trainer.precisions:
+    if trainer.keeps(measured, level, by_deepspeed=False):
         return measured
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
@@ -114,6 +117,8 @@ def find_missing(
         "sharded_adapters": ShardedAdapters(request.training.lora, sharding),
         "optimizer": request.training.optimizer,
     }
+    if request.by_deepspeed and trainer.widens_shards:
+        del asked[SHARDING.name]  # DeepSpeed has all levels
     missing = {term: words for term, value in asked.items() if (words := trainer.lacks(term, value)) is not None}
     if candidate.recompute is Recompute.OFFLOAD and "recompute" in missing:
         missing["offload"] = missing.pop("recompute")

@@ -5,14 +5,24 @@ With `bf16`, Axolotl makes the weights in bfloat16 and computes under autocast.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.training import LINEAR_MODULES, Sharding
-from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, gathering_notes, yaml_export
+from bexp.explorer.model.training import LINEAR_MODULES
+from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
+from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, yaml_export
+from bexp.explorer.trainers.fsdp import (
+    ACCELERATOR_CONFIG,
+    FSDP_CONFIG,
+    WRAP,
+    fsdp_config,
+    recomputes_by_fsdp,
+    sharding_notes,
+)
 from bexp.explorer.trainers.keys import (
     QLORA,
     Formats,
@@ -21,7 +31,6 @@ from bexp.explorer.trainers.keys import (
     TrainerFile,
     Why,
     because,
-    deepspeed,
     fields_of,
     flag,
     if_on,
@@ -35,7 +44,7 @@ from bexp.explorer.trainers.keys import (
 )
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, SINGLE_PARAMETERS, Trainer, expresses
 from bexp.explorer.trainers.trainer import LORA as ADAPTERS
-from bexp.explorer.trainers.transformers import LORA, accelerator_config, optimizer_arguments
+from bexp.explorer.trainers.transformers import LORA, optimizer_arguments
 
 
 def _half(value: Any) -> bool:
@@ -80,11 +89,20 @@ def _adapter(settings: TrainerSettings) -> str | None:
     return QLORA if settings.quantization is not None and settings.quantization.bits == 4 else "lora"
 
 
+def _fsdp_version(settings: TrainerSettings) -> int | None:
+    """Return the version of FSDP: 1 keeps float32 weights, and 2 those in bfloat16."""
+    return (1 if settings.widens_shards else 2) if fsdp_config(settings) else None
+
+
 def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
-    if settings.sharding is Sharding.NONE:
-        return None
-    keeps = settings.sharding is Sharding.ZERO3
-    return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": keeps}
+    """Return FSDP's fields; its version stands outside."""
+    config = fsdp_config(settings)
+    return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key != "version"}}
+
+
+def _checkpointing(settings: TrainerSettings) -> bool:
+    """Return whether the Trainer recomputes; FSDP recomputes layers itself."""
+    return settings.recompute is not Recompute.NONE and not recomputes_by_fsdp(settings)
 
 
 KEYS = {
@@ -124,22 +142,24 @@ KEYS = {
     "peft_use_dora": key(Setting.DORA, flag),
     "peft_use_rslora": key(Setting.RSLORA, flag),
     "torch_compile": Key(Setting.COMPILE, lambda value: value != "auto" and flag(value), lambda settings: False),
-    "gradient_checkpointing": key(Setting.RECOMPUTATION, _recomputes),
+    "gradient_checkpointing": Key(Setting.RECOMPUTATION, _recomputes, _checkpointing),
     "attn_implementation": key(Setting.ATTENTION),
     "experts_implementation": key(Setting.EXPERTS),
     "gradient_checkpointing_kwargs": Key(
         Setting.RECOMPUTATION_DETAILS,
-        write=lambda settings: None if settings.recompute is Recompute.NONE else {"use_reentrant": False},
+        write=lambda settings: {"use_reentrant": False} if _checkpointing(settings) else None,
     ),
     "flash_attention": Key(Setting.ATTENTION, if_on("flash_attention_2")),
     "sdp_attention": Key(Setting.ATTENTION, if_on("sdpa")),
     "flex_attention": Key(Setting.ATTENTION, if_on("flex_attention")),
     "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
-    "deepspeed": Key(Setting.DEEPSPEED, deepspeed),
-    "fsdp_version": Key(write=lambda settings: None if settings.sharding is Sharding.NONE else 2),
-    "fsdp_config": Key(write=_fsdp_config),
-    "accelerator_config": Key(write=accelerator_config),
+    "deepspeed": DEEPSPEED_KEY,
+    "fsdp": Key(Setting.FSDP, lambda value: value or None),
+    "fsdp_version": Key(Setting.FSDP_VERSION, one_of({"1": 1, "2": 2}), _fsdp_version),
+    "fsdp_config": replace(FSDP_CONFIG, write=_fsdp_config),
+    "accelerator_config": ACCELERATOR_CONFIG,
+    "dp_shard_size": Key(Setting.DEVICES, number),
 }
 FILE = TrainerFile(
     model="base_model",
@@ -152,11 +172,15 @@ FILE = TrainerFile(
         Setting.HALF: True,
     },
     formats=_formats,
+    fsdp_version=1,
+    fsdp_needs_switch=False,
+    widening_fsdp=frozenset({1}),
     refused=because(
         {
-            Why.SHARDING: "deepcompile fsdp fsdp_config",
+            "DeepSpeed's own compiler is not measured: remove it": "deepcompile",
+            f"{Why.HYBRID}: leave it out": "dp_replicate_size",
             Why.PARALLEL: (
-                "sequence_parallel_degree context_parallel_size context_parallel tensor_parallel_size dp_shard_size "
+                "sequence_parallel_degree context_parallel_size context_parallel tensor_parallel_size "
                 "expert_parallel_size"
             ),
             Why.OFFLOADING: "activation_offloading layer_offloading ple_cpu_offload",
@@ -202,7 +226,8 @@ FILE = TrainerFile(
         warmup_* weight_decay adam_* max_grad_norm jagged_restart_* optim_args tf32 seed full_determinism debug device
         local_rank ddp* dataloader_* remove_unused_columns resume_from_checkpoint auto_resume_from_checkpoints
         early_stopping_patience load_best_model_at_end loss_watchdog_* metric_for_best_model greater_is_better gc_*
-        torch_empty_cache_steps do_*_eval bench_* generate_samples num_generation_samples generation_* fsdp_version
+        torch_empty_cache_steps do_*_eval bench_* generate_samples num_generation_samples generation_*
+        fsdp_final_state_dict_type
         profiler_* sync_profiler_* include_t* resize_token_embeddings_to_32x mean_resizing_embeddings lora_on_cpu
         lora_fan_in_fan_out lora_alpha_pattern peft_init_lora_weights merge_* low_cpu_mem_usage pad_to_multiple_of
         sample_packing_* sdpa_varlen multipack_real_batches excess_length_strategy min_sample_len max_prompt_len
@@ -216,7 +241,7 @@ FILE = TrainerFile(
 
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the part of a configuration that an exploration decides, as YAML."""
-    notes = [f"add base_model, datasets {WHAT_ELSE}", *gathering_notes(settings)]
+    notes = [f"add base_model, datasets {WHAT_ELSE}", *sharding_notes(settings)]
     notes += _precision_notes(settings)
     return yaml_export(settings, fields_of(KEYS, settings), notes)
 
@@ -231,6 +256,8 @@ def _precision_notes(settings: TrainerSettings) -> list[str]:
             "they were measured in float32, as peft prepares them, so it may need less"
         ]
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
+        return []
+    if settings.widens_shards:
         return []
     if settings.precision != "upcast":
         return [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
@@ -254,6 +281,7 @@ AXOLOTL = Trainer(
         adapters={ADAPTERS, SINGLE_PARAMETERS},
     ),
     targets=LIBRARY_RUNS_IT,
+    widens_shards=True,
     precisions=("upcast", "pure"),  # it makes the weights in half precision, and computes under autocast
     upcast_attention=frozenset({TORCH_CHOICE, "eager"}),
     lists_linear=True,

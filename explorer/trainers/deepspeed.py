@@ -18,8 +18,15 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section, put_dtype
-from bexp.explorer.trainers.document import HALF_NAMES, ExportDocument, TrainerSettings, decided_fields, script_notes
-from bexp.explorer.trainers.keys import UNKNOWN_FIELD, Batch, words
+from bexp.explorer.trainers.document import (
+    HALF_NAMES,
+    ExportDocument,
+    TrainerSettings,
+    decided_fields,
+    is_launched,
+    script_notes,
+)
+from bexp.explorer.trainers.keys import IN_A_COMMAND, UNKNOWN_FIELD, Batch, Key, Setting, Why, contents, words
 from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, Trainer, expresses
 
 BUCKET_GRADIENTS = 500_000_000
@@ -31,22 +38,49 @@ GIB = 2**30
 
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the JSON."""
-    header = (*settings.header, *script_notes(settings), *_exchange_notes(settings))
-    kept = _kept(settings)
-    stage: dict[str, Any] = {**kept.pop("zero_optimization", {}), "stage": settings.sharding.level}
-    if settings.sharding is not Sharding.NONE:
-        stage["overlap_comm"] = True
+    header = (*settings.header, *script_notes(settings), *exchange_notes(settings))
+    engine = _engine(settings)
     values: dict[str, Any] = {
         "_bexp": header,
         "train_micro_batch_size_per_gpu": settings.micro_batch_size,
         **({} if settings.grad_accum_steps is None else {"gradient_accumulation_steps": settings.grad_accum_steps}),
-        "zero_optimization": stage,
+        "zero_optimization": engine.pop("zero_optimization"),
         **_precision(settings),
-        **kept,
+        **engine,
     }
     return ExportDocument(
         json.dumps(decided_fields(settings, values), indent=2, allow_nan=False) + "\n", "application/json", header
     )
+
+
+def _engine(settings: TrainerSettings) -> dict[str, Any]:
+    """Return the stage of ZeRO, and what the person's JSON says beside the exploration."""
+    kept = _kept(settings)
+    stage: dict[str, Any] = {**kept.pop("zero_optimization", {}), "stage": settings.sharding.level}
+    if settings.sharding is not Sharding.NONE:
+        stage["overlap_comm"] = True
+    return {"zero_optimization": stage, **kept}
+
+
+def uses_deepspeed(settings: TrainerSettings) -> bool:
+    """Return whether an export of a trainer that has FSDP as well shards by DeepSpeed.
+
+    It does if the person's file does; a kept configuration of `accelerate launch` says it elsewhere.
+    """
+    asks, shards = DEEPSPEED.name in settings.request.get("kept", {}), settings.sharding is not Sharding.NONE
+    return asks and (shards or settings.widens_shards)
+
+
+def embedded(settings: TrainerSettings) -> dict[str, Any] | None:
+    """Return the JSON for the key `deepspeed` of another trainer's file, which fills in what is `auto`."""
+    if not uses_deepspeed(settings) or is_launched(settings):
+        return None
+    automatic = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    return {**automatic, "bf16": {"enabled": "auto"}, **_engine(settings)}
+
+
+DEEPSPEED_KEY = Key(Setting.DEEPSPEED, contents("DeepSpeed's JSON"), embedded)
+"""The key `deepspeed` of the files of other trainers."""
 
 
 def _kept(settings: TrainerSettings) -> dict[str, Any]:
@@ -65,7 +99,7 @@ def _precision(settings: TrainerSettings) -> dict[str, Any]:
     return {HALF_NAMES[settings.dtype]: {"enabled": True}} if settings.dtype in HALF_NAMES else {}
 
 
-def _exchange_notes(settings: TrainerSettings) -> list[str]:
+def exchange_notes(settings: TrainerSettings) -> list[str]:
     """Return notes on exchanges of DeepSpeed at other times than was measured, and on the memory of its buckets."""
     if settings.num_devices == 1:
         return []
@@ -99,13 +133,13 @@ _HARMLESS = words(
     """
     steps_per_print wall_clock_breakdown dump_state checkpoint data_types memory_breakdown scheduler seed
     gradient_clipping prescale_gradients gradient_predivide_factor communication_data_type
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer comms_config
     disable_allgather timers activation_checkpointing use_data_before_expert_parallel_ sparse_gradients
     autotuning
     """
 )
 """Values of the optimizer, files, and how gradients are gathered."""
-_RECORDS = words("tensorboard wandb csv_monitor comet flops_profiler comms_logger")
+_RECORDS = words("tensorboard wandb csv_monitor comet flops_profiler comms_logger monitor_config")
 """Where records go, with names of people and of places, which are not stored."""
 _HARMLESS_OF_ZERO = words(
     """
@@ -113,16 +147,19 @@ _HARMLESS_OF_ZERO = words(
     allgather_bucket_size sub_group_size round_robin_gradients stage3_prefetch_bucket_size
     stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
     stage3_gather_16bit_weights_on_model_save load_from_fp32_weights elastic_checkpoint ignore_unused_parameters
-    legacy_stage1 stage3_module_granularity_threshold
+    legacy_stage1 stage3_module_granularity_threshold prefetch_bucket_size param_persistence_threshold
+    max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
     """
 )
 """Sizes of buffers, and files."""
+OFFLOADING = f"{Why.OFFLOADING}: say device: none, or {IN_A_COMMAND}"
+"""Why offloading of parameters or of the optimizer is refused."""
 _REFUSED = {
     "amp": "amp of Apex is not supported: use bf16",
     "pipeline": "pipeline parallelism is not supported",
     "tensor_parallel": "tensor parallelism is not supported",
     "sequence_parallel_size": "say context_parallel instead",
-    "aio": "offloading is not supported",
+    "aio": OFFLOADING,
     "compression_training": "compressed training is not supported",
     "sparse_attention": "sparse attention is not supported",
     "curriculum_learning": "sequences of changing length are not supported",
@@ -141,17 +178,27 @@ def read_config(config: Section, devices: int, other: Batch | None) -> Batch | N
     stage = zero.integer("stage", 0, largest=3) or 0
     for key in ("offload_optimizer", "offload_param"):
         if zero.section(key).get("device", "none") not in (None, "none"):
-            zero.refuse(key, "offloading is not supported")
-    for key in ("zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"):
-        if zero.get(key) not in (None, False, -1):
-            zero.refuse(key, "is not supported")
-    if zero.get("zero_hpz_partition_size", 1) != 1:
-        zero.refuse("zero_hpz_partition_size", "must be 1")
+            zero.refuse(key, OFFLOADING)
+    for key in ("cpu_offload", "cpu_offload_params"):  # their names before 0.3
+        if zero.get(key) not in (None, False):
+            zero.refuse(key, OFFLOADING)
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.get(key) not in (None, False):
+            zero.refuse(key, "what ZeRO++ sends in fewer bits is not measured: say false")
+    if zero.get("mics_shard_size", -1) not in (None, -1):
+        zero.refuse("mics_shard_size", f"MiCS: {Why.HYBRID}: say -1")
+    if zero.get("zero_hpz_partition_size", 1) not in (None, 1):
+        zero.refuse("zero_hpz_partition_size", f"ZeRO++: {Why.HYBRID}: say 1")
     translation.put(("training", "sharding"), _STAGES[stage], zero.at("stage"))
     _read_formats(config)
     gradients = _gradients_of(zero.values, translation.get("hf_config"))
     if stage and devices == 1 and gradients >= LEAST_NOTED:
         translation.notes.append(f"{_buckets(stage, 2, gradients)}; stage 0, which an export says, has none")
+    if stage and devices > 1 and not zero.get("overlap_comm", stage == Sharding.ZERO3.level):
+        translation.notes.append(
+            f"{'.'.join(map(str, config.location))}: is measured with overlap_comm: true, which hides exchanges behind "
+            "computation: say so in DeepSpeed's JSON, else the run is slower than its answer"
+        )
     zero.ignore(_HARMLESS_OF_ZERO)
     zero.refuse_unread(UNKNOWN_FIELD)
     optimizer = config.section("optimizer")
@@ -159,7 +206,7 @@ def read_config(config: Section, devices: int, other: Batch | None) -> Batch | N
         lowered = Section(translation, {"type": str(optimizer.values["type"]).lower()}, optimizer.location)
         name = lowered.choice("type", _OPTIMIZERS, "adamw")
         translation.put(("training", "optimizer", "name"), name, optimizer.at("type"))
-    config.ignore(_HARMLESS | _RECORDS)
+    config.ignore(_HARMLESS | _RECORDS | {key for key in config.values if key.startswith("_")})
     config.refuse_unread(UNKNOWN_FIELD)
     translation.ignored += [config.at(key) for key in config.values if key in _RECORDS]
     kept = {key: value for key, value in config.values.items() if key in _HARMLESS or key == "optimizer"}
@@ -185,7 +232,11 @@ def _read_batch(config: Section, devices: int, other: Batch | None) -> None:
     if other is not None:
         for key, value, stated in zip(keys, (micro, steps), other, strict=False):
             if value not in (None, stated):
-                config.refuse(key, f"contradicts training_arguments, where it is {stated}")
+                config.refuse(key, f"contradicts the trainer's own, which is {stated}: say auto")
+            elif value is not None:
+                translation.notes.append(
+                    f"{'.'.join(map(str, config.at(key)))}: say auto, because the answer may be another than {value}"
+                )
         micro, steps = other
     if whole is None and micro is not None:
         whole = micro * (steps or 1) * devices
@@ -208,7 +259,8 @@ def _read_formats(config: Section) -> None:
     """
     translation, brain, half = config.translation, config.section("bf16"), config.section("fp16")
     on = [section.get("enabled", False) for section in (brain, half)]
-    if on[0] == "auto" and translation.get("training", "precision") == "autocast":
+    fills = translation.get("training", "precision") == "autocast"
+    if fills and on[1] is not True and (on[0] == "auto" or "bf16" not in config):
         on[0] = True
     for section in (brain, half):
         section.ignore(section.values)

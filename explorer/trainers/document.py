@@ -57,6 +57,8 @@ class TrainerSettings:
     """Of the matrix products."""
     precision: Precision
     """The measured one if the trainer has it, else the nearest that it has."""
+    widens_shards: bool
+    """Whether weights are float32 in the trainer's shards, and gathered in half precision: precision `master`."""
     quantization: Quantization | None
     halves_experts: bool
     """Whether experts stay plain in a quantised model, and the trainer keeps them in half precision."""
@@ -119,8 +121,14 @@ class TrainerSettings:
 
     @property
     def has_autocast(self) -> bool:
-        """Whether products are computed in half precision under autocast; adapters are in float32."""
-        return self.dtype is not DType.FLOAT32 and (self.precision in ("autocast", "upcast") or self.lora is not None)
+        """Whether products are computed in half precision under autocast; adapters are in float32.
+
+        Sharded weights are kept in float32 and gathered in half precision, which the same keys ask for.
+        """
+        if self.dtype is DType.FLOAT32:
+            return False
+        is_wide = self.precision in ("autocast", "upcast") or self.widens_shards
+        return is_wide or self.lora is not None
 
     @property
     def packs(self) -> bool:
@@ -312,6 +320,11 @@ def plain_expert_notes(settings: TrainerSettings) -> list[str]:
         f"memory: {settings.title} by itself keeps experts that are not quantised in {settings.dtype}; they were "
         "measured in float32, as peft prepares them"
     ]
+
+
+def is_launched(settings: TrainerSettings) -> bool:
+    """Return whether the person's configuration of `accelerate launch` says what is sharded, and no other file."""
+    return "accelerate" in settings.request.get("kept", {})
 
 
 def gathering_notes(settings: TrainerSettings) -> list[str]:

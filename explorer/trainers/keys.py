@@ -25,6 +25,7 @@ ReadSideFile = Callable[[Section, int, Batch | None], Batch | None]
 
 It gets the number of devices, and the batch of another such file if there is one. It returns the batch of both.
 """
+IN_A_COMMAND = "measure it in your own command, with `bexp tune -- COMMAND`"
 UNKNOWN_FIELD = "is not a known field; remove it if it changes neither time nor memory"
 
 
@@ -65,22 +66,19 @@ class Setting(StrEnum):
     ATTENTION = "attention"
     EXPERTS = "experts"
     DEEPSPEED = "DeepSpeed"
+    FSDP = "FSDP"
+    FSDP_CONFIG = "keys of FSDP"
+    FSDP_VERSION = "version of FSDP"
+    LAUNCH = "configuration of accelerate launch"
 
 
 class Why(StrEnum):
     """Why a key of a file is refused where it is set."""
 
     KERNELS = "these kernels are not measured for this trainer: remove it"
-    SHARDING = (
-        "sharding and its launcher are not read from this file: remove it here, and say --num-devices with "
-        "--set training.sharding=zero2 or zero3"
-    )
-    MASTER_WEIGHTS = (
-        "DeepSpeed keeps float32 master weights, which are not measured for this file: remove it, because ZeRO shards "
-        "nothing on one device"
-    )
     PARALLEL = "devices that share a sequence, a layer or a pipeline are not measured for this trainer"
     OFFLOADING = "what moves to the host's memory is not measured"
+    HYBRID = "hierarchical sharding, within groups of devices, is not measured"
     OTHER_TRAINING = "only supervised fine-tuning, with the loss of the next token, is measured"
     OTHER_WEIGHTS = "other number formats of weights are not measured; those of bitsandbytes in 4 and 8 bits are"
     OTHER_ADAPTERS = "such adapters are not measured: LoRA, DoRA and rsLoRA of new adapters are"
@@ -155,6 +153,12 @@ class TrainerFile:
     is_nested: bool = False
     shards: bool = False
     """Whether several devices share parameters and states."""
+    fsdp_version: int = 2
+    """The version of FSDP where the file states none."""
+    fsdp_needs_switch: bool = True
+    """Whether the keys of FSDP do nothing without `fsdp`."""
+    widening_fsdp: frozenset[int] = frozenset({1, 2})
+    """The versions of FSDP in which weights are made float32, if they are computed with in bfloat16."""
     note: str | None = None
     """A note on every such file."""
     program: str | None = None
@@ -230,11 +234,15 @@ def number(value: Any) -> int:
     return value
 
 
-def deepspeed(value: Any) -> Any:
-    """Read DeepSpeed's JSON, or its path; nothing where it is empty."""
-    if value and not isinstance(value, str | Mapping):
-        raise ValueError("must be DeepSpeed's JSON, or its path")
-    return value or None
+def contents(what: str) -> Read:
+    """Return a reader of a mapping, or of the path of its file; `what` names it. It returns None where it is empty."""
+
+    def read(value: Any) -> Any:
+        if value and not isinstance(value, str | Mapping):
+            raise ValueError(f"must be {what}, or its path")
+        return value or None
+
+    return read
 
 
 def negated(value: Any) -> bool:

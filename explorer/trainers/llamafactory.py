@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.dimensions.attention import TORCH_CHOICE
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import LINEAR_MODULES
+from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
 from bexp.explorer.trainers.document import (
     WHAT_ELSE,
     ExportDocument,
     TrainerSettings,
     expert_notes,
-    gathering_notes,
     plain_expert_notes,
     yaml_export,
 )
+from bexp.explorer.trainers.fsdp import FSDP, recomputes_by_fsdp, sharding_notes
 from bexp.explorer.trainers.keys import (
     Formats,
     Key,
@@ -23,7 +25,6 @@ from bexp.explorer.trainers.keys import (
     TrainerFile,
     Why,
     because,
-    deepspeed,
     fields_of,
     flag,
     if_on,
@@ -40,7 +41,6 @@ from bexp.explorer.trainers.transformers import (
     AUTOCAST,
     BATCH,
     CHECKPOINTING,
-    FSDP,
     HARMLESS,
     OPTIMIZER,
     ORDER,
@@ -74,6 +74,11 @@ def _is_pure(settings: TrainerSettings) -> bool | None:
     return (settings.dtype is DType.BFLOAT16 and not settings.has_autocast) or None
 
 
+def _recomputes_not(settings: TrainerSettings) -> bool:
+    """Return whether LLaMA-Factory recomputes nothing itself; FSDP recomputes layers itself."""
+    return settings.recompute is Recompute.NONE or recomputes_by_fsdp(settings)
+
+
 def _finetuning_type(settings: TrainerSettings) -> str | None:
     return "lora" if settings.lora is not None else None if settings.is_own_code else "full"
 
@@ -99,12 +104,12 @@ def _loaded_bits(settings: TrainerSettings) -> int | None:
 
 KEYS = {
     **BATCH,
-    "disable_gradient_checkpointing": key(Setting.RECOMPUTATION, negated, negated),
+    "disable_gradient_checkpointing": Key(Setting.RECOMPUTATION, negated, _recomputes_not),
     "use_reentrant_gc": Key(write=lambda settings: False),
     **OPTIMIZER,
     **AUTOCAST,
     **FSDP,
-    "deepspeed": Key(Setting.DEEPSPEED, deepspeed),
+    "deepspeed": DEEPSPEED_KEY,
     **without_exports(CHECKPOINTING),
     "torch_compile": Key(Setting.COMPILE, flag),
     "model_name_or_path": Key(Setting.MODEL),
@@ -191,7 +196,7 @@ FILE = TrainerFile(
 
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the part of a configuration that an exploration decides, as YAML."""
-    notes = [f"add model_name_or_path, dataset {WHAT_ELSE}", *gathering_notes(settings)]
+    notes = [f"add model_name_or_path, dataset {WHAT_ELSE}", *sharding_notes(settings)]
     if settings.quantization is not None:
         notes.append(
             f"memory: LLaMA-Factory keeps the other weights in {settings.dtype}; they were measured in float32, as "
@@ -207,6 +212,7 @@ LLAMAFACTORY = Trainer(
     formats={"llamafactory": render},
     file=FILE,
     expresses=expresses(attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES}, adapters={LORA}),
+    widens_shards=True,
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
     lists_linear=True,
     targets=LIBRARY_RUNS_IT,

@@ -111,6 +111,8 @@ class Trainer:
 
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     """The precisions that it can keep; the first is its default."""
+    widens_shards: bool = False
+    """Whether it shards float32 weights, by FSDP or DeepSpeed, and gathers them in half precision: `master`."""
     upcast_attention: frozenset[str] = frozenset()
     """Attention with which it casts norms, embeddings, output layer and routers to float32: precision `upcast`.
 
@@ -162,6 +164,13 @@ class Trainer:
         """Return the lowest level that shards no less than `level`, so that memory still suffices; else `none`."""
         mine = self.expresses["sharding"]
         return next((one for one in Sharding if one.level >= level.level and one in mine), Sharding.NONE)
+
+    def keeps(self, precision: Precision, level: Sharding, *, by_deepspeed: bool) -> bool:
+        """Return whether it can keep a precision at a level of sharding; DeepSpeed keeps `master` at any level."""
+        if by_deepspeed and self.widens_shards:
+            return precision == "master"
+        is_wide = precision == "master" and level is not Sharding.NONE and self.widens_shards
+        return precision in self.precisions or is_wide
 
     @property
     def keeps_float32(self) -> bool:

@@ -14,19 +14,18 @@ from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import ALIASES, LIBRARY, LIBRARY_ARGUMENTS
-from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section
-from bexp.explorer.trainers.deepspeed import read_config
+from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY, read_config
 from bexp.explorer.trainers.document import (
     ExportDocument,
     Render,
     TrainerSettings,
-    gathering_notes,
     json_export,
     length_notes,
     model_notes,
 )
+from bexp.explorer.trainers.fsdp import FSDP, keep_recomputation, read_fsdp, recomputes_by_fsdp, sharding_notes
 from bexp.explorer.trainers.keys import (
     UNKNOWN_FIELD,
     Batch,
@@ -60,8 +59,7 @@ def autocast_in(dtype: DType, otherwise: bool | None = None) -> Write:
 
 def _checkpointing(settings: TrainerSettings) -> bool:
     """Return whether the Trainer recomputes; FSDP recomputes layers itself."""
-    by_fsdp = settings.recompute is Recompute.FULL and settings.sharding is not Sharding.NONE
-    return settings.recompute in EVERY_NTH_LAYER and not by_fsdp
+    return settings.recompute in EVERY_NTH_LAYER and not recomputes_by_fsdp(settings)
 
 
 def _checkpointing_arguments(settings: TrainerSettings) -> dict[str, Any] | None:
@@ -69,19 +67,6 @@ def _checkpointing_arguments(settings: TrainerSettings) -> dict[str, Any] | None
         return None
     every = EVERY_NTH_LAYER[settings.recompute]
     return {"use_reentrant": False, **({"every_n_layers": every} if every > 1 else {})}
-
-
-def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
-    """Return the fields of FSDP2; `zero2` keeps the parameters whole after forward."""
-    if settings.sharding is Sharding.NONE:
-        return None
-    config = {"version": 2, "reshard_after_forward": settings.sharding is Sharding.ZERO3}
-    return {**config, "activation_checkpointing": True} if settings.recompute is Recompute.FULL else config
-
-
-def accelerator_config(settings: TrainerSettings) -> dict[str, Any] | None:
-    """Return the setting by which accelerate reduces gradients in each accumulation step, if that was measured."""
-    return {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if settings.reduces_each_batch else None
 
 
 def optimizer_arguments(settings: TrainerSettings) -> str | None:
@@ -105,11 +90,6 @@ CHECKPOINTING: Mapping[str, Key] = {
     "activation_checkpointing": Key(Setting.RECOMPUTATION, flag),
     "activation_checkpointing_kwargs": Key(Setting.RECOMPUTATION_DETAILS),
 }
-FSDP: Mapping[str, Key] = {
-    "fsdp": Key(write=lambda settings: settings.sharding is not Sharding.NONE or None),
-    "fsdp_config": Key(write=_fsdp_config),
-    "accelerator_config": Key(write=accelerator_config),
-}
 ORDER: Mapping[str, Key] = {
     "group_by_length": Key(Setting.ORDER, flag),  # not since transformers 5.2
     "train_sampling_strategy": Key(
@@ -127,6 +107,7 @@ ARGUMENTS: Mapping[str, Key] = {
     **AUTOCAST,
     **CHECKPOINTING,
     **FSDP,
+    "deepspeed": DEEPSPEED_KEY,
     **ORDER,
 }
 LORA: Mapping[str, Key] = {
@@ -141,7 +122,6 @@ LORA: Mapping[str, Key] = {
 }
 """Adapters by the names that Axolotl and TRL share."""
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("fsdp", "fsdp_config"), Why.SHARDING),
     "parallelism_config": Why.PARALLEL,
     "fp16": Why.OTHER_WEIGHTS,
     "use_liger_kernel": Why.KERNELS,
@@ -168,8 +148,8 @@ HARMLESS = words(
 """Fields of TrainingArguments that change neither speed nor memory, or are details of those that are read."""
 _READ_BY_THEMSELVES = words(
     """
-    group_by_length train_sampling_strategy fsdp_config gradient_checkpointing_kwargs parallelism_config
-    optim_target_modules auto_find_batch_size
+    group_by_length train_sampling_strategy gradient_checkpointing_kwargs parallelism_config optim_target_modules
+    auto_find_batch_size
     """
 )
 _REFUSED_ARGUMENTS = {
@@ -179,7 +159,6 @@ _REFUSED_ARGUMENTS = {
     "galore_config": "optimizers other than AdamW and SGD are not supported",
 }
 _OPTIMIZERS = {**ALIASES, "sgd": "sgd", **{name: name for name in LIBRARY}}
-_FSDP_SHARDINGS = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "none"}
 
 
 def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Batch:
@@ -192,12 +171,13 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
     translation.put(("base_micro_batch_size",), micro, arguments.at("per_device_train_batch_size"))
     if arguments.boolean("fp16"):
         arguments.refuse("fp16", "float16 autocast is not supported: use bf16")
+    shards = _read_fsdp(arguments, devices)
     if arguments.boolean("bf16"):
-        translation.put(("training", "precision"), "autocast", arguments.at("bf16"))
+        widens = shards and not translation.get("training", "lora")
+        translation.put(("training", "precision"), "master" if widens else "autocast", arguments.at("bf16"))
     if "optim" in arguments:
         name = arguments.choice("optim", _OPTIMIZERS, "adamw_torch")
         translation.put(("training", "optimizer", "name"), name, arguments.at("optim"))
-    _read_fsdp(arguments)
     if arguments.boolean("torch_compile"):
         translation.put(("execution",), "compile", arguments.at("torch_compile"))
     if arguments.boolean("gradient_checkpointing"):
@@ -213,17 +193,21 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
     return micro, steps
 
 
-def _read_fsdp(arguments: Section) -> None:
-    fsdp = arguments.get("fsdp") or ""
-    given = [str(word) for word in fsdp] if isinstance(fsdp, list | tuple) else str(fsdp).split()
-    if not given:
-        return
-    if unknown := set(given) - set(_FSDP_SHARDINGS) - {"auto_wrap"}:
-        supported = ", ".join((*_FSDP_SHARDINGS, "auto_wrap"))
-        arguments.refuse("fsdp", f"{shortened(', '.join(sorted(unknown)))} is not supported; supported: {supported}")
-        return
-    level = next((_FSDP_SHARDINGS[word] for word in given if word in _FSDP_SHARDINGS), "zero3")
-    arguments.translation.put(("training", "sharding"), level, arguments.at("fsdp"))
+def _read_fsdp(arguments: Section, devices: int) -> bool:
+    """Read the keys of FSDP, if `fsdp` turns it on; return whether several devices share the weights."""
+    switch, config = arguments.get("fsdp"), arguments.get("fsdp_config")
+    if not switch:
+        return False
+    if isinstance(config, str):
+        arguments.refuse("fsdp_config", "is the path of a file: put its content here")
+    translation = arguments.translation
+    nested = translation.section(config if isinstance(config, Mapping) else None, arguments.at("fsdp_config"))
+    found = read_fsdp(switch, nested, arguments.at("fsdp"), 2)
+    translation.put(("training", "sharding"), found.level.value, arguments.at("fsdp"))
+    keep_recomputation(translation, found)
+    if found.recomputes:
+        translation.put(("base_recompute",), Recompute.FULL.value, nested.at("activation_checkpointing"))
+    return devices > 1 and found.level is not Sharding.NONE
 
 
 def arguments_export(keys: Mapping[str, Key], notes: Callable[[TrainerSettings], list[str]]) -> Render:
@@ -233,7 +217,7 @@ def arguments_export(keys: Mapping[str, Key], notes: Callable[[TrainerSettings],
         values = fields_of(keys, settings)
         if settings.device_kind == "cpu":
             values["use_cpu"] = True
-        own = [*model_notes(settings), *length_notes(settings), *gathering_notes(settings)]
+        own = [*model_notes(settings), *length_notes(settings), *sharding_notes(settings)]
         return json_export(settings, values, [*own, *notes(settings)])
 
     return render
@@ -253,4 +237,5 @@ TRANSFORMERS_TRAINER = Trainer(
         batching={"padded", "grouped"},
     ),
     targets=LIBRARY_RUNS_IT,
+    widens_shards=True,
 )

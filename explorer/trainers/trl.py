@@ -6,6 +6,7 @@ as of TRL 1.16.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
@@ -19,10 +20,10 @@ from bexp.explorer.trainers.keys import (
     TrainerFile,
     Why,
     because,
-    deepspeed,
     flag,
     key,
     must_be,
+    number,
     one_of,
     without_exports,
     words,
@@ -59,9 +60,30 @@ def _packing_strategy(value: Any) -> None:
         raise ValueError("rows that cut texts are not measured: say packing_strategy: bfd")
 
 
+def _launched(value: Any) -> Any:
+    """Return the content of a configuration of `accelerate launch`, of which TRL has some by name."""
+    if isinstance(value, Mapping):
+        return value
+    if value not in LAUNCHES:
+        raise ValueError(f"no such file was found, and TRL has none of this name: {', '.join(LAUNCHES)}")
+    return LAUNCHES[value]
+
+
+_EIGHT = {"num_processes": 8, "mixed_precision": "bf16"}
+_BY_FSDP = {**_EIGHT, "distributed_type": "FSDP"}
+LAUNCHES: Mapping[str, Mapping[str, Any]] = {
+    "single_gpu": {"num_processes": 1, "distributed_type": "NO"},
+    "multi_gpu": {**_EIGHT, "distributed_type": "MULTI_GPU"},
+    "fsdp1": {**_BY_FSDP, "fsdp_config": {"fsdp_version": 1}},
+    "fsdp2": {**_BY_FSDP, "fsdp_config": {"fsdp_version": 2}},
+    **{
+        f"zero{stage}": {**_EIGHT, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+        for stage in (1, 2, 3)
+    },
+}
+"""TRL's own configurations of `accelerate launch`, for eight processes but for the first."""
 KEYS = {
     **ARGUMENTS,
-    "deepspeed": Key(Setting.DEEPSPEED, deepspeed),
     # By default TRL computes under autocast.
     "bf16": Key(Setting.HALF, flag, autocast_in(DType.BFLOAT16, otherwise=False)),
     "fp16": Key(write=autocast_in(DType.FLOAT16, otherwise=False)),
@@ -87,6 +109,8 @@ KEYS = {
     "bnb_4bit_quant_type": must_be("nf4", reason=Why.OTHER_WEIGHTS),
     "bnb_4bit_quant_storage": must_be("uint8", reason=Why.OTHER_WEIGHTS),
     "attn_implementation": Key(Setting.ATTENTION),
+    "accelerate_config": Key(Setting.LAUNCH, _launched),
+    "num_processes": Key(Setting.DEVICES, number),
 }
 FILE = TrainerFile(
     model="model_name_or_path",
@@ -153,6 +177,7 @@ TRL = Trainer(
     ),
     flattens=True,
     targets=LIBRARY_RUNS_IT,
+    widens_shards=True,
     halves_adapters=True,
     halves_experts=True,
 )

@@ -22,7 +22,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingArgume
     return TrainingArguments(str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=8)
 
 
-@pytest.mark.parametrize("field", ["hf_deepspeed_config", "steps_per_generation"])
+@pytest.mark.parametrize("field", ["hf_deepspeed_config", "deepspeed_plugin", "steps_per_generation"])
 def test_what_computes_with_its_sizes_has_them_in_the_command_and_keeps_them(
     field: str, arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,14 @@ from bexp.explorer.request.request import ExplorationRequest
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import TINY
 from tests.explorer.exports.samples import candidate, exploration
-from tests.explorer.formats.trainer_files import CONFIG, FILES
+from tests.explorer.formats.trainer_files import (
+    AXOLOTL_FSDP,
+    CONFIG,
+    FILES,
+    FSDP2_LAUNCH,
+    LLAMAFACTORY_ZERO3,
+    ZERO3,
+)
 
 NAMES = [name for name in FILES if name != "torchtune"]
 
@@ -74,9 +81,7 @@ def test_the_file_comes_out_with_the_measured_size_and_asks_for_the_same_trainin
     assert again.base_micro_batch_size == 8
     kept = [line for line in before.splitlines() if line.startswith(("#", "output_dir", "learning_rate", "dataset"))]
     assert set(kept) <= set(text.splitlines())
-    keys = ("gradient_checkpointing", "activation_checkpointing")
-    said = not after.get("disable_gradient_checkpointing", not any(after.get(key) for key in keys))
-    assert said is (recompute is Recompute.FULL)
+    assert again.base_recompute == (None if recompute is Recompute.NONE else recompute), "the default needs no line"
     assert (trainer == "trl") is not any("expect about" in line or "promises no" in line for line in comments)
 
 
@@ -86,7 +91,7 @@ def test_other_names_of_a_key_give_way_to_those_of_the_export(files: Path) -> No
     assert after["gradient_checkpointing_kwargs"] == {"use_reentrant": True}, "nothing is recomputed"
     recomputed = candidate(4, expert_backend=None, recompute=Recompute.FULL)
     text, _ = written(files, "axolotl", recomputed)
-    assert "gradient_checkpointing_kwargs:\n  {use_reentrant: false}\nflash_attention: null\n" in text
+    assert "gradient_checkpointing_kwargs:\n  use_reentrant: false\nflash_attention: null\n" in text
     assert "gradient_accumulation_steps: 4  # times two\nmicro_batch_size: 4\n" in text
     newer = FILES["trl"][1].replace("gradient_checkpointing", "activation_checkpointing")
     (files / "trl").write_text(newer)
@@ -132,7 +137,7 @@ def test_keys_of_what_was_not_measured_become_null_and_are_named(files: Path) ->
 @pytest.mark.parametrize(
     ("name", "added", "words"),
     [
-        ("axolotl", "deepspeed: zero2.json", r"axolotl\.deepspeed: DeepSpeed keeps float32 master"),
+        ("axolotl", "deepspeed: zero2.json", r"axolotl\.deepspeed: is the path of a file that was not found"),
         ("axolotl, QLoRA", "sample_packing: true", "batching: packed in the file, full sequences in the exploration"),
         ("axolotl, QLoRA", "peft_use_dora: true", r"training\.lora: .*'use_dora': True\} in the file"),
         ("llamafactory, full", "use_unsloth: true", r"llamafactory\.use_unsloth: these kernels"),
@@ -233,3 +238,87 @@ def test_the_json_that_a_file_names_is_read_from_its_folder(
     (files / "parts/zero.json").write_text(json.dumps(offloads))
     with pytest.raises(FormatError, match=r"axolotl\.deepspeed\.zero_optimization\.offload_optimizer"):
         asked_by(files / "axolotl", "axolotl")
+
+
+SHARDED = {
+    "axolotl": (AXOLOTL_FSDP, {"micro_batch_size", "gradient_accumulation_steps", "accelerator_config"}),
+    "llamafactory": (LLAMAFACTORY_ZERO3, {"per_device_train_batch_size", "gradient_accumulation_steps"}),
+}
+"""Files that FSDP and DeepSpeed shard, with the keys that a change of size changes."""
+
+
+@pytest.mark.parametrize("trainer", SHARDED)
+def test_a_sharded_file_comes_back_with_one_changed_size(files: Path, trainer: str) -> None:
+    text, expected = SHARDED[trainer]
+    (files / trainer).write_text(text)
+    (files / "zero3.json").write_text(json.dumps(ZERO3))
+    asked = asked_by(files / trainer, trainer, num_devices=2)
+    assert (asked.training.sharding, asked.batch_size) == ("zero3", 8)
+    best = candidate(2, expert_backend=None, recompute=asked.base_recompute or Recompute.NONE)
+    exported = export(trainer, replace(exploration(best), request=asked))
+    after, comments = exported_into(files / trainer, trainer, exported.text, asked)
+    old, new = text.splitlines(), after.splitlines()
+    changed = {line.partition(":")[0] for line in new if line not in old}
+    assert changed == expected
+    assert [line for line in old if line.partition(":")[0] not in expected] == [
+        line for line in new if line.partition(":")[0] not in expected
+    ], "nothing else changes"
+    assert not any("promises no" in line for line in comments)
+
+
+def test_the_answer_of_recomputation_goes_where_the_file_has_it(files: Path) -> None:
+    """FSDP's own key changes among those of FSDP, with the comments around it."""
+    text = AXOLOTL_FSDP.replace("  reshard_after_forward: true\n", "  activation_checkpointing: true  # needed\n")
+    (files / "axolotl").write_text(text)
+    asked = asked_by(files / "axolotl", "axolotl", num_devices=2)
+    assert asked.base_recompute == "full"
+    for recompute, said in ((Recompute.NONE, "false"), (Recompute.FULL, "true")):
+        after = written(files, "axolotl", candidate(1, expert_backend=None, recompute=recompute), asked)[0]
+        assert f"  activation_checkpointing: {said}  # needed\n" in after
+        assert "  offload_params: false  # there is room\n" in after
+        assert not yaml.safe_load(after).get("gradient_checkpointing")
+    (files / "axolotl").write_text(
+        f"{text}gradient_checkpointing: false\n".replace("activation_checkpointing: true", "")
+    )
+    asked = asked_by(files / "axolotl", "axolotl", num_devices=2)
+    best = candidate(1, expert_backend=None, recompute=Recompute.FULL)
+    assert yaml.safe_load(written(files, "axolotl", best, asked)[0])["gradient_checkpointing"] is True
+
+
+def test_another_level_than_that_of_the_file_replaces_its_keys(files: Path) -> None:
+    (files / "axolotl").write_text(AXOLOTL_FSDP)
+    asked = asked_by(files / "axolotl", "axolotl", num_devices=2, **{"training.sharding": "zero2"})
+    after = yaml.safe_load(written(files, "axolotl", PLAIN, asked)[0])
+    assert (after["fsdp_version"], after["fsdp_config"]["reshard_after_forward"]) == (2, False)
+
+
+def test_the_configuration_of_the_launcher_is_an_option(files: Path, bexp: Run) -> None:
+    launch = files / "fsdp2.yaml"
+    launch.write_text(yaml.safe_dump(FSDP2_LAUNCH))
+    path, model = files / "trl, full", files / "models/Llama-3.2-1B"
+    asked = build_request(path, read_document(path), {"trainer": "trl"}, launch=launch)
+    assert (asked.num_devices, asked.training.sharding, asked.training.precision) == (4, "zero3", "master")
+    text, _comments = written(files, "trl, full", candidate(8, expert_backend=None, recompute=Recompute.FULL), asked)
+    after = yaml.safe_load(text)
+    assert after["per_device_train_batch_size"] == 8
+    assert after.keys().isdisjoint({"fsdp", "fsdp_config", "deepspeed"}), "the launcher has them"
+    recomputed = {**FSDP2_LAUNCH, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": "true"}}
+    launch.write_text(yaml.safe_dump(recomputed))
+    asked = build_request(model, read_document(model), {"batch_size": 64, "trainer": "trl"}, launch=launch)
+    said = export("trl", replace(exploration(PLAIN), request=asked)).header
+    assert "in the configuration of accelerate launch: fsdp_activation_checkpointing: false" in said
+    refused = bexp("explore", str(launch))
+    assert refused.code == 2
+    assert "--accelerate FILE" in " ".join(refused.stderr.split())
+
+
+def test_deepspeed_s_json_of_a_launcher_is_found_next_to_it(files: Path) -> None:
+    (files / "launch").mkdir()
+    (files / "launch/zero.json").write_text(json.dumps(ZERO3))
+    inner = {"deepspeed_config_file": "zero.json", "zero3_init_flag": True}
+    (files / "launch/ds.yaml").write_text(
+        yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": inner})
+    )
+    path = files / "trl, full"
+    asked = build_request(path, read_document(path), {"trainer": "trl"}, launch=files / "launch/ds.yaml")
+    assert (asked.training.sharding, asked.num_devices) == ("zero3", 2)

@@ -254,14 +254,14 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
 @pytest.mark.parametrize(
     ("name", "changes", "field", "words"),
     [
-        ("axolotl", {"deepspeed": "zero3.json"}, "deepspeed", "remove it, because ZeRO shards nothing on one device"),
-        ("axolotl", {"deepspeed": "zero3.json", "world_size": 2}, "deepspeed", "--set training.sharding=zero2"),
+        ("axolotl", {"deepspeed": "zero3.json"}, "deepspeed", "a file that was not found: put its content here"),
+        ("axolotl, QLoRA", {"deepspeed": "zero3.json", "world_size": 2}, "deepspeed", "put its content here"),
         ("axolotl, QLoRA", {"deepspeed": ["zero3.json"]}, "deepspeed", "must be DeepSpeed's JSON, or its path"),
         (
             "axolotl, QLoRA",
             {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
             "deepspeed.zero_optimization.offload_optimizer",
-            "offloading is not supported",
+            "what moves to the host's memory is not measured: say device: none, or measure it in your own command",
         ),
         ("trl", {"deepspeed": {"fp16": {"enabled": True}}}, "deepspeed.fp16.enabled", "contradicts the number formats"),
         ("axolotl", {"adapter": "llama-adapter"}, "adapter", "is not measured; these are: lora, qlora"),
@@ -282,7 +282,7 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("llamafactory", {"quantization_bit": 4, "double_quantization": False}, "double_quantization", "scales"),
         ("llamafactory", {"pure_bf16": True}, "pure_bf16", "keeps adapters in bfloat16"),
         ("llamafactory", {"bf16": False}, "bf16", "under autocast"),
-        ("llamafactory, full", {"deepspeed": "ds_z3.json"}, "deepspeed", "float32 master weights"),
+        ("llamafactory, full", {"deepspeed": {"zero_optimization": {}}}, "deepspeed", "say bf16: true"),
         ("trl", {"load_in_4bit": True}, "use_bnb_nested_quant", "quantised scales"),
         ("trl", {"load_in_8bit": True, "dtype": "float32"}, "bf16", "say dtype: bfloat16"),
         ("trl", {"packing_strategy": "wrapped"}, "packing_strategy", "say packing_strategy: bfd"),

@@ -226,6 +226,69 @@ profiler:
   _component_: torchtune.training.setup_torch_profiler
   enabled: False
 """
+AXOLOTL_FSDP = """\
+base_model: models/Llama-3.2-1B
+datasets:
+  - path: data/pairs.jsonl
+    type: alpaca
+output_dir: ./out
+sequence_len: 2048
+gradient_accumulation_steps: 4
+micro_batch_size: 1
+optimizer: adamw_torch_fused
+learning_rate: 2e-5
+bf16: auto
+attn_implementation: sdpa
+fsdp_version: 2
+fsdp_config:
+  offload_params: false  # there is room
+  state_dict_type: FULL_STATE_DICT
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  reshard_after_forward: true
+special_tokens:
+  pad_token: <|end_of_text|>
+"""
+LLAMAFACTORY_ZERO3 = """\
+model_name_or_path: models/Llama-3.2-1B
+stage: sft
+do_train: true
+finetuning_type: full
+deepspeed: zero3.json  # one of several
+dataset: identity
+template: llama3
+cutoff_len: 2048
+output_dir: saves/full
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-5
+bf16: true
+flash_attn: sdpa
+use_reentrant_gc: false
+"""
+ZERO3: dict[str, Any] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2},
+    "zero_optimization": {
+        **{"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto"},
+        **{"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "prefetch_bucket_size": "auto"},
+    },
+}
+"""DeepSpeed's JSON."""
+FSDP2_LAUNCH: dict[str, Any] = {
+    **{"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP", "downcast_bf16": "no"},
+    "fsdp_config": {
+        **{"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False},
+        **{"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT"},
+        **{"fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": False},
+    },
+    **{"machine_rank": 0, "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1},
+    **{"num_processes": 4, "rdzv_backend": "static", "same_network": True, "tpu_env": [], "use_cpu": False},
+}
+"""A configuration of `accelerate launch`."""
 FILES: dict[str, tuple[str, str]] = {
     "axolotl": ("axolotl", AXOLOTL),
     "axolotl, QLoRA": ("axolotl", AXOLOTL_QLORA),
