@@ -12,7 +12,7 @@ for those of `benchmarks.published_models`. FOLDER has the files that no package
 
 `bexp tune` measures a script, and `bexp explore` and `bexp best --into` change a YAML. Then the trainer runs with the
 answer, without bexp, and `benchmarks/observer` counts and times it from within. An input that fails is recorded with
-the end of its output, and the next one is tried.
+the end of its output, and the next one is tried. Rows of other inputs in an existing FILE are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,23 +52,28 @@ trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/C
 """
 """The command in TRL's script, apart from `--push_to_hub`, which needs a hub."""
 LORA = ("--learning_rate", "2.0e-4", "--use_peft", "--lora_r", "32", "--lora_alpha", "16")
-PACKAGES = (
+PACKAGES = [
     *("torch", "transformers", "accelerate", "peft", "trl", "datasets", "sentence-transformers", "axolotl"),
     *("llamafactory", "bitsandbytes", "torchao", "tokenizers"),
-)
+]
+VERSIONS = """
+import json, sys
+from importlib.metadata import distributions
+found = {each.name: each.version for each in reversed(list(distributions()))}  # the first on the path is imported
+print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))
+"""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published input. `file` is its script or YAML, in a package of `modules` or in the folder of inputs.
+    """A published input. `file` is its script or YAML, in a package or in the folder of inputs.
 
     The run has no key of `dropped`, and `replaced` texts of the file are others here.
     """
 
     file: str
-    modules: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     trainer: str | None = None
     program: tuple[str, ...] = ()
@@ -80,11 +84,10 @@ class Published:
 
 
 INPUTS = {
-    "trl": Published("trl/scripts/sft.py", ("trl", "datasets"), (*SFT.split()[1:],), tiny=TINY_SFT),
-    "trl, LoRA": Published("trl/scripts/sft.py", ("trl", "datasets", "peft"), (*SFT.split()[1:], *LORA), tiny=TINY_SFT),
+    "trl": Published("trl/scripts/sft.py", (*SFT.split()[1:],), tiny=TINY_SFT),
+    "trl, LoRA": Published("trl/scripts/sft.py", (*SFT.split()[1:], *LORA), tiny=TINY_SFT),
     "axolotl": Published(
         "lora-1b.yml",
-        ("axolotl.cli.train", "bitsandbytes", "peft"),
         trainer="axolotl",
         program=("-m", "axolotl.cli.train"),
         dropped=("loss_watchdog_threshold",),  # it ends a training whose weights are random
@@ -93,13 +96,12 @@ INPUTS = {
     ),
     "llamafactory": Published(
         "qwen3_lora_sft.yaml",
-        ("llamafactory.train.tuner", "peft"),
         trainer="llamafactory",
         program=("-m", "llamafactory.cli", "train"),
         dropped=("warmup_ratio",),  # transformers has it no more
         environment={"DISABLE_VERSION_CHECK": "1"},
     ),
-    "sentence-transformers": Published("training_nli_v2.py", ("sentence_transformers", "datasets")),
+    "sentence-transformers": Published("training_nli_v2.py"),
 }
 
 
@@ -120,15 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny models and short texts, to try this out")
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    results: Row = {"commit": options.commit, "environment": describe_environment(), "inputs": {}}
-    results["environment"] |= {"trainers": {name: _version(name) for name in PACKAGES}, "device": _device()}
+    environment = describe_environment() | {"device": _device()}
+    results: Row = json.loads(options.out.read_text()) if options.out.exists() else {"inputs": {}}
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
         bench = Bench(options, work)
-        results["models_seconds"] = bench.make_models()
+        bench.make_models()
         for name in options.names or INPUTS:
             left = options.end_after - (time.monotonic() - began)
-            row: Row = {}
+            row: Row = {"commit": options.commit, "environment": environment}
             results["inputs"][name] = row
             try:
                 if left < options.case_seconds / 2:
@@ -151,21 +153,18 @@ class Bench:
         self._ends_at = float("inf")
         self._log: list[Row] = []
 
-    def make_models(self) -> float:
-        """Make models and texts, and return the seconds."""
+    def make_models(self) -> None:
+        """Make models and texts."""
         self._work.mkdir(parents=True, exist_ok=True)
         tiny = ["--tiny"] if self._options.tiny else []
-        begun = time.monotonic()
         self._start([sys.executable, "-m", "benchmarks.published_models", str(self._work), *tiny], {})
-        return time.monotonic() - begun
 
     def run(self, name: str, published: Published, row: Row, seconds: float) -> None:
         """Fill the row of an input: what is promised, what ran, and whether they agree."""
         self._ends_at, self._log = time.monotonic() + seconds, row.setdefault("log", [])
         library = None if self._options.libraries is None else self._options.libraries.resolve() / name
         given = published.environment | ({"LIBRARY": str(library)} if library is not None and library.exists() else {})
-        for module in published.modules:
-            self._start([sys.executable, "-c", f"import {module}"], given)
+        row["versions"] = json.loads(self._start([sys.executable, "-c", VERSIONS, *PACKAGES], given))
         row["input"] = self._place(published)
         with tempfile.TemporaryDirectory(dir=self._work) as folder:
             own = {"BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", **given}
@@ -324,13 +323,6 @@ def _end_group(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _device() -> str | None:
