@@ -66,15 +66,18 @@ def setting_of(name: str, key: str) -> Setting | None:
 
 
 def is_said(name: str, key: str, value: Any, file: Mapping[str, Any]) -> bool:
-    """Return whether a trainer does with a `file` what a value of a key says, so that no line needs to change."""
-    known = FILES[name].keys.get(key)
+    """Return whether a trainer does with a `file` what a value of a key says, so that no line needs to change.
+
+    A key that the file leaves out is said only if the trainer's default is known: Axolotl turns some kernels on itself.
+    """
+    known, defaults = FILES[name].keys.get(key), FILES[name].defaults
     if key in file and file[key] == value:
         return True
-    if known is None or known.setting is None:
-        return value is False and key not in file and why_refused(name, key) is not None
+    if known is None or known.setting is None or (key not in file and known.setting not in defaults):
+        return False
     read = known.read or (lambda meaning: meaning)
     try:
-        said = read(file[key]) if key in file else FILES[name].defaults.get(known.setting, False)
+        said = read(file[key]) if key in file else defaults[known.setting]
     except ValueError:
         return False
     return bool(read(value) == said)

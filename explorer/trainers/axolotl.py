@@ -170,6 +170,8 @@ FILE = TrainerFile(
         Setting.SEQ_LENGTH: 512,
         Setting.OPTIMIZER: "adamw_torch_fused",
         Setting.HALF: True,
+        Setting.COMPILE: False,
+        Setting.RECOMPUTATION: False,
     },
     formats=_formats,
     fsdp_version=1,

@@ -266,6 +266,15 @@ def test_a_sharded_file_comes_back_with_one_changed_size(files: Path, trainer: s
     assert not any("promises no" in line for line in comments)
 
 
+@pytest.mark.parametrize("said", ["", "lora_qkv_kernel: true\n"])
+def test_kernels_that_axolotl_turns_on_by_itself_are_turned_off_in_the_file(files: Path, said: str) -> None:
+    path = files / "axolotl, QLoRA"
+    asked = asked_by(path, "axolotl")
+    path.write_text(path.read_text() + said)
+    after = yaml.safe_load(written(files, path.name, PLAIN, asked)[0])
+    assert [after[f"lora_{part}_kernel"] for part in ("mlp", "qkv", "o")] == [False] * 3
+
+
 def test_the_answer_of_recomputation_goes_where_the_file_has_it(files: Path) -> None:
     """FSDP's own key changes among those of FSDP, with the comments around it."""
     text = AXOLOTL_FSDP.replace("  reshard_after_forward: true\n", "  activation_checkpointing: true  # needed\n")
