@@ -198,6 +198,7 @@ def _check(row: dict[str, Any], name: str, problem: Problem, device: torch.devic
         started = time.perf_counter()
         prepared.run()
         synchronize(device)
+        once = time.perf_counter() - started
     except Exception as error:  # noqa: BLE001 - whatever a contender raises is its outcome
         outcome, reason = classify(error)
         row |= {"outcome": outcome.value, "reason": reason}
@@ -212,7 +213,7 @@ def _check(row: dict[str, Any], name: str, problem: Problem, device: torch.devic
         "peak_bytes": peak,
         "flops": problem.flops,
         **prepared.setting,
-        "seconds_once": time.perf_counter() - started,
+        "seconds_once": once,
     }
     return prepared if largest <= tolerance else None
 

@@ -172,7 +172,7 @@ class Bench:
             row["promise"], command = explore(published, own)
             observed = Path(folder) / "observed.json"
             wanted = {"OBSERVED": str(observed), "OBSERVED_STEPS": str(self._options.steps)}
-            row["command"] = command
+            row["command"] = [self._plain(each) for each in command]
             try:
                 self._start(command, own | wanted)
             finally:
@@ -257,11 +257,22 @@ class Bench:
             if code != 0:
                 _end_group(process)
             text, said = (_read(each) for each in (out, errors))
-        lines = [*said.splitlines()[-LAST_LINES:], *text.splitlines()[-LAST_LINES:]]
+        lines = [self._plain(line) for each in (said, text) for line in each.splitlines()[-LAST_LINES:]]
         seconds = time.monotonic() - begun
-        self._log.append({"command": list(command), "code": code, "seconds": seconds, "last_lines": lines})
+        self._log.append(
+            {"command": [self._plain(each) for each in command], "code": code, "seconds": seconds, "last_lines": lines}
+        )
         if code != 0:
-            raise RuntimeError(f"{' '.join(command[:8])} ... ended with {code}:\n" + "\n".join(lines[-LAST_LINES:]))
+            started = self._plain(" ".join(command[:8]))
+            raise RuntimeError(f"{started} ... ended with {code}:\n" + "\n".join(lines[-LAST_LINES:]))
+        return text
+
+    def _plain(self, text: str) -> str:
+        """Return a text without the folders of this machine."""
+        libraries = "" if self._options.libraries is None else str(self._options.libraries.resolve())
+        named = {str(self._work): ".", sys.executable: "python", libraries or "\0": "libraries", str(ROOT): "bexp"}
+        for path, name in named.items():
+            text = text.replace(path, name)
         return text
 
 
