@@ -69,27 +69,49 @@ def _lazy_forward(head: nn.Linear, plain: Callable[[Tensor], Tensor], hidden: Te
     return LazyLogits(hidden, weight, bias)
 
 
-def _liger_entropy(
-    h_TD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    *,
-    fused: Callable[..., Tensor],
-    transform: Callable[[Tensor], Tensor] | None,
-    ignore_index: int,
-) -> Tensor:
-    """liger's function with the arguments of `causal_cross_entropy`."""
-    if transform is not None:
-        raise SettingsError("liger's loss takes logits as the head makes them; this model changes them")
-    return fused(h_TD, weight_VD, targets_T, bias_V, ignore_index=ignore_index, reduction="sum")
+def _of_plain_logits(fused: Callable[..., Tensor]) -> Entropy:
+    """Return a function (h_TD, weight_VD, targets_T, bias_V, ignore_index) with the arguments of other entropies."""
+
+    def entropy(
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        *,
+        transform: Callable[[Tensor], Tensor] | None,
+        ignore_index: int,
+    ) -> Tensor:
+        if transform is not None:
+            raise SettingsError(
+                "this loss takes logits as the head makes them, and the model changes them: the chunked loss can"
+            )
+        return fused(h_TD, weight_VD, targets_T, bias_V, ignore_index)
+
+    return entropy
+
+
+def _liger_entropy() -> Entropy:
+    fused = import_liger("functional").liger_fused_linear_cross_entropy
+    return _of_plain_logits(
+        lambda h, weight, targets, bias, ignored: fused(h, weight, targets, bias, ignore_index=ignored, reduction="sum")
+    )
+
+
+def _torch_entropy(chunk: int | None) -> Entropy:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise SettingsError(f"torch's linear_cross_entropy needs torch 2.13, and this is {torch.__version__}")
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method="auto" if chunk is None else None)
+    return _of_plain_logits(
+        lambda h, weight, targets, bias, ignored: F.linear_cross_entropy(
+            h, weight, targets, linear_bias=bias, reduction="sum", ignore_index=ignored, options=options
+        )
+    )
 
 
 ENTROPIES: Mapping[Loss, Callable[[int | None], Entropy]] = {
     "chunked": lambda chunk: functools.partial(causal_cross_entropy, chunk=chunk),
-    "liger": lambda chunk: functools.partial(
-        _liger_entropy, fused=import_liger("functional").liger_fused_linear_cross_entropy
-    ),
+    "liger": lambda chunk: _liger_entropy(),
+    "torch": _torch_entropy,
 }
 """The maker of each loss's entropy, except the library's own; `chunk` is a number of tokens that a test asks for."""
 if {*ENTROPIES, LOSS.plain} != set(LOSSES):

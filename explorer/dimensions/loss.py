@@ -17,7 +17,7 @@ from bexp.explorer.model.parts import ModelParts
 if TYPE_CHECKING:
     from bexp.explorer.dimensions.candidate import Candidate
 
-Loss = Literal["library", "chunked", "liger"]
+Loss = Literal["library", "chunked", "liger", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class LossFunction:
     """Whether the logits of all tokens lie in memory at once."""
     is_tried: bool = False
     """Whether it is tried on the model before the search: a package may be missing, or not know the model."""
+    is_explored: bool = True
+    """Whether it is explored where no loss is named."""
     reads: Callable[[float, ModelParts], int] = lambda tokens, parts: 1
     """How often a pass over so many tokens reads the weights of the head."""
 
@@ -48,6 +50,7 @@ LOSSES: Mapping[Loss, LossFunction] = {
     "library": LossFunction(holds_logits=True),
     "chunked": LossFunction(),
     "liger": LossFunction(is_tried=True, reads=_liger_chunks),
+    "torch": LossFunction(is_tried=True, is_explored=False),
 }
 if tuple(LOSSES) != get_args(Loss):
     raise TypeError(f"Loss has {get_args(Loss)}, and LOSSES has {tuple(LOSSES)}: both list the same, in one order")
@@ -64,13 +67,13 @@ class LossAsked(Frozen):
 
     losses: Annotated[tuple[Loss, ...], Field(min_length=1, max_length=len(LOSSES))] | None = Field(
         None,
-        description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
-        "by our function or by that of liger-kernel. Null: all that a GPU can have.",
+        description="How a model's own code computes its loss: as its library does, or without full logits, by our "
+        "function, liger-kernel's or torch's (2.13). Null: all that a GPU can have but `torch`.",
     )
 
 
 def _explored(place: Place) -> Sequence[Loss]:
-    return ("library",) if place.is_quick else tuple(LOSSES)
+    return ("library",) if place.is_quick else tuple(name for name, loss in LOSSES.items() if loss.is_explored)
 
 
 class LossChoice(Choice[Loss]):

@@ -74,7 +74,7 @@ def test_a_model_without_ligers_kernels_says_why(monkeypatch: pytest.MonkeyPatch
         set_up(models.tiny("gpt2"), LIGER)
     capped = models.tiny("gemma2")
     set_up(capped, Settings(loss="liger"))
-    with pytest.raises(SettingsError, match="liger's loss takes logits as the head makes them"):
+    with pytest.raises(SettingsError, match="this loss takes logits as the head makes them"):
         models.step(capped, models.batch())
     with pytest.raises(SettingsError, match="Linear has no decoder layers"):
         set_up(torch.nn.Linear(2, 2), LIGER)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
@@ -83,6 +84,36 @@ def test_every_setting_keeps_the_loss_and_every_gradient(model_type: str) -> Non
         applied.undo()
         assert models.snapshot(model) == before, name(settings)
     models.assert_same(models.step(model, inputs[0]), wanted[0])
+
+
+needs_torch_loss = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+
+
+@needs_torch_loss
+@pytest.mark.parametrize("model_type", ["llama", "olmoe", "gpt2"])
+def test_torch_s_own_loss_in_chunks_gives_the_same_gradients(model_type: str) -> None:
+    model = models.tiny(model_type)
+    inputs = [models.batch(), {**models.batch(), "num_items_in_batch": torch.tensor(11)}]
+    wanted = [models.step(model, batch) for batch in inputs]
+    applied = set_up(model, Settings(loss="torch"), chunk=5)
+    for batch, expected in zip(inputs, wanted, strict=True):
+        models.assert_same(models.step(model, batch), expected)
+    applied.undo()
+    models.assert_same(models.step(model, inputs[0]), wanted[0])
+
+
+@needs_torch_loss
+def test_torch_s_own_loss_refuses_logits_that_a_model_changes() -> None:
+    model = models.tiny("gemma2")
+    set_up(model, Settings(loss="torch"))
+    with pytest.raises(SettingsError, match="the chunked loss can"):
+        models.step(model, models.batch())
+
+
+def test_torch_s_own_loss_says_which_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    with pytest.raises(SettingsError, match=r"needs torch 2\.13, and this is \d"):
+        set_up(models.tiny("llama"), Settings(loss="torch"))
 
 
 def test_the_logits_are_never_there_as_a_whole_unless_asked_for() -> None:
