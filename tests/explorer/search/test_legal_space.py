@@ -186,3 +186,12 @@ def test_what_a_device_cannot_do_is_left_out_beside_what_it_can() -> None:
         "compiled code has kernels of its own"
     )
     assert len(candidates) == 2 * 2 * 3 * 4 * 3, "sizes, policies, code, attention and experts"
+
+
+def test_torch_s_own_loss_is_explored_only_if_it_is_named() -> None:
+    losses = (yes("library"), yes("chunked"), yes("torch"))
+    found = described.device().model_copy(update={"choices": {"loss": losses}})
+    for asked, expected in ((None, {"library", "chunked"}), (["torch", "library"], {"torch", "library"})):
+        req = ExplorationRequest.model_validate({**OWN, "losses": asked})
+        candidates = enumerate_candidates(req, found, explored_models(req, found)[0]).candidates
+        assert {c.loss for c in candidates} == expected
