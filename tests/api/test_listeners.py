@@ -252,7 +252,7 @@ def test_more_idle_connections_than_open_files_keep_nobody_out(name: str, sqlite
 KNOWN = {
     "api/listener.py": {"uvicorn", "listen"},
     "workers/profiler/distributed/message_queue.py": {"create_server"},  # of the processes of a group, on loopback
-    "workers/targets/custom/command.py": {"listen"},  # a Unix socket in a folder of this user's
+    "workers/targets/custom/training_line.py": {"listen"},  # a Unix socket in a folder of this user's
 }
 SERVERS = {"uvicorn", "hypercorn", "gunicorn", "socketserver", "http.server", "xmlrpc.server", "wsgiref", "aiohttp"}
 SERVES = {"listen", "create_server", "start_server", "start_unix_server", "start_http_server", "serve_forever"}

@@ -10,19 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +28,16 @@ from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.measurement import Outcome
 from bexp.tune.agreement_text import Cause, in_short
 from bexp.tune.environment import temporary_folder
-from bexp.tune.link import BRACES, CHOICE, SCRATCH, SIZE, SOCKET, STEPS, failures_in
+from bexp.tune.link import BRACES, CHOICE, SCRATCH, SIZE, SOCKET, STEPS
 from bexp.tune.placeholders import APPLY
 from bexp.tune.waiting import note
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
+from bexp.workers.targets.custom.group_end import cause_of, forget_failures, started_with
 from bexp.workers.targets.custom.process import last_lines
 from bexp.workers.targets.custom.training_command import OtherBatchError, TrainingCommand, environment_of, locks_of
+from bexp.workers.targets.custom.training_line import TrainingLine
 
 TAIL_LINES, LAST_LINES = 100, 6
 MAX_BYTES = 1 << 62
@@ -484,117 +482,3 @@ class CommandProcess:
         with suppress(ValueError):  # it was closed
             for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
                 tail.append(shortened(line.decode(errors="replace").rstrip(), 400))
-
-
-def started_with(address: str) -> list[psutil.Process]:
-    """Return the processes that know a trial's socket, also those without their parent or outside its session."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(SOCKET) == address:
-                found.append(process)
-    return found
-
-
-_ROOT_CAUSE = re.compile(r"Root Cause.*?^\s*rank\s*: (\d+).*?^\s*exitcode\s*: (-?\d+)", re.DOTALL | re.MULTILINE)
-"""torchrun's text about the process that ended first."""
-_ENDED = re.compile(r"^\s*rank\s*: (\d+)", re.MULTILINE)
-"""torchrun's line for each process that did not end well."""
-_LOST = re.compile(r"(?:closed|reset) by peer|remote process exited|broken pipe", re.IGNORECASE)
-"""Texts of errors because another process is gone."""
-_OWN_LINE = re.compile(r"[WE]\d{4} ")
-"""The beginning of torchrun's own lines, which follow the training's."""
-_ELSE = re.compile(r"\[rank\d+\]:|\s|.*Warning: |terminate called ")
-"""The beginning of lines that are no process's last word: of an error that another one has raised, or of a warning."""
-
-
-def forget_failures(folder: Path) -> None:
-    """Remove the notes of failures in an earlier start."""
-    for path in failures_in(folder):
-        path.unlink()
-
-
-def cause_of(folder: Path, output: Sequence[str], *, kernel_killed: bool) -> tuple[Outcome, str] | None:
-    """Return the outcome and the reason of the process that caused the end; None if it is not known.
-
-    A lack of memory comes first, because the others fail after it. Next is the process that torchrun names, even if it
-    was killed or raised no error. Last is the first process that failed. torchrun may name a process that has only lost
-    its connection to another one that was still ending. Then that other process is the cause.
-    """
-    notes = []
-    for path in sorted(failures_in(folder), key=lambda path: path.stat().st_mtime_ns):
-        with suppress(ValueError):  # its process was ended while it wrote
-            notes.append(json.loads(path.read_text()))
-    text = "\n".join(output)
-    ended = _ROOT_CAUSE.search(text)
-    named = None if ended is None else int(ended[1])
-    causes = [note for note in notes if note["outcome"] == Outcome.OUT_OF_MEMORY]
-    causes += [note for note in notes if named in (None, note["rank"])]
-    lines = [line for line in takewhile(lambda line: not _OWN_LINE.match(line), output) if not _ELSE.match(line)]
-    silent = {int(rank) for rank in _ENDED.findall(text)} - {note["rank"] for note in notes}
-    if causes and silent and lines and _LOST.search(causes[0]["reason"]):
-        return Outcome.CRASHED, f"rank {min(silent)} ended first: {' '.join(last_lines(lines, 1))}"
-    if causes:
-        return Outcome(causes[0]["outcome"]), f"rank {causes[0]['rank']}: {causes[0]['reason']}"
-    if ended is None:
-        return None
-    status = int(ended[2])
-    return classify_exit(f"rank {named}", status, "" if status < 0 else " ".join(last_lines(lines, 1)), kernel_killed)
-
-
-POLL_SECONDS = 0.1
-
-
-class TrainingLine:
-    """A socket at `path` that speaks with one training at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._line: socket.socket | None = None
-        self._received = b""
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message to the training, which has sent one before."""
-        assert self._line is not None, "the training has described itself"
-        with suppress(OSError):  # if it has ended, its output says why
-            self._line.sendall(json.dumps(message).encode() + b"\n")
-
-    def take(self) -> dict[str, Any] | None:
-        """Return the next message of those that were read; None if there is none."""
-        if b"\n" not in self._received:
-            return None
-        line, _, self._received = self._received.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def read(self) -> bool:
-        """Accept the training's connection, or read from it, for a moment; return whether anything came."""
-        waiting = self._listener if self._line is None else self._line
-        with selectors.DefaultSelector() as selector:
-            selector.register(waiting, selectors.EVENT_READ)
-            if not selector.select(POLL_SECONDS):
-                return False
-        if self._line is None:
-            self._line, _ = self._listener.accept()
-            return True
-        with suppress(OSError):
-            found = self._line.recv(1 << 16)
-            self._received += found
-            if found:
-                return True
-        time.sleep(POLL_SECONDS)  # the line has ended, and the process is about to
-        return False
-
-    def hang_up(self) -> None:
-        """Forget this training; another one may call."""
-        if self._line is not None:
-            self._line.close()
-        self._line, self._received = None, b""
-
-    def close(self) -> None:
-        """Listen no more."""
-        self.hang_up()
-        self._listener.close()

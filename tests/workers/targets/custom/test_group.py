@@ -12,7 +12,8 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import CommandProcess, cause_of
+from bexp.workers.targets.custom.command import CommandProcess
+from bexp.workers.targets.custom.group_end import cause_of
 from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.forked_trainings import SCRIPTS, TORCHRUN
 from tests.waits import PATIENCE_SECONDS
