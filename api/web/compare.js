@@ -112,7 +112,7 @@ function draw(root, title, about, contenders, pairs, signal) {
 /** Which is the fastest, by how much, and how sure that is, in words. */
 function verdict(fastest, first, sides) {
   if (fastest.length > 1) return `${fastest.join(" and ")} are level: within 1% of each other.`;
-  const lead = `${fastest[0]} is the fastest as measured`;
+  const lead = `${fastest[0]} is the fastest`;
   const others = sides.filter(({ pair }) => pair?.speedup);
   if (fastest[0] !== first.letter || others.length === 0) return `${lead}.`;
   const over = others.map(({ letter, pair: { speedup, probability_b_faster: theirs } }) =>

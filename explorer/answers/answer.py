@@ -20,6 +20,7 @@ from bexp.explorer.records.recommendation import (
     NoteCode,
     Recommendation,
     Relaxation,
+    RelaxationKind,
     Role,
     TextFigures,
     VariantAnswer,
@@ -280,7 +281,8 @@ def _remedy_rows(remedies: Sequence[Relaxation]) -> Iterable[Row]:
         yield main("to make it fit", several if len(remedies) > 1 else "this change is predicted to")
     for change in remedies:
         peak, required = bytes_text(change.predicted_peak_bytes), bytes_text(change.required_bytes)
-        yield main(change.kind.replace("_", " "), f"{change.change}: peak {peak}, {required} with reserve")
+        label = "changes" if change.kind is RelaxationKind.SEVERAL else change.kind.replace("_", " ")
+        yield main(label, f"{change.change}: peak {peak}, {required} with reserve")
 
 
 def _time_spent(timings: Mapping[str, float]) -> str:
