@@ -139,8 +139,7 @@ def read_launch(config: Section) -> Launch:
         config.refuse("mixed_precision", f"{shortened(half)} is not measured: say bf16")
     sharded, engine = config.section("fsdp_config"), config.section("deepspeed_config")
     _read_compiler(config)
-    config.ignore(_HARMLESS)
-    config.ignore(_KEPT)
+    config.ignore(_HARMLESS | _KEPT)
     config.refuse_unread(UNKNOWN_FIELD)
     config.translation.put(
         ("kept", FILE), {key: value for key, value in config.values.items() if key in _KEPT and value is not None}

@@ -10,7 +10,6 @@ from typing import Any
 
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
-from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import LINEAR_MODULES, Sharding
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
@@ -20,7 +19,7 @@ from bexp.explorer.trainers.fsdp import (
     FSDP_CONFIG,
     WRAP,
     fsdp_config,
-    recomputes_by_fsdp,
+    recomputes_itself,
     sharding_notes,
 )
 from bexp.explorer.trainers.keys import (
@@ -107,11 +106,6 @@ def _fsdp(settings: TrainerSettings) -> list[str] | None:
     return ["shard_grad_op", "auto_wrap"] if is_other else None
 
 
-def _checkpointing(settings: TrainerSettings) -> bool:
-    """Return whether the Trainer recomputes; FSDP recomputes layers itself."""
-    return settings.recompute is not Recompute.NONE and not recomputes_by_fsdp(settings)
-
-
 KEYS = {
     "base_model": Key(Setting.MODEL),
     "micro_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
@@ -149,12 +143,12 @@ KEYS = {
     "peft_use_dora": key(Setting.DORA, flag),
     "peft_use_rslora": key(Setting.RSLORA, flag),
     "torch_compile": Key(Setting.COMPILE, lambda value: value != "auto" and flag(value), lambda settings: False),
-    "gradient_checkpointing": Key(Setting.RECOMPUTATION, _recomputes, _checkpointing),
+    "gradient_checkpointing": Key(Setting.RECOMPUTATION, _recomputes, recomputes_itself),
     "attn_implementation": key(Setting.ATTENTION),
     "experts_implementation": key(Setting.EXPERTS),
     "gradient_checkpointing_kwargs": Key(
         Setting.RECOMPUTATION_DETAILS,
-        write=lambda settings: {"use_reentrant": False} if _checkpointing(settings) else None,
+        write=lambda settings: {"use_reentrant": False} if recomputes_itself(settings) else None,
     ),
     "flash_attention": Key(Setting.ATTENTION, if_on("flash_attention_2")),
     "sdp_attention": Key(Setting.ATTENTION, if_on("sdpa")),

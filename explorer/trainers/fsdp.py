@@ -138,6 +138,11 @@ def recomputes_by_fsdp(settings: TrainerSettings) -> bool:
     return shards_by_fsdp(settings) and settings.recompute is Recompute.FULL and kept.get(RECOMPUTES, True)
 
 
+def recomputes_itself(settings: TrainerSettings) -> bool:
+    """Return whether the trainer recomputes; FSDP recomputes layers itself."""
+    return settings.recompute is not Recompute.NONE and not recomputes_by_fsdp(settings)
+
+
 def fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
     """Return the fields of FSDP2, unless a configuration of `accelerate launch` has them."""
     return None if is_launched(settings) else launched_config(settings)
