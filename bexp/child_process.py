@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import site
 import sys
 from collections.abc import Mapping
@@ -10,6 +12,18 @@ from pathlib import Path
 
 PACKAGES_FOLDER = Path(__file__).absolute().parents[1]
 """Holds `bexp`: site-packages, or the root of a checkout, whose other folders an editable installation maps."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> bool:
+    """Let the kernel kill this process when the thread that started it ends; return whether `parent` is still there.
+
+    See prctl(2), PR_SET_PDEATHSIG. Other systems than Linux have no such request.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

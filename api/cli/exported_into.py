@@ -80,10 +80,11 @@ def _keeping_engine(
 ) -> tuple[bool, dict[str, Any]]:
     """Return whether the `old` file shards as was measured; then the `new` settings are without those of its engine.
 
-    Whether FSDP recomputes layers is an answer, so that this key alone changes among those of FSDP.
+    Whether FSDP recomputes layers is an answer. Among the keys of FSDP, this one alone changes.
     """
+    whole = with_contents(dict(old), trainer, path.parent)
     try:
-        document = {trainer: with_contents(dict(old), trainer, path.parent), **_beside(request, trainer, old)}
+        document = {trainer: whole, **_beside(request, trainer, old)}
         level = parse_request(document, overrides=_overrides(request)).training.sharding
     except FormatError:
         return False, dict(new)
@@ -93,14 +94,14 @@ def _keeping_engine(
     key = next((key for key in new if setting_of(trainer, key) is Setting.FSDP_CONFIG), None)
     if key is None:
         return True, kept
-    config = old.get(key) or {}
+    config = whole.get(key) or {}
     wanted = bool(new[key].get(RECOMPUTES, False))
-    if isinstance(config, str):
-        raise CommandError(ExitCode.USAGE, f"--into {path}: {config} is a file: put its keys here, below {key}")
-    said = next((name for name in config if name.removeprefix(PREFIX) == RECOMPUTES), None)
-    if wanted is not (config.get(said) is True):
-        kept[key] = {**config, said or RECOMPUTES: wanted}
-    return True, kept
+    said = next((name for name in config if name.removeprefix(PREFIX) == RECOMPUTES), RECOMPUTES)
+    if wanted is (config.get(said) is True):
+        return True, kept
+    if isinstance(old.get(key), str):
+        raise CommandError(ExitCode.USAGE, f"--into {path}: {old[key]} is a file: put its keys here, below {key}")
+    return True, {**kept, key: {**config, said: wanted}}
 
 
 def _beside(request: ExplorationRequest, trainer: str, values: Mapping[str, Any]) -> dict[str, Any]:

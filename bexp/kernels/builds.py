@@ -1,8 +1,8 @@
 """Builds expert kernels into Triton's cache, side by side, before a device needs them.
 
 `python -m bexp.kernels.builds` reads an `Order` from its standard input. It uses no device: the order says what the
-kernels are built for. So it disturbs no device that is timed, and its processes can be forks. It looks into launches
-and plans, so that what was measured stays as it was.
+kernels are built for. So it disturbs no device that is timed, and its processes can be forks. It reads
+private parts of launches and plans. So their code stays as it was measured.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from bexp.child_process import end_with_parent
 from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.launcher import ALIGNMENT_BYTES, Blocks, Launch, Pointer
 from bexp.kernels.shapes import ExpertsShape
@@ -223,6 +224,7 @@ def main() -> None:
     """Build what the order on standard input asks for."""
     import triton.experimental.gluon  # noqa: F401, PLC0415 - while the order is made
 
+    end_with_parent(os.getppid())
     order = Order.decode(sys.stdin.readline())
     pretend(order)
     builds = builds_of(order)
@@ -236,10 +238,11 @@ def main() -> None:
             return int(claimed.value) - 1
 
     def work() -> None:
-        while os.getppid() == owner and (number := claim()) < len(builds):
-            run(builds[number])
+        if end_with_parent(owner):
+            while (number := claim()) < len(builds):
+                run(builds[number])
 
-    processes = [context.Process(target=work) for _ in range(order.processes)]
+    processes = [context.Process(target=work) for _ in range(min(order.processes, len(builds)))]
     for process in processes:
         process.start()
     load_driver()

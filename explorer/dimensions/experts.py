@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -12,53 +11,19 @@ from bexp.explorer.dimensions.attention import BackendName
 from bexp.explorer.dimensions.dimension import Column, Dimension, Term, column_of, named, unless_null
 from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace, check_names, usable_backends
 from bexp.explorer.model.base import Frozen, RuleError
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS as EXPERT_KERNELS  # noqa: PLC0414 - read here, too
+from bexp.explorer.model.expert_kernels import NAMED_EXPERTS as NAMED_EXPERTS  # noqa: PLC0414 - read here, too
+from bexp.explorer.model.expert_kernels import NAMED_LIBRARY_EXPERTS
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 if TYPE_CHECKING:
     from bexp.explorer.dimensions.candidate import Candidate
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertKernel:
-    """What is known of an expert back end without its code: the module of its name in `bexp/kernels/experts`."""
-
-    name: str
-    library: str | None = None
-    """Its name in the transformers library. One of ours has None, and the prefix `bexp_` there."""
-    is_explored: bool = True
-    """Whether it is explored without being named: it was the fastest in some recorded cell."""
-    waits: bool = False
-    """Whether it waits for the device to count each expert's tokens. No graph can contain that."""
-
-    @property
-    def in_library(self) -> str:
-        """Its name in the experts interface of the transformers library."""
-        return self.library or f"bexp_{self.name}"
-
-
-EXPERT_KERNELS = (
-    ExpertKernel("grouped_mm", library="grouped_mm"),
-    ExpertKernel("loop", library="eager", waits=True),
-    ExpertKernel("bmm", library="batched_mm", waits=True),
-    ExpertKernel("hopper_grouped"),
-    ExpertKernel("fused"),
-    ExpertKernel("cublas_grouped", is_explored=False, waits=True),
-    ExpertKernel("block_sparse", is_explored=False, waits=True),
-    ExpertKernel("liger", is_explored=False, waits=True),
-    ExpertKernel("sonicmoe", is_explored=False),
-    ExpertKernel("deepgemm", is_explored=False, waits=True),
-)
-"""The expert back ends. A new one is an entry here and its module."""
-_NAMED_LIBRARY_EXPERTS = ("sonicmoe", "deepgemm")
-"""Implementations of the transformers library that load kernels of a hub, which must be named."""
-LIBRARY_EXPERTS = frozenset({kernel.library for kernel in EXPERT_KERNELS if kernel.library}) | {*_NAMED_LIBRARY_EXPERTS}
+LIBRARY_EXPERTS = frozenset({kernel.library for kernel in EXPERT_KERNELS if kernel.library}) | {*NAMED_LIBRARY_EXPERTS}
 """Experts implementations of the transformers library."""
 OUR_EXPERTS = tuple(kernel.name for kernel in EXPERT_KERNELS if kernel.library is None)
 """Back ends that are not the transformers library's own."""
-NAMED_EXPERTS = frozenset(
-    {name for kernel in EXPERT_KERNELS if not kernel.is_explored for name in (kernel.name, kernel.in_library)}
-) | {*_NAMED_LIBRARY_EXPERTS}
-"""Expert back ends of both targets that are tried only if a request names them."""
 DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
 """Expert back ends, one of which is the default of a device."""
 EXPERTS_OF: Mapping[str, frozenset[str]] = {

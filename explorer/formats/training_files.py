@@ -22,9 +22,9 @@ from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Translation, is_unset, put_dtype
-from bexp.explorer.trainers.accelerate import ACCELERATE, Launch, read_launch
+from bexp.explorer.trainers.accelerate import Launch, read_launch
 from bexp.explorer.trainers.deepspeed import read_config
-from bexp.explorer.trainers.fsdp import Fsdp, keep_recomputation, read_fsdp
+from bexp.explorer.trainers.fsdp import Fsdp, keep_recomputation, read_fsdp, refuse_second_sharding
 from bexp.explorer.trainers.keys import (
     EXPLORED,
     LORA_FIELDS,
@@ -186,7 +186,7 @@ class StatedTraining:
             launch = read_launch(translation.section(named, self.source(Setting.LAUNCH)))
         devices, where = said.get(Setting.DEVICES, 1), self.source(Setting.DEVICES)
         if launch is not None and launch.num_processes and Setting.DEVICES not in said:
-            devices, where = launch.num_processes, (ACCELERATE.name, "num_processes")
+            devices, where = launch.num_processes, (*launch.location, "num_processes")
         devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else devices
         translation.put(("num_devices",), devices, where)
         if devices > 1 and file.shards and translation.get("training", "sharding") is None:
@@ -250,14 +250,16 @@ class StatedTraining:
         """
         config = self.said.get(Setting.DEEPSPEED)
         at = self.source(Setting.DEEPSPEED)
-        if launch is not None and launch.deepspeed is not None:
-            config, at = dict(launch.deepspeed.values), launch.deepspeed.location
         fsdp, where = self._fsdp(translation, launch)
+        if launch is not None and launch.deepspeed is not None:
+            if config is not None:
+                refuse_second_sharding(translation, launch.deepspeed.location, at)
+            config, at = dict(launch.deepspeed.values), launch.deepspeed.location
         if config is not None and (self.said.get(Setting.PURE) or not self._half(launch)):
             way = f"say {self.source(Setting.HALF)[-1]}: true"
             translation.refuse(at, f"DeepSpeed is measured with weights in bfloat16 and their copies in float32: {way}")
         if config is not None and fsdp is not None:
-            translation.refuse(where, f"shards as {'.'.join(map(str, at))} does: keep one of them")
+            refuse_second_sharding(translation, where, at)
         if isinstance(config, str):
             self._put_unread(translation, config, devices)
         elif config is not None:
@@ -292,7 +294,9 @@ class StatedTraining:
         if switch is None and (config is None or file.fsdp_needs_switch):
             if config is not None:
                 translation.notes.append(f"{self.keys[Setting.FSDP_CONFIG]} does nothing without fsdp: true")
-            return (None, where) if launch is None else (launch.fsdp, (ACCELERATE.name, "distributed_type"))
+            return (None, where) if launch is None else (launch.fsdp, (*launch.location, "distributed_type"))
+        if launch is not None and launch.fsdp is not None:
+            refuse_second_sharding(translation, (*launch.location, "distributed_type"), where)
         section = translation.section(config, self.source(Setting.FSDP_CONFIG))
         version = self.said.get(Setting.FSDP_VERSION, file.fsdp_version)
         return read_fsdp(switch, section, where, version), where
@@ -395,9 +399,14 @@ def translate_side_files(document: Mapping[str, Any], translation: Translation, 
     top = translation.section(document, ())
     devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else 1
     batch: Batch | None = None
+    before: Location | None = None
     for name, read in SIDE_FILES.items():
         if name in document:
             batch = read(top.section(name), devices, batch)
+            shards = translation.sources.get(("training", "sharding"))
+            if before is not None and shards is not None and shards != before:
+                refuse_second_sharding(translation, shards, before)
+            before = shards
     for name, other in ((name, other) for name in SIDE_FILES for other in SIDE_FILES if name in document):
         if isinstance(outer := document.get(other), Mapping) and isinstance(outer.get(name), Mapping):
             translation.refuse((other, name), f"is given a second time, after {name}")

@@ -17,7 +17,7 @@ from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.model.translation import Section
+from bexp.explorer.model.translation import Location, Section
 from bexp.explorer.trainers.deepspeed import OFFLOADING, read_config, uses_deepspeed
 from bexp.explorer.trainers.document import (
     HALF_NAMES,
@@ -31,8 +31,8 @@ from bexp.explorer.trainers.fsdp import (
     RECOMPUTES,
     WRAP,
     Fsdp,
-    fsdp_config,
     keep_recomputation,
+    launched_config,
     read_fsdp,
     sharding_notes,
 )
@@ -52,7 +52,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         "mixed_precision": HALF_NAMES[settings.dtype] if settings.has_autocast else "no",
         "use_cpu": settings.device_kind == "cpu",
     }
-    if (config := fsdp_config(settings)) is not None:
+    if (config := launched_config(settings)) is not None:
         recomputes = settings.recompute is Recompute.FULL
         named = {"version": 2, "auto_wrap_policy": WRAP, **config, RECOMPUTES: recomputes}
         values["fsdp_config"] = {f"{PREFIX}{name}": value for name, value in named.items()}
@@ -96,6 +96,7 @@ _HARMLESS_OF_DEEPSPEED = words(
     offload_param_nvme_path deepspeed_moe_layer_cls_names seq_parallel_communication_data_type
     """
 )
+_HARMLESS_OF_COMPILER = words("dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation")
 _OF_DEEPSPEED = "deepspeed_config_file"
 """The key of DeepSpeed's JSON, or of its path."""
 
@@ -104,6 +105,7 @@ _OF_DEEPSPEED = "deepspeed_config_file"
 class Launch:
     """The processes that a configuration of `accelerate launch` starts."""
 
+    location: Location
     num_processes: int | None
     half: bool | None
     """Whether they compute in bfloat16; None where the script decides."""
@@ -136,24 +138,33 @@ def read_launch(config: Section) -> Launch:
     if half not in ("no", "bf16"):
         config.refuse("mixed_precision", f"{shortened(half)} is not measured: say bf16")
     sharded, engine = config.section("fsdp_config"), config.section("deepspeed_config")
-    compiler = config.section("dynamo_config")
-    backend = str(compiler.get("dynamo_backend") or config.get("dynamo_backend") or "no").lower()
-    if backend not in ("no", "inductor"):
-        compiler.refuse("dynamo_backend", "is measured with inductor alone")
-    elif backend == "inductor":
-        config.translation.put(("execution",), "compile", compiler.at("dynamo_backend"))
-    config.ignore(_HARMLESS)
-    config.ignore(_KEPT)
+    _read_compiler(config)
+    config.ignore(_HARMLESS | _KEPT)
     config.refuse_unread(UNKNOWN_FIELD)
     config.translation.put(
         ("kept", FILE), {key: value for key, value in config.values.items() if key in _KEPT and value is not None}
     )
     return Launch(
+        location=config.location,
         num_processes=1 if kind == "no" else config.integer("num_processes", largest=1 << 20),
         half=True if half == "bf16" else None,
         fsdp=read_fsdp(True, sharded, config.at("distributed_type"), 1) if kind == "fsdp" else None,
         deepspeed=_read_deepspeed(engine) if kind == "deepspeed" else None,
     )
+
+
+def _read_compiler(config: Section) -> None:
+    compiler = config.section("dynamo_config")
+    backend = str(compiler.get("dynamo_backend") or config.get("dynamo_backend") or "no").lower()
+    if backend == "no":
+        return
+    if backend != "inductor":
+        compiler.refuse("dynamo_backend", "is measured with inductor alone")
+    if (mode := compiler.get("dynamo_mode", "default")) not in (None, "default"):
+        compiler.refuse("dynamo_mode", f"{shortened(mode)} is not measured: say default")
+    compiler.ignore(_HARMLESS_OF_COMPILER)
+    compiler.refuse_unread(UNKNOWN_FIELD)
+    config.translation.put(("execution",), "compile", compiler.at("dynamo_backend"))
 
 
 def _read_deepspeed(engine: Section) -> Section:

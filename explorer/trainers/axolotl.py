@@ -10,9 +10,8 @@ from typing import Any
 
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
-from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.training import LINEAR_MODULES
+from bexp.explorer.model.training import LINEAR_MODULES, Sharding
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, yaml_export
 from bexp.explorer.trainers.fsdp import (
@@ -20,7 +19,7 @@ from bexp.explorer.trainers.fsdp import (
     FSDP_CONFIG,
     WRAP,
     fsdp_config,
-    recomputes_by_fsdp,
+    recomputes_itself,
     sharding_notes,
 )
 from bexp.explorer.trainers.keys import (
@@ -95,14 +94,16 @@ def _fsdp_version(settings: TrainerSettings) -> int | None:
 
 
 def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
-    """Return FSDP's fields; its version stands outside."""
+    """Return FSDP's fields; its version stands outside. Version 1 takes no truth value for what it frees."""
     config = fsdp_config(settings)
-    return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key != "version"}}
+    others = {"version", "reshard_after_forward"} if settings.widens_shards else {"version"}
+    return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key not in others}}
 
 
-def _checkpointing(settings: TrainerSettings) -> bool:
-    """Return whether the Trainer recomputes; FSDP recomputes layers itself."""
-    return settings.recompute is not Recompute.NONE and not recomputes_by_fsdp(settings)
+def _fsdp(settings: TrainerSettings) -> list[str] | None:
+    """Return the strategy of version 1 where it is not the default."""
+    is_other = settings.widens_shards and settings.sharding is Sharding.ZERO2 and fsdp_config(settings)
+    return ["shard_grad_op", "auto_wrap"] if is_other else None
 
 
 KEYS = {
@@ -142,12 +143,12 @@ KEYS = {
     "peft_use_dora": key(Setting.DORA, flag),
     "peft_use_rslora": key(Setting.RSLORA, flag),
     "torch_compile": Key(Setting.COMPILE, lambda value: value != "auto" and flag(value), lambda settings: False),
-    "gradient_checkpointing": Key(Setting.RECOMPUTATION, _recomputes, _checkpointing),
+    "gradient_checkpointing": Key(Setting.RECOMPUTATION, _recomputes, recomputes_itself),
     "attn_implementation": key(Setting.ATTENTION),
     "experts_implementation": key(Setting.EXPERTS),
     "gradient_checkpointing_kwargs": Key(
         Setting.RECOMPUTATION_DETAILS,
-        write=lambda settings: {"use_reentrant": False} if _checkpointing(settings) else None,
+        write=lambda settings: {"use_reentrant": False} if recomputes_itself(settings) else None,
     ),
     "flash_attention": Key(Setting.ATTENTION, if_on("flash_attention_2")),
     "sdp_attention": Key(Setting.ATTENTION, if_on("sdpa")),
@@ -155,7 +156,7 @@ KEYS = {
     "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
     "deepspeed": DEEPSPEED_KEY,
-    "fsdp": Key(Setting.FSDP, lambda value: value or None),
+    "fsdp": Key(Setting.FSDP, lambda value: value or None, _fsdp),
     "fsdp_version": Key(Setting.FSDP_VERSION, one_of({"1": 1, "2": 2}), _fsdp_version),
     "fsdp_config": replace(FSDP_CONFIG, write=_fsdp_config),
     "accelerator_config": ACCELERATOR_CONFIG,

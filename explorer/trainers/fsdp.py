@@ -122,6 +122,11 @@ def shards_by_fsdp(settings: TrainerSettings) -> bool:
     return settings.sharding is not Sharding.NONE and not uses_deepspeed(settings)
 
 
+def refuse_second_sharding(translation: Translation, second: Location, first: Location) -> None:
+    """Refuse what says how to shard after another file, or another key, has said it."""
+    translation.refuse(second, f"shards as {'.'.join(map(str, first))} does: keep one of them")
+
+
 def keep_recomputation(translation: Translation, found: Fsdp) -> None:
     """Keep with a request whether FSDP recomputes layers, and not the Trainer: an answer changes the same key."""
     translation.put(("kept", KEPT), {RECOMPUTES: found.recomputes})
@@ -133,9 +138,19 @@ def recomputes_by_fsdp(settings: TrainerSettings) -> bool:
     return shards_by_fsdp(settings) and settings.recompute is Recompute.FULL and kept.get(RECOMPUTES, True)
 
 
+def recomputes_itself(settings: TrainerSettings) -> bool:
+    """Return whether the trainer recomputes; FSDP recomputes layers itself."""
+    return settings.recompute is not Recompute.NONE and not recomputes_by_fsdp(settings)
+
+
 def fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
+    """Return the fields of FSDP2, unless a configuration of `accelerate launch` has them."""
+    return None if is_launched(settings) else launched_config(settings)
+
+
+def launched_config(settings: TrainerSettings) -> dict[str, Any] | None:
     """Return the fields of FSDP2; `zero2` keeps the parameters whole after forward."""
-    if not shards_by_fsdp(settings) or is_launched(settings):
+    if not shards_by_fsdp(settings):
         return None
     config = {"version": 2, "reshard_after_forward": settings.sharding is Sharding.ZERO3}
     return {**config, RECOMPUTES: True} if recomputes_by_fsdp(settings) else config

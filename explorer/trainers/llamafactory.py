@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.dimensions.attention import TORCH_CHOICE
-from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import LINEAR_MODULES
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
@@ -17,7 +16,7 @@ from bexp.explorer.trainers.document import (
     plain_expert_notes,
     yaml_export,
 )
-from bexp.explorer.trainers.fsdp import FSDP, recomputes_by_fsdp, sharding_notes
+from bexp.explorer.trainers.fsdp import FSDP, recomputes_itself, sharding_notes
 from bexp.explorer.trainers.keys import (
     Formats,
     Key,
@@ -74,11 +73,6 @@ def _is_pure(settings: TrainerSettings) -> bool | None:
     return (settings.dtype is DType.BFLOAT16 and not settings.has_autocast) or None
 
 
-def _recomputes_not(settings: TrainerSettings) -> bool:
-    """Return whether LLaMA-Factory recomputes nothing itself; FSDP recomputes layers itself."""
-    return settings.recompute is Recompute.NONE or recomputes_by_fsdp(settings)
-
-
 def _finetuning_type(settings: TrainerSettings) -> str | None:
     return "lora" if settings.lora is not None else None if settings.is_own_code else "full"
 
@@ -104,7 +98,9 @@ def _loaded_bits(settings: TrainerSettings) -> int | None:
 
 KEYS = {
     **BATCH,
-    "disable_gradient_checkpointing": Key(Setting.RECOMPUTATION, negated, _recomputes_not),
+    "disable_gradient_checkpointing": Key(
+        Setting.RECOMPUTATION, negated, lambda settings: not recomputes_itself(settings)
+    ),
     "use_reentrant_gc": Key(write=lambda settings: False),
     **OPTIMIZER,
     **AUTOCAST,

@@ -25,7 +25,14 @@ from bexp.explorer.trainers.document import (
     length_notes,
     model_notes,
 )
-from bexp.explorer.trainers.fsdp import FSDP, keep_recomputation, read_fsdp, recomputes_by_fsdp, sharding_notes
+from bexp.explorer.trainers.fsdp import (
+    FSDP,
+    keep_recomputation,
+    read_fsdp,
+    recomputes_by_fsdp,
+    refuse_second_sharding,
+    sharding_notes,
+)
 from bexp.explorer.trainers.keys import (
     UNKNOWN_FIELD,
     Batch,
@@ -184,6 +191,8 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
         translation.put(("base_recompute",), Recompute.FULL.value, arguments.at("gradient_checkpointing"))
         translation.notes.append("recomputation is open: gradient_checkpointing is on, and every policy is explored")
     if isinstance(nested := arguments.get("deepspeed"), Mapping):
+        if arguments.get("fsdp"):
+            refuse_second_sharding(translation, arguments.at("deepspeed"), arguments.at("fsdp"))
         read_config(arguments.section("deepspeed"), devices, (micro, steps))
     elif nested:
         arguments.refuse("deepspeed", "is the path of a file: put its content here")
@@ -200,8 +209,9 @@ def _read_fsdp(arguments: Section, devices: int) -> bool:
         return False
     if isinstance(config, str):
         arguments.refuse("fsdp_config", "is the path of a file: put its content here")
+        config = None
     translation = arguments.translation
-    nested = translation.section(config if isinstance(config, Mapping) else None, arguments.at("fsdp_config"))
+    nested = translation.section(config, arguments.at("fsdp_config"))
     found = read_fsdp(switch, nested, arguments.at("fsdp"), 2)
     translation.put(("training", "sharding"), found.level.value, arguments.at("fsdp"))
     keep_recomputation(translation, found)

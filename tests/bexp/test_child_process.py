@@ -1,15 +1,19 @@
-"""What processes import: nothing from the folder that a person stands in, and no library that they do not need."""
+"""What processes import: nothing from where a person stands, and no library that they do not need. How they end."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bexp.child_process import PACKAGES_FOLDER, module_command, safe_environment
+from tests.waits import wait_until
 
 HOSTILE_PACKAGES = ("api", "workers", "storage", "explorer", "bexp")
 HOSTILE_MODULES = ("torch", "random", "json", "socket", "sitecustomize")
@@ -102,3 +106,31 @@ def test_the_kernels_and_the_measuring_load_no_service_no_triton_no_transformers
     unwanted = {"bexp.storage", "bexp.workers", "bexp.api", "transformers", "pydantic", "sqlalchemy", "triton"}
     compiler = {"sympy"}  # torch's compiler imports it, and torch itself does not
     assert not imported(f"import {kernels}, bexp.measure.memory_meters, bexp.measure.timing") & (unwanted | compiler)
+
+
+FORKED = """
+import os, signal
+from bexp.child_process import end_with_parent
+parent, (ready, says) = os.getpid(), os.pipe()
+if child := os.fork():
+    os.read(ready, 1)
+    print(child, flush=True)
+elif end_with_parent(parent):
+    os.write(says, b"1")
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such request")
+def test_a_process_ends_with_its_killed_parent() -> None:
+    command = [sys.executable, "-c", FORKED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        try:
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            parent.kill()
+            parent.wait()
+            wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)

@@ -83,7 +83,7 @@ class KernelBuilder:
         self.close()
 
     def close(self) -> None:
-        """End the process; the processes that it has forked end with their kernel."""
+        """End the process, with which those end that it has forked."""
         process, self._process, self._done = self._process, None, None
         if process is None:
             return

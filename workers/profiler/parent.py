@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import queue
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bexp.child_process import end_with_parent
 from bexp.explorer.model.base import Frozen
 from bexp.workers.process.protocol import COMMANDS, Command, encode
 
-PR_SET_PDEATHSIG = 1
 MOST_LOCKS = 253
 """The most descriptors that the kernel sends with a message."""
 
@@ -53,10 +51,8 @@ def connect_to_parent(program: str) -> Parent:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends; see prctl(2), PR_SET_PDEATHSIG."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before this request reached the kernel
+    """End this process with the thread that started it."""
+    if not end_with_parent(parent_pid):  # the parent ended before the request reached the kernel
         end_group()
 
 

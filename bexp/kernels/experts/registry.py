@@ -11,8 +11,7 @@ from importlib import import_module
 
 import torch
 
-from bexp.explorer.dimensions.experts import EXPERT_KERNELS, NAMED_EXPERTS
-from bexp.explorer.model.hardware import NAME_IT
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS, NAMED_EXPERTS
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.grouped_mm import GROUPED_MM
 from bexp.kernels.experts.loop import LOOP
@@ -35,6 +34,7 @@ def expert_backends() -> tuple[ExpertBackend, ...]:
 
 def expert_support(shape: ExpertsShape, device: torch.device, named: Collection[str] = ()) -> tuple[Support, ...]:
     """Whether each back end serves `shape` on `device`, and why not. Those that must be named are tried if they are."""
+    from bexp.explorer.model.hardware import NAME_IT  # noqa: PLC0415 - kept light
 
     def reason(backend: ExpertBackend) -> str | None:
         if backend.name in NAMED_EXPERTS and backend.name not in named:

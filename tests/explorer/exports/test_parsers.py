@@ -88,3 +88,21 @@ def test_accelerate_reads_its_file(tmp_path: Path) -> None:
         assert (found.num_processes, found.mixed_precision) == (changes.get("num_devices", 1), precision)
     assert found.fsdp_config["fsdp_reshard_after_forward"] is True
     assert found.dynamo_config["dynamo_use_regional_compilation"] is True
+
+
+def test_a_configuration_that_was_given_is_exported_whole() -> None:
+    plain = yaml.safe_load(export("accelerate", exploration(**SHARDED)).text)
+    given = yaml.safe_load(export("accelerate", exploration(**SHARDED, kept={"accelerate": {}})).text)
+    assert given["fsdp_config"] == plain["fsdp_config"], "without it accelerate shards by FSDP1"
+
+
+@pytest.mark.parametrize(("level", "strategy"), [("zero2", "SHARD_GRAD_OP"), ("zero3", "FULL_SHARD")])
+def test_fsdp1_of_axolotl_gets_a_strategy_that_torch_has(level: str, strategy: str, tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    training = {"sharding": level, "precision": "master"}
+    values = yaml.safe_load(export("axolotl", exploration(num_devices=8, training=training, trainer="axolotl")).text)
+    assert values["fsdp_version"] == 1, "it keeps float32 weights"
+    config = {**values["fsdp_config"], "version": 1}  # as Axolotl hands them on
+    found = TrainingArguments(str(tmp_path), use_cpu=True, fsdp=values.get("fsdp") or True, fsdp_config=config)
+    assert found.fsdp_plugin_args["reshard_after_forward"].upper() == strategy

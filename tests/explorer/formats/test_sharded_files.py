@@ -195,6 +195,7 @@ OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
         ({"fsdp": True, "fsdp_config": {"version": 3}}, "fsdp_config.version", "must be 1 or 2"),
         ({"fsdp": True, "fsdp_config": {"ignored_modules": "lm_head"}}, "fsdp_config.ignored_modules", "remove it"),
         ({"fsdp": True, "fsdp_config": "fsdp.json"}, "fsdp_config", "put its content here"),
+        ({"fsdp": True, "fsdp_config": ["version: 2"]}, "fsdp_config", "mapping"),
         ({"deepspeed": {"zero_optimization": OFFLOADED}}, "deepspeed.zero_optimization.offload_param", "device: none"),
         ({"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}}, "", "ZeRO++: hierarchical"),
         ({"deepspeed": {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}}, "", "MiCS: hierarchical"),
@@ -228,6 +229,11 @@ def test_what_is_not_measured_is_refused_at_its_key(
         ({"an_invention": 1}, "an_invention", "not a known field"),
         ({"dynamo_config": {"dynamo_backend": "TENSORRT"}}, "dynamo_config", "inductor alone"),
         (
+            {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}},
+            "dynamo_config.dynamo_mode",
+            "say default",
+        ),
+        (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "cpu"}},
             "deepspeed_config.offload_optimizer_device",
             "say none, or measure it in your own command",
@@ -255,6 +261,29 @@ def test_two_ways_to_shard_and_files_that_are_not_read_are_refused() -> None:
     assert "put it into that file" in errors["deepspeed",]
     with pytest.raises(FormatError, match="say adamw_torch_fused, or measure it in your own command"):
         read("trl", fsdp=True, optim="adamw_bnb_8bit")
+
+
+ZERO3_LAUNCH = {
+    **{"distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "bf16"},
+    "deepspeed_config": {"zero_stage": 3},
+}
+
+
+@pytest.mark.parametrize("launch", [FSDP2_LAUNCH, ZERO3_LAUNCH])
+@pytest.mark.parametrize("own", [{"fsdp": ["shard_grad_op"], "fsdp_config": {"version": 2}}, {"deepspeed": ZERO3}])
+@pytest.mark.parametrize("trainer", EVERY)
+def test_neither_a_file_nor_its_launcher_counts_where_both_shard(
+    trainer: str, own: dict[str, Any], launch: dict[str, Any]
+) -> None:
+    errors = refusal(document(trainer, launch, **own))
+    assert any("keep one of them" in message for message in errors.values()), errors
+
+
+def test_two_engines_of_training_arguments_are_refused() -> None:
+    errors = refusal(document("arguments", fsdp=True, deepspeed=ZERO3), num_devices=2)
+    assert "shards as training_arguments.fsdp does" in errors["training_arguments", "deepspeed"]
+    beside = {**document("arguments", fsdp=True), "deepspeed": ZERO3}
+    assert "keep one of them" in str(refusal(beside, num_devices=2))
 
 
 def test_keys_of_fsdp_without_its_switch_shard_nothing() -> None:

@@ -259,7 +259,9 @@ class TransformersTarget:
         for layer in self._resolved.layers:
             shapes |= kernel_shapes(layer, count_experts(self._resolved.config.text_config)[1])
         sizes = tuple(size * self._request.seq_length for size in BUILT_SIZES)
-        self._instruments.kernels.order([Experts(shape, sizes, transposed) for shape, transposed in shapes])
+        self._instruments.kernels.order(
+            [Experts(shape, sizes, transposed) for shape, transposed in sorted(shapes, key=repr)]
+        )
 
     def _check_class(self) -> None:
         check = self._resolved.check
