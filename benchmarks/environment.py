@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.dimensions.experts import NAMED_EXPERTS
+from bexp.explorer.model.expert_kernels import NAMED_EXPERTS
 from bexp.targets.registry import version_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.torch_block_sparse import BLOCK as BSR_BLOCK
 from benchmarks.torch_block_sparse import TorchBSR
 from benchmarks.variable_cases import Case
-from bexp.explorer.dimensions.experts import EXPERT_KERNELS
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS
 from bexp.kernels.experts import loop
 from bexp.kernels.experts.block_sparse.block_experts import BLOCK, SDD
 from bexp.kernels.experts.block_sparse.topology import block_topology

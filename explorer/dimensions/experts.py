@@ -11,9 +11,7 @@ from bexp.explorer.dimensions.attention import BackendName
 from bexp.explorer.dimensions.dimension import Column, Dimension, Term, column_of, named, unless_null
 from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace, check_names, usable_backends
 from bexp.explorer.model.base import Frozen, RuleError
-from bexp.explorer.model.expert_kernels import EXPERT_KERNELS as EXPERT_KERNELS  # noqa: PLC0414 - read here, too
-from bexp.explorer.model.expert_kernels import NAMED_EXPERTS as NAMED_EXPERTS  # noqa: PLC0414 - read here, too
-from bexp.explorer.model.expert_kernels import NAMED_LIBRARY_EXPERTS
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS, NAMED_LIBRARY_EXPERTS
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 
 if TYPE_CHECKING:

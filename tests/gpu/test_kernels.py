@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bexp.explorer.dimensions.experts import NAMED_EXPERTS
+from bexp.explorer.model.expert_kernels import NAMED_EXPERTS
 from bexp.kernels.activations import Activation, activate
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
 from bexp.kernels.experts.capacity import ExpertsWithCapacity

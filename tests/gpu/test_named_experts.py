@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bexp.explorer.dimensions.experts import EXPERT_KERNELS
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.shapes import ExpertsShape

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
-from bexp.explorer.dimensions.experts import NAMED_EXPERTS
+from bexp.explorer.model.expert_kernels import NAMED_EXPERTS
 from bexp.explorer.model.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.model.model import ModelSpec
 from bexp.explorer.records.device_report import DeviceReport

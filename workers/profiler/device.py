@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bexp.explorer.dimensions.experts import NAMED_EXPERTS
+from bexp.explorer.model.expert_kernels import NAMED_EXPERTS
 from bexp.kernels.attention import attention_support
 from bexp.kernels.experts.registry import expert_backends
 from bexp.kernels.shapes import AttentionShape, ExpertsShape

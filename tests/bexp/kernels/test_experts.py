@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bexp.explorer.dimensions.experts import EXPERT_KERNELS, NAMED_EXPERTS
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS, NAMED_EXPERTS
 from bexp.explorer.model.hardware import NAME_IT
 from bexp.kernels.activations import Activation, activate
 from bexp.kernels.experts.capacity import ExpertsWithCapacity, keep_pairs

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from bexp.explorer.dimensions.attention import ATTENTION_OF, LIBRARY_ATTENTION, TORCH_KERNELS
-from bexp.explorer.dimensions.experts import EXPERTS_OF, LIBRARY_EXPERTS, NAMED_EXPERTS
+from bexp.explorer.dimensions.experts import EXPERTS_OF, LIBRARY_EXPERTS
+from bexp.explorer.model.expert_kernels import NAMED_EXPERTS
 from bexp.explorer.model.hardware import NAME_IT
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.kernels.experts.registry import expert_backends

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bexp.explorer.dimensions.experts import EXPERT_KERNELS
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.process.protocol import Command, EndJob
 from bexp.workers.profiler import device as preparation

@@ -17,8 +17,9 @@ from bexp.explorer.cost.text_batches import TextBatch
 from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.dimension import Choice, CodePart
 from bexp.explorer.dimensions.execution import EXECUTION
-from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, NAMED_EXPERTS, WAITING_EXPERTS
+from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, WAITING_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.expert_kernels import NAMED_EXPERTS
 from bexp.explorer.model.hardware import NAME_IT, WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.spelling import shortened
