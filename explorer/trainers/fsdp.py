@@ -163,11 +163,13 @@ def sharding_notes(settings: TrainerSettings) -> list[str]:
 
 
 def _launch_notes(settings: TrainerSettings) -> list[str]:
-    """Return what the configuration of `accelerate launch` must say otherwise, because FSDP recomputed layers."""
-    recomputed = settings.request.get("kept", {}).get(KEPT, {}).get(RECOMPUTES, False)
-    if not recomputed or not is_launched(settings) or recomputes_by_fsdp(settings):
+    """Return what the configuration of `accelerate launch` must say: no other file has it, and options may differ."""
+    if not is_launched(settings):
         return []
-    return [f"in the configuration of accelerate launch: {PREFIX}{RECOMPUTES}: false"]
+    notes = [f"measured with sharding {settings.sharding}: the configuration of accelerate launch must say that"]
+    if settings.request["kept"].get(KEPT, {}).get(RECOMPUTES, False) and not recomputes_by_fsdp(settings):
+        notes.append(f"in the configuration of accelerate launch: {PREFIX}{RECOMPUTES}: false")
+    return notes
 
 
 def _accelerator_config(settings: TrainerSettings) -> dict[str, Any] | None:

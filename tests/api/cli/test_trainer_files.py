@@ -316,6 +316,11 @@ def test_the_configuration_of_the_launcher_is_an_option(files: Path, bexp: Run) 
     asked = build_request(model, read_document(model), {"batch_size": 64, "trainer": "trl"}, launch=launch)
     said = export("trl", replace(exploration(PLAIN), request=asked)).header
     assert "in the configuration of accelerate launch: fsdp_activation_checkpointing: false" in said
+    asked = build_request(
+        model, read_document(model), {"batch_size": 64, "trainer": "trl", "training.sharding": "zero2"}, launch=launch
+    )
+    said = export("trl", replace(exploration(PLAIN), request=asked)).header
+    assert "measured with sharding zero2: the configuration of accelerate launch must say that" in said
     refused = bexp("explore", str(launch))
     assert refused.code == 2
     assert "--accelerate FILE" in " ".join(refused.stderr.split())
