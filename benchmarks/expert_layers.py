@@ -36,6 +36,7 @@ from benchmarks import liger_tiles
 from benchmarks.environment import begin, describe_commit, describe_environment, kernels_digest, write_results
 from benchmarks.expert_problems import Experts, Prepared
 from benchmarks.expert_runs import Problem, measure, missing
+from benchmarks.turns import seconds_once
 from benchmarks.variable_cases import routes_of, split_evenly
 from benchmarks.variable_gemm import describe_device, versions
 from bexp.explorer.model.model import MoESpec
@@ -44,7 +45,6 @@ from bexp.explorer.model.routing import RoutingSpec
 from bexp.explorer.records.measurement import Outcome
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.shapes import ExpertsShape
-from bexp.measure.timestamps import synchronize
 
 HIDDEN, WIDTH = 2048, 1024
 MAX_SECONDS = 235.0
@@ -118,7 +118,7 @@ class Layer(Experts):
         for layout, transposed in LAYOUTS.items():
             lying = [_stored(w, transposed=transposed) for w in matrices]
             prepared = self.prepared(forward, [x, weights, *lying])
-            found = _seconds_once(prepared.run, x.device)
+            found = seconds_once(prepared.run, x.device)
             if found < seconds:
                 best, seconds = replace(prepared, setting={"layout": layout}), found
         assert best is not None, "there are two layouts"
@@ -147,18 +147,6 @@ def _prepare_packages(*, tune_sonicmoe: bool) -> None:
 def _stored(w: Tensor, *, transposed: bool) -> Tensor:
     w = w.detach()
     return (w.mT.contiguous().mT if transposed else w.contiguous()).requires_grad_()
-
-
-def _seconds_once(run: Callable[[], object], device: torch.device) -> float:
-    run()
-    seconds = []
-    for _ in range(3):
-        synchronize(device)
-        started = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -68,7 +68,7 @@ class Cell(Protocol):
         """Whether new memory holds NaN when results are checked. Compiled code is then compiled twice."""
 
     def problems(self, device: torch.device) -> Iterator[tuple[dict[str, Any], Problem]]:
-        """Yield each problem, and what its rows are told by."""
+        """Yield each problem, and what its rows have in addition to their cell."""
 
 
 AnyCell = TypeVar("AnyCell", bound=Cell)
@@ -148,9 +148,9 @@ def _run_cell(send: Send, cell: Cell, device: torch.device, without: frozenset[s
     """Yield the rows of a cell, before they are timed and after."""
     rows: list[dict[str, Any]] = []
     checked: dict[str, _Contender] = {}
-    for told_by, problem in cell.problems(device):
+    for named, problem in cell.problems(device):
         for name, reason in problem.contenders().items():
-            row = {**cell.key, **told_by, "contender": name}
+            row = {**cell.key, **named, "contender": name}
             rows.append(row)
             if name in without:
                 continue
@@ -162,7 +162,7 @@ def _run_cell(send: Send, cell: Cell, device: torch.device, without: frozenset[s
             if is_poisoned(device):
                 raise RuntimeError(row.get("reason"))
             if prepared is not None:
-                checked[f"{name} {told_by}"] = _Contender(prepared.run, row)
+                checked[f"{name} {named}"] = _Contender(prepared.run, row)
         problem.wanted = []
     rows = [row for row in rows if "outcome" in row]
     yield rows

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.environment import begin, describe_environment, kernels_digest, write_results
-from benchmarks.turns import Run, TurnsBudget, time_in_turns
+from benchmarks.turns import Run, TurnsBudget, seconds_once, time_in_turns
 from bexp.explorer.cost.components import BlockRecompute
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.model.model import ModelSpec, MoESpec
@@ -244,18 +244,6 @@ def dense_block(top_k: int, device: torch.device, *, compiled: bool) -> DenseFFN
     if compiled:
         layer.compile_core()
     return layer
-
-
-def seconds_once(run: Run, device: torch.device) -> float:
-    """Seconds of the fastest of three runs, by the clock."""
-    seconds = []
-    for _ in range(3):
-        synchronize(device)
-        started = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
 
 
 def captured(run: Run, device: torch.device, pool: Any) -> Run:

@@ -81,6 +81,18 @@ class _Contender:
         return TurnTiming(clock, clock_error, statistics.median(device), device_error, len(self.clock))
 
 
+def seconds_once(run: Run, device: torch.device) -> float:
+    """Seconds of the fastest of three runs, by the clock."""
+    seconds = []
+    for _ in range(3):
+        synchronize(device)
+        started = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
 def time_in_turns(runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget) -> dict[str, TurnTiming]:
     """Time every run; each is warmed up first. An exception of a run is the caller's.
 

@@ -74,9 +74,9 @@ def judge(tune: Mapping[str, Any], sweep: Sequence[Mapping[str, Any]], length: i
     figures = {
         "speed": own["samples_per_second"] / best - 1,
         "promised_speed": promised / own["samples_per_second"] - 1,
-        "promised_peak": tune["peak_bytes"] / own["peak_bytes"] - 1 if own["peak_bytes"] else 0.0,
+        "promised_peak": tune["peak_bytes"] / own["peak_bytes"] - 1 if own["peak_bytes"] else None,  # a CPU has none
     }
-    off = [name for name, value in figures.items() if abs(value) > WITHIN[name]]
+    off = [name for name, value in figures.items() if value is not None and abs(value) > WITHIN[name]]
     return {**figures, "too_large": any(run["samples_per_second"] is None for run in sweep), "off": off}
 
 

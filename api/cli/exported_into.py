@@ -84,7 +84,7 @@ def _keeping_engine(
     """
     whole = with_contents(dict(old), trainer, path.parent)
     try:
-        document = {trainer: whole, **_beside(request, trainer, old)}
+        document = {trainer: whole, **_next_to(request, trainer, old)}
         level = parse_request(document, overrides=_overrides(request)).training.sharding
     except FormatError:
         return False, dict(new)
@@ -104,7 +104,7 @@ def _keeping_engine(
     return True, {**kept, key: {**config, said: wanted}}
 
 
-def _beside(request: ExplorationRequest, trainer: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _next_to(request: ExplorationRequest, trainer: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what stands next to a trainer's file: its model, and the configuration of its processes."""
     config = dict(request.hf_config or ANY_MODEL)
     if request.training.precision == "autocast":
@@ -148,7 +148,7 @@ def _check_training(path: Path, name: str, values: Mapping[str, Any], request: E
     if request.model is not None and not halves:
         own["target"] = BEXP  # the reference layers alone are measured in float32
     try:
-        document = {name: with_contents(dict(values), name, path.parent), **_beside(request, name, values)}
+        document = {name: with_contents(dict(values), name, path.parent), **_next_to(request, name, values)}
         read = parse_request(document, overrides=own)
     except FormatError as error:
         differences = [f"{'.'.join(map(str, location))}: {reason}" for location, reason in error.errors]

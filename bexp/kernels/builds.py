@@ -1,8 +1,8 @@
 """Builds expert kernels into Triton's cache, side by side, before a device needs them.
 
 `python -m bexp.kernels.builds` reads an `Order` from its standard input. It uses no device: the order says what the
-kernels are built for. So it disturbs no device that is timed, and its processes can be forks. It reads
-private parts of launches and plans. So their code stays as it was measured.
+kernels are built for. So it disturbs no device that is timed, and its processes can be forks. It reads private parts of
+launches and plans, because public ones would be a change of code that was measured.
 """
 
 from __future__ import annotations

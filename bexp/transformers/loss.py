@@ -70,7 +70,7 @@ def _lazy_forward(head: nn.Linear, plain: Callable[[Tensor], Tensor], hidden: Te
 
 
 def _of_plain_logits(fused: Callable[..., Tensor]) -> Entropy:
-    """Return a function (h_TD, weight_VD, targets_T, bias_V, ignore_index) with the arguments of other entropies."""
+    """Give a function of (h_TD, weight_VD, targets_T, bias_V, ignore_index) the arguments of `causal_cross_entropy`."""
 
     def entropy(
         h_TD: Tensor,
@@ -83,7 +83,7 @@ def _of_plain_logits(fused: Callable[..., Tensor]) -> Entropy:
     ) -> Tensor:
         if transform is not None:
             raise SettingsError(
-                "this loss takes logits as the head makes them, and the model changes them: the chunked loss can"
+                "this loss takes logits as the head makes them, and the model changes them: name the loss chunked"
             )
         return fused(h_TD, weight_VD, targets_T, bias_V, ignore_index)
 

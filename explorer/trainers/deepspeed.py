@@ -54,7 +54,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 
 def _engine(settings: TrainerSettings) -> dict[str, Any]:
-    """Return the stage of ZeRO, and what the person's JSON says beside the exploration."""
+    """Return the stage of ZeRO, and what the person's JSON says of matters that are not explored."""
     kept = _kept(settings)
     stage: dict[str, Any] = {**kept.pop("zero_optimization", {}), "stage": settings.sharding.level}
     if settings.sharding is not Sharding.NONE:

@@ -1,4 +1,4 @@
-"""The expert back ends by name: for each entry of `EXPERT_KERNELS` the module of its name beside this one.
+"""The expert back ends by name: for each entry of `EXPERT_KERNELS` the module of its name in this folder.
 
 The module, or the folder, holds the `ExpertBackend` in a constant of that name in capitals.
 """

@@ -106,7 +106,7 @@ def test_torch_s_own_loss_in_chunks_gives_the_same_gradients(model_type: str) ->
 def test_torch_s_own_loss_refuses_logits_that_a_model_changes() -> None:
     model = models.tiny("gemma2")
     set_up(model, Settings(loss="torch"))
-    with pytest.raises(SettingsError, match="the chunked loss can"):
+    with pytest.raises(SettingsError, match="name the loss chunked"):
         models.step(model, models.batch())
 
 
