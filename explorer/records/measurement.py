@@ -112,6 +112,18 @@ class ComponentFigures(Frozen):
     num_shapes: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Different shapes of the micro-batches of a training command that ran.", exclude_if=is_null
     )
+    busy_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Of a training command: the share of the timed seconds in which the device ran a kernel, in the "
+        "samples of its driver.",
+        exclude_if=is_null,
+    )
+    span_seconds: tuple[Seconds, Seconds] | None = Field(
+        None,
+        description="Of a training command: the mean micro-step in the fastest and in the slowest second that was "
+        "timed.",
+        exclude_if=is_null,
+    )
 
 
 class ComponentMeasurement(ComponentFigures):

@@ -36,6 +36,7 @@ from bexp.explorer.search.compilation import describe_compilation
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
 from bexp.explorer.search.event_messages import describe_noise
+from bexp.explorer.search.host_pace import describe_host_pace
 from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
@@ -79,6 +80,7 @@ def build_recommendation(
     by_role = {each.role: each for each in alternatives}
     notes = _Notes(candidate_notes(request, candidate, report, whole_model))
     notes.add(NoteCode.COMMUNICATION, *_communication_notes(posterior, candidate, seconds))
+    notes.add(NoteCode.HOST_PACE, *describe_host_pace(posterior, best.row))
     notes.add(NoteCode.COMPILATION, *describe_compilation(posterior, best.row))
     notes.add(NoteCode.SHARED_CORES, *_shared_cores(posterior))
     if (largest := by_role.get(Role.LARGEST_MICRO_BATCH)) is not None and largest.predicted:

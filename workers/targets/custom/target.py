@@ -139,6 +139,8 @@ class CustomTarget:
             grad_accum_steps=figures.get("grad_accum_steps"),
             compile_seconds=() if optimizer else tuple(figures.get("compile_seconds", ())),
             num_shapes=None if optimizer else figures.get("num_shapes"),
+            busy_share=None if optimizer else figures.get("busy_share"),
+            span_seconds=None if optimizer else figures.get("span_seconds"),
         )
 
     def rest(self) -> None:
