@@ -237,7 +237,9 @@ class Clock:
             raise RuntimeError("the training ended by itself before two micro-steps could be timed")
         number = len(timed)
         expected = None if self.micro_batches is None else self.micro_batches.expect(self._micro_steps)
-        mean, error = expected or (statistics.fmean(timed), _standard_error(timed))
+        mean, error = statistics.fmean(timed), _standard_error(timed)
+        if expected is not None:
+            mean, error = expected.seconds, expected.error
         peak, reserved = peak_bytes(self._device)
         paces = self._span_paces()
         if len(paces) >= FEWEST_SPANS:
@@ -264,6 +266,8 @@ class Clock:
             "compile_seconds": [step.compile_seconds for step in self._micro_steps if step.compile_seconds],
             "busy_share": None if busy is None else min(figures["busy"] for figures in each),
             "span_seconds": (mean * min(paces), mean * max(paces)) if len(paces) >= FEWEST_SPANS else None,
+            "new_width_seconds": expected and expected.new_width_seconds,
+            "new_width_share": expected and expected.new_width_share,
             "num_shapes": len({step.positions for step in self._micro_steps if step.positions}) or None,
             "data": {
                 "accumulation": self.accumulation,

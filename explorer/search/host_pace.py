@@ -27,10 +27,7 @@ def describe_host_pace(posterior: Posterior, row: int) -> Iterator[str]:
 
 
 def _of_command(posterior: Posterior, row: int) -> Iterator[str]:
-    table = posterior.table
-    columns = table.columns_CP[row][table.used_CP[row]]
-    observed = [posterior.knowledge.log.runs.get(table.components[column]) for column in columns]
-    runs = [run for each in observed if each is not None for run in each.runs if run.busy_share is not None]
+    runs = [run for run in posterior.runs_of(row) if run.busy_share is not None]
     shares = [run.busy_share for run in runs if run.busy_share is not None]
     if not shares or (share := float(np.median(shares))) >= BUSY:
         return
@@ -38,7 +35,7 @@ def _of_command(posterior: Posterior, row: int) -> Iterator[str]:
     spans = [run.span_seconds for run in runs if run.span_seconds is not None]
     if spans:
         whole = posterior.corrected_seconds(row)
-        unit, product = table.model.rate_unit, whole.tokens_per_second * whole.micro_step
+        unit, product = posterior.table.model.rate_unit, whole.tokens_per_second * whole.micro_step
         slowest, fastest = max(longest for _, longest in spans), min(shortest for shortest, _ in spans)
         lowest, _, _ = rate_text(product / slowest, unit).partition(" ")
         text += f", and single seconds of the trials had {lowest} to {rate_text(product / fastest, unit)}"

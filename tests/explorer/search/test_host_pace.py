@@ -70,6 +70,19 @@ def test_a_command_that_waits_for_the_host_is_named_with_the_range_of_its_speed(
     assert all(each in note for each in said), note
 
 
+@pytest.mark.parametrize(("share", "shown"), [(0.5, True), (0.0, False), (None, False)])
+def test_a_command_whose_new_widths_take_longer_says_so(share: float | None, *, shown: bool) -> None:
+    command = WatchedCommand(new_width_seconds=0.2, new_width_share=share)
+    [*_, last] = explore(
+        ExplorationRequest.model_validate({"target": LOCAL}), command.report("cuda"), command, clock=lambda: 0.0
+    )
+    assert last.answer is not None
+    assert last.answer.recommendation is not None
+    notes = [note.text for note in last.answer.recommendation.notes if note.code is NoteCode.WIDTHS]
+    assert bool(notes) == shown
+    assert all("takes 0.20 s longer" in text and "pad_to_multiple_of=64" in text for text in notes)
+
+
 @pytest.mark.parametrize("slower", [0.2, 3.0])
 def test_blocks_that_the_host_issues_more_slowly_than_they_run_are_named(slower: float) -> None:
     request = small_request()
