@@ -35,7 +35,8 @@ class OptimizerSpec(Frozen):
     name: Annotated[OptimizerName, BeforeValidator(read_name)] = Field(
         "adamw",
         description="torch's fused AdamW, fused SGD with momentum, or another optimizer by its name in transformers' "
-        "TrainingArguments (`optim`); those need target `transformers`, and their package.",
+        "TrainingArguments (`optim`); those need target `transformers`, and their package. `muon` is torch's for "
+        "matrices of hidden layers, with AdamW for all else.",
     )
     grad_dtype: DType | None = Field(None, description="Default: the model's dtype.")
     master_dtype: Literal[DType.FLOAT32] | None = Field(

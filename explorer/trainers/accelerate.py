@@ -15,6 +15,7 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Section
@@ -214,7 +215,7 @@ ACCELERATE = Trainer(
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         execution={Execution.EAGER, Execution.COMPILE},
-        optimizer={OTHER_LIBRARIES},
+        optimizer={OTHER_LIBRARIES, MUON},
     ),
     targets=LIBRARY_RUNS_IT,
     widens_shards=True,

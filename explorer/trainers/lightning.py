@@ -6,6 +6,7 @@ from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, SHARES, Recompute
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import (
     HALF_NAMES,
@@ -118,7 +119,7 @@ LIGHTNING = Trainer(
         experts=LIBRARY_EXPERTS,
         recompute={Recompute.NONE, Recompute.FULL, *SHARES, FIRST_LAYERS, DIFFERENT_LAYERS},
         execution={Execution.EAGER, Execution.COMPILE},
-        optimizer={OTHER_LIBRARIES},
+        optimizer={OTHER_LIBRARIES, MUON},
         sharded_adapters=(),  # its FSDP makes one tensor of a layer's parameters
     ),
     targets=LIBRARY_RUNS_IT,

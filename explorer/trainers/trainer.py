@@ -23,8 +23,8 @@ from bexp.explorer.trainers.keys import ReadSideFile, TrainerFile
 
 LORA, SINGLE_PARAMETERS, FRACTIONAL_ALPHA = "LoRA", "LoRA of single parameters", "a LoRA alpha that is no whole number"
 """Adapters; those of single parameters, such as experts in one tensor; an alpha that is no whole number."""
-OTHER_LIBRARIES, ON_HOST = "of other libraries", "in the host's memory"
-"""Optimizers that are not torch's AdamW and SGD; one that steps in the host's memory."""
+OTHER_LIBRARIES = "of other libraries"
+"""Optimizers that are not torch's AdamW and SGD; those without a name in TrainingArguments are asked for one by one."""
 CAPACITY = "a capacity factor of experts"
 MODEL_PARALLELISM = "a mesh of devices"
 
@@ -47,7 +47,7 @@ def _adapters_ask(lora: LoRASpec | None) -> Iterable[Hashable]:
 
 def _optimizer_asks(optimizer: OptimizerSpec) -> Iterable[Hashable]:
     if (known := optimizer.of_library) is not None:
-        yield ON_HOST if known.is_on_host else OTHER_LIBRARIES
+        yield OTHER_LIBRARIES if known.note is None else optimizer.name
 
 
 TERMS: Mapping[str, Term] = {

@@ -33,6 +33,7 @@ ANSWERS = {
     ),
     "lora_experts": exploration(training={"lora": {"r": 8, "target_parameters": ["experts.down_proj"]}}),
     "sgd": exploration(training={"optimizer": {"name": "sgd"}}),
+    "muon": exploration(training={"optimizer": {"name": "muon"}}),
     "no_batch": exploration(batch_size=None),
     "recomputed": exploration(candidate(recompute=Recompute.FULL)),
     "partial": exploration(candidate(recompute=Recompute.PARTIAL_25)),

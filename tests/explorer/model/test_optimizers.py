@@ -15,6 +15,9 @@ LLAMA = {"model_type": "llama", "hidden_size": 64}
 MODEL = shapes(2, 64, 128, heads=4, vocab=128, length=64)
 
 
+ABLE = ["bexp", "accelerate", "lightning", "axolotl", "llamafactory"]
+
+
 def request(name: str, **fields: Any) -> ExplorationRequest:
     training = {"optimizer": {"name": name}} | fields.pop("training", {})
     source = {"hf_config": LLAMA, "hf_seq_length": 64} if "model" not in fields else {}
@@ -36,7 +39,14 @@ def test_axolotl_has_them_in_its_own_formats() -> None:
 
 def test_every_optimizer_on_the_device_has_a_name_in_the_trainer() -> None:
     assert set(NAMES) == {"adamw", "sgd", *LIBRARY}
-    assert set(LIBRARY_NAMES) == {name for name in NAMES if name not in LIBRARY or not LIBRARY[name].is_on_host}
+    assert set(NAMES) - set(LIBRARY_NAMES) == {"adamw_cpu_offload", "muon"}
+
+
+@pytest.mark.parametrize("trainer", ["transformers", "trl", "deepspeed", "torchtitan", "megatron"])
+def test_muon_is_refused_for_a_trainer_whose_file_cannot_name_it(trainer: str) -> None:
+    assert {request("muon", trainer=name).training.optimizer.name for name in ABLE} == {"muon"}
+    with pytest.raises(ValidationError, match=rf"cannot express the optimizer 'muon'; these can: {', '.join(ABLE)}"):
+        request("muon", trainer=trainer)
 
 
 @pytest.mark.parametrize("name", ["adamw_bnb_16bit", "galore_adamw", "", 8, "paged_lion_8bit"])

@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded": SHARDED,
     "full rows": {"batch_size": 8},
     "optimizer": {"training": {"optimizer": {"name": "adafactor", "master_dtype": None}}},
+    "muon": {"training": {"optimizer": {"name": "muon", "master_dtype": None}}},
     "padded": {"lengths": [[100, 10], [900, 4]], "batching": "padded"},
     "grouped": {"lengths": [[100, 10], [900, 4]], "batching": "grouped"},
     "adapters": {
@@ -48,6 +49,8 @@ def test_an_export_is_read_back_as_what_was_measured(name: str, case: str) -> No
     if (case == "sharded" and TRAINERS[name].lacks("sharding", Sharding.ZERO3)) or (
         case == "grouped" and Setting.ORDER not in settings
     ):
+        return
+    if case == "muon" and name == "trl":  # TrainingArguments have no name for it
         return
     if lora is not None and (name == "trl" or TRAINERS[name].lacks("adapters", LoRASpec.model_validate(lora))):
         return
