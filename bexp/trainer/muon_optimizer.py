@@ -31,11 +31,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(f"torch {torch.__version__} has no Muon: it needs torch 2.9")
-        apart = {id(parameter) for module in outer for parameter in module.parameters()}
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for parameter in parameters:
-            (matrices if parameter.ndim == 2 and id(parameter) not in apart else others).append(parameter)
+        matrices, others = hidden_matrices(parameters, outer)
         self._steppers: list[torch.optim.Optimizer] = []
         if matrices:
             muon = torch.optim.Muon(
@@ -55,6 +51,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
             stepper.param_groups, stepper.state = [group], self.state  # which a schedule or a checkpoint has replaced
             stepper.step()
         return loss
+
+
+def hidden_matrices(
+    parameters: Iterable[nn.Parameter], outer: Iterable[nn.Module]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters of two dimensions that are in no module of `outer`, and all others."""
+    apart = {id(parameter) for module in outer for parameter in module.parameters()}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        (matrices if parameter.ndim == 2 and id(parameter) not in apart else others).append(parameter)
+    return matrices, others
 
 
 def outer_modules(model: nn.Module) -> list[nn.Module]:

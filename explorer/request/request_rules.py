@@ -15,7 +15,7 @@ from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.extensions import extensions
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.optimizers import BITSANDBYTES
+from bexp.explorer.model.optimizers import BITSANDBYTES, MUON
 from bexp.explorer.model.quantization import PLAIN, Quantization, own_method
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
@@ -221,10 +221,16 @@ def _check_master_weights(request: ExplorationRequest) -> None:
 
 
 def _check_library_optimizer(request: ExplorationRequest) -> None:
-    """Check that an optimizer of a library steps the whole parameters of a transformers model, in their own format."""
+    """Check that an optimizer of a library steps whole parameters in a format of its own, of a transformers model.
+
+    The reference layers have Muon as well, with master weights or without.
+    """
     field, name = "training.optimizer.name", request.training.optimizer.name
     known = request.training.optimizer.of_library
-    _need_library(request, f"optimizer '{name}' needs", field)
+    if name != MUON or request.target_name != BEXP:
+        _need_library(request, f"optimizer '{name}' needs", field)
+    if request.devices.share_model:
+        raise RuleError(f"optimizer '{name}' is measured on whole models", field, "parallelism")
     if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
         other = "num_devices" if request.num_devices > 1 else "device_kind"
         raise RuleError(f"optimizer '{name}' steps in the host's memory, next to one GPU", field, other)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES, NAMES
 from bexp.explorer.request.request import ExplorationRequest
 from tests.explorer.shapes import shapes
@@ -47,6 +48,23 @@ def test_muon_is_refused_for_a_trainer_whose_file_cannot_name_it(trainer: str) -
     assert {request("muon", trainer=name).training.optimizer.name for name in ABLE} == {"muon"}
     with pytest.raises(ValidationError, match=rf"cannot express the optimizer 'muon'; these can: {', '.join(ABLE)}"):
         request("muon", trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_devices": 2, "parallelism": {"tensor": 2}}, "optimizer 'muon' is measured on whole models"),
+        ({"num_devices": 2, "training": {"optimizer": {"name": "muon"}, "sharding": "zero1"}}, "without sharding"),
+        ({"training": {"optimizer": {"name": "muon", "grad_dtype": "float32"}}}, "leave grad_dtype out"),
+        ({"target": "local.mine", "model": None}, "needs target 'transformers'"),
+    ],
+)
+def test_the_reference_layers_have_muon_whole_and_with_master_weights_or_none(fields: dict[str, Any], why: str) -> None:
+    assert request("muon", model=MODEL).training.optimizer.has_master(DType.BFLOAT16)
+    without = {"optimizer": {"name": "muon", "master_dtype": None}}
+    assert not request("muon", model=MODEL, training=without).training.optimizer.has_master(DType.BFLOAT16)
+    with pytest.raises(ValidationError, match=why):
+        request("muon", **{"model": MODEL, **fields})
 
 
 @pytest.mark.parametrize("name", ["adamw_bnb_16bit", "galore_adamw", "", 8, "paged_lion_8bit"])
