@@ -20,7 +20,7 @@ from bexp.explorer.model.quantization import PLAIN, Quantization, own_method
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.trainer_rules import check_trainer
+from bexp.explorer.request.trainer_rules import check_trainer, stepped_weights
 from bexp.explorer.trainers.keys import IN_A_COMMAND
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
     if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
         other = "num_devices" if request.num_devices > 1 else "device_kind"
         raise RuleError(f"optimizer '{name}' steps in the host's memory, next to one GPU", field, other)
-    if request.runner.lacks("optimizer", request.training.optimizer):
+    if request.runner.lacks("optimizer", stepped_weights(request)):
         return  # the trainer cannot express it, whatever its precision
     other = f"say adamw_torch_fused, or {IN_A_COMMAND}"
     if request.training.precision == "master":

@@ -251,10 +251,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
     """Return the part of a configuration that an exploration decides, as YAML."""
     notes = [f"add base_model, datasets {WHAT_ELSE}", *sharding_notes(settings)]
     if settings.optimizer == MUON:
-        notes.append(
-            "optimizer: Axolotl's Muon trains no norms and biases, and stops at experts in one tensor; measured were "
-            "all weights, with AdamW for those"
-        )
+        notes.append("optimizer: Axolotl's Muon trains no norms and biases, for which the measured one has AdamW")
     notes += _precision_notes(settings)
     return yaml_export(settings, fields_of(KEYS, settings), notes)
 

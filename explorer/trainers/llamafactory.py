@@ -36,7 +36,14 @@ from bexp.explorer.trainers.keys import (
     without_exports,
     words,
 )
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, LORA, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import (
+    LIBRARY_RUNS_IT,
+    LORA,
+    MUON_BESIDE_EXPERTS,
+    OTHER_LIBRARIES,
+    Trainer,
+    expresses,
+)
 from bexp.explorer.trainers.transformers import (
     AUTOCAST,
     BATCH,
@@ -209,7 +216,9 @@ LLAMAFACTORY = Trainer(
     title="LLaMA-Factory",
     formats={"llamafactory": render},
     file=FILE,
-    expresses=expresses(attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES, MUON}, adapters={LORA}),
+    expresses=expresses(
+        attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS}, adapters={LORA}
+    ),
     widens_shards=True,
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
     lists_linear=True,

@@ -50,6 +50,21 @@ def test_muon_is_refused_for_a_trainer_whose_file_cannot_name_it(trainer: str) -
         request("muon", trainer=trainer)
 
 
+@pytest.mark.parametrize("experts", [{"num_experts": 8}, {"text_config": {"n_routed_experts": 8}}])
+def test_a_trainer_whose_muon_stops_at_experts_in_one_tensor_is_refused_before_the_search(
+    experts: dict[str, Any],
+) -> None:
+    config = {**LLAMA, "model_type": "olmoe", **experts}
+    for trainer in (None, *(name for name in ABLE if name != "axolotl")):
+        assert request("muon", hf_config=config, trainer=trainer).training.optimizer.name == "muon"
+    why = "Axolotl cannot express the optimizer 'muon' of a model with experts in one tensor; these can: bexp, "
+    with pytest.raises(ValidationError, match=why):
+        request("muon", hf_config=config, trainer="axolotl")
+    adapters = {"lora": {"r": 4, "target_modules": ["q_proj"]}}
+    assert request("muon", hf_config=config, trainer="axolotl", training=adapters).training.lora is not None
+    assert request("adafactor", hf_config=config, trainer="axolotl").trainer == "axolotl"
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
