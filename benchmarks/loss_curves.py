@@ -2,7 +2,7 @@
 
     python -m benchmarks.loss_curves --out benchmarks/results/loss-curves.json
     python -m benchmarks.loss_curves --models llama --layers 2 --hidden 64 --seq-length 64 --steps 40 --out curves.json
-    python -m benchmarks.loss_curves --models olmoe --layers 4 --hidden 512 --implementations bexp_fused --out FILE
+    python -m benchmarks.loss_curves --models olmoe --layers 2 --hidden 512 --implementations bexp_fused --out FILE
 
 Each model is trained on the bytes of Python's standard library: unpatched with two seeds (of weights and of the order
 of the text), and set up by `bexp.apply` with the first of these seeds. `--settings` replaces what is applied, and
