@@ -206,10 +206,10 @@ def test_optimizer_on_cuda_equals_that_on_cpu(name: str, grad_dtype: str | None)
 
 
 def test_muon_on_cuda_equals_that_on_cpu() -> None:
-    """The change is compared, which is rounded to bfloat16 in five iterations."""
+    """The change is compared, which is rounded to bfloat16 in five iterations; small weights resolve it."""
     spec, generator = OptimizerSpec(name="muon"), torch.Generator().manual_seed(0)
     shapes = ((192, 64), (64, 192), (64,), (4, 64, 32))
-    start = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+    start = [(2**-6 * torch.randn(shape, generator=generator)).to(torch.bfloat16) for shape in shapes]
     gradients = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
     results = []
     for device in (CUDA, CPU):
