@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bexp.trainer.arguments import training_arguments
     from bexp.trainer.callback import TrainerCallback
     from bexp.trainer.model_setup import apply, restore
+    from bexp.trainer.muon_optimizer import muon
     from bexp.trainer.recommended_setup import RecommendedSetup
     from bexp.transformers.settings import Settings
     from bexp.tune.trainer_accumulation import check_accumulation
@@ -28,6 +29,7 @@ __all__ = [
     "check_accumulation",
     "explore",
     "explore_config",
+    "muon",
     "restore",
     "training_arguments",
 ]
@@ -41,6 +43,7 @@ _MODULES = {  # No module has the name of a function here, because a loaded modu
     "check_accumulation": "bexp.tune.trainer_accumulation",
     "explore": "bexp.step.exploration",
     "explore_config": "bexp.config_exploration",
+    "muon": "bexp.trainer.muon_optimizer",
     "restore": "bexp.trainer.model_setup",
     "training_arguments": "bexp.trainer.arguments",
 }

@@ -125,7 +125,7 @@ class RecommendedSetup:
 
     @property
     def has_host_optimizer(self) -> bool:
-        """Whether the optimizer stepped in the host's memory, which TrainingArguments have no name for."""
+        """Whether the optimizer stepped in the host's memory."""
         known = None if self.optimizer is None else LIBRARY.get(self.optimizer)
         return known is not None and known.is_on_host
 

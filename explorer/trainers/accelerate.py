@@ -15,6 +15,7 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Location, Section
@@ -37,7 +38,7 @@ from bexp.explorer.trainers.fsdp import (
     sharding_notes,
 )
 from bexp.explorer.trainers.keys import UNKNOWN_FIELD, Batch, Why, words
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_BESIDE_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
 
 FILE = "accelerate"
 """The field of a document that holds the configuration."""
@@ -214,7 +215,7 @@ ACCELERATE = Trainer(
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         execution={Execution.EAGER, Execution.COMPILE},
-        optimizer={OTHER_LIBRARIES},
+        optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS},
     ),
     targets=LIBRARY_RUNS_IT,
     widens_shards=True,

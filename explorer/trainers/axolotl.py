@@ -11,6 +11,7 @@ from typing import Any
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.model import DType
+from bexp.explorer.model.optimizers import LIBRARY_NAMES, MUON
 from bexp.explorer.model.training import LINEAR_MODULES, Sharding
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, yaml_export
@@ -82,6 +83,10 @@ def _modules(value: Any) -> Any:
     return None if value == LINEAR_MODULES else value if isinstance(value, str) else list(value)
 
 
+def _optimizer(settings: TrainerSettings) -> str | None:
+    return None if settings.is_own_code else LIBRARY_NAMES.get(settings.optimizer, settings.optimizer)
+
+
 def _adapter(settings: TrainerSettings) -> str | None:
     if settings.lora is None:
         return None
@@ -115,7 +120,7 @@ KEYS = {
     "bf16": Key(Setting.HALF, _half, lambda settings: settings.dtype is DType.BFLOAT16),
     "bfloat16": Key(Setting.HALF, _half),
     "fp16": Key(write=lambda settings: settings.dtype is DType.FLOAT16 or None),
-    "optimizer": key(Setting.OPTIMIZER),
+    "optimizer": Key(Setting.OPTIMIZER, write=_optimizer),
     "optim_args": Key(write=optimizer_arguments),
     "sequence_len": key(Setting.SEQ_LENGTH),
     "sample_packing": key(Setting.PACKING, flag),
@@ -245,6 +250,8 @@ FILE = TrainerFile(
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the part of a configuration that an exploration decides, as YAML."""
     notes = [f"add base_model, datasets {WHAT_ELSE}", *sharding_notes(settings)]
+    if settings.optimizer == MUON:
+        notes.append("optimizer: Axolotl's Muon trains no norms and biases, for which the measured one has AdamW")
     notes += _precision_notes(settings)
     return yaml_export(settings, fields_of(KEYS, settings), notes)
 
@@ -280,7 +287,7 @@ AXOLOTL = Trainer(
     expresses=expresses(
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
-        optimizer={OTHER_LIBRARIES},
+        optimizer={OTHER_LIBRARIES, MUON},
         adapters={ADAPTERS, SINGLE_PARAMETERS},
     ),
     targets=LIBRARY_RUNS_IT,
