@@ -75,7 +75,7 @@ class Rows:
         self._hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         fresh = {"device": name, "num_devices": dist.get_world_size(), **setting, "rows": []}
-        self._results: Row = self._same([json.loads(path.read_text()) if path.exists() else fresh])
+        self._results: Row = self.same([json.loads(path.read_text()) if path.exists() else fresh])
         self._results["environment"] = describe_environment()
 
     def measure(self, measure: Callable[[], Row], **key: Hashable) -> None:
@@ -83,7 +83,7 @@ class Rows:
         rows: list[Row] = self._results["rows"]
         if any(all(row.get(name) == value for name, value in key.items()) for row in rows):
             return
-        if not self._same([time.monotonic() < self._ends_at]):
+        if not self.same([time.monotonic() < self._ends_at]):
             return
         rows.append({**key, "error": UNFINISHED})
         self._write()
@@ -102,7 +102,7 @@ class Rows:
         if dist.get_rank() == 0:
             print(rows[-1], flush=True)
 
-    def _same(self, value: list[Any]) -> Any:
+    def same(self, value: list[Any]) -> Any:
         """Return the first rank's value."""
         dist.broadcast_object_list(value, src=0, group=self._hosts)
         return value[0]

@@ -1,4 +1,4 @@
-"""Rows that ranks measure together, and what is told of contenders that share sequences."""
+"""Rows that ranks measure together, and the summaries of contenders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from benchmarks.long_contexts import summarize
+from benchmarks import expert_sharding, long_contexts
 from benchmarks.rank_runs import UNFINISHED, Rows, slowest_seconds
 
 CPU = torch.device("cpu")
@@ -60,8 +60,23 @@ def test_turns_are_summarised_next_to_the_best_of_torch() -> None:
         row(contender="ring", error="out of memory"),
         {"contender": "alone", "gradient_error": 1e-3},
     ]
-    found = {row["contender"]: row for row in summarize(rows)}
+    found = {row["contender"]: row for row in long_contexts.summarize(rows)}
     assert found.keys() == {"zigzag", "torch by all-gather", "torch by all-to-all"}
     zigzag = found["zigzag"]
     assert (zigzag["tokens_per_second"], zigzag["peak_bytes"]) == (33.0, 5)
     assert (zigzag["spread"], zigzag["over_torch"]) == pytest.approx((6 / 33, 1.5))
+
+
+def test_mixtures_are_summarised_next_to_plain_sharding() -> None:
+    row: partial[dict[str, Any]] = partial(dict, model="m", size=4)
+    rows = [
+        row(contender="experts apart", tokens_per_second=15.0, peak_bytes=6, loss=2.5),
+        row(contender="sharded", tokens_per_second=10.0, peak_bytes=8, loss=2.0),
+        row(contender="sharded, set up", error="out of memory"),
+        row(contender="sharded", size=8, error="out of memory"),
+        row(contender="experts apart", size=8, tokens_per_second=20.0, peak_bytes=9, loss=2.5),
+    ]
+    assert expert_sharding.summarize(rows) == [
+        {"model": "m", "size": 4, "contender": "experts apart", "speed": 1.5, "peak": 0.75, "loss": 0.5},
+        {"model": "m", "size": 4, "contender": "sharded", "speed": 1.0, "peak": 1.0, "loss": 0.0},
+    ]
