@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -65,13 +66,19 @@ Contender = Callable[[Any], AbstractContextManager[Step]]
 @contextmanager
 def set_up_for(model: Any, attention: str, layout: str | None = None) -> Iterator[Any]:
     """Set a model up for the time of a contender, with a layout if ranks share its sequences."""
-    context = None if layout is None else ContextParallel(ring_group(), layout)
+    context = None if layout is None else ContextParallel(_group(), layout)
     applied = set_up(model, Settings(loss="chunked", attention=attention), context_parallel=context)
     try:
         yield model
     finally:
         applied.undo()
         model.zero_grad(set_to_none=True)
+
+
+@functools.cache
+def _group() -> dist.ProcessGroup:
+    """Return one group for all turns: a new one would begin with the making of its communicator."""
+    return ring_group()
 
 
 def ours(kernel: str, layout: str | None) -> Contender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ Row = dict[str, Any]
 
 def join_ranks(kind: str, timeout: timedelta = TIMEOUT) -> torch.device:
     """Join the ranks that torchrun has started, on devices of a kind, `cuda` or `cpu`; return this rank's device."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of one host, whose name may not be known
     device = torch.device(kind, dist.get_node_local_rank() if kind == "cuda" else 0)
     if kind == "cuda":
         torch.cuda.set_device(device)

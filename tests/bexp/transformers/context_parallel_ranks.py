@@ -94,7 +94,12 @@ def compare_uses(context: ContextParallel) -> dict[str, dict[str, float]]:
     found["logits"] = {"out": float((context.gather(part) - logits).norm() / logits.norm())}
     model = models.tiny("olmoe")
     wanted = models.step(model, batch)
-    bexp.apply(model, document(), context_parallel=context)
+    bexp.apply(model, document(attention_backend="own", expert_backend=None), context_parallel=context)
+    found["own code"] = errors(model, wanted, batch)
+    assert bexp.restore(model)
+    shared = document(context_parallel_size=NUM_RANKS, context_parallel_layout=context.layout.name)
+    report = bexp.apply(model, shared, context_parallel=context)
+    assert not any("devices share" in warning for warning in report.warnings)
     wrapped = sharded(model)
     wrapped(**batch).loss.backward()
     pairs = ((whole(p.grad), wanted.gradients[name]) for name, p in model.named_parameters())

@@ -56,7 +56,7 @@ def test_every_case_has_run(found: list[dict[str, Any]]) -> None:
         assert sorted(rank["errors"]) == sorted(CASES)
 
 
-@pytest.mark.parametrize("use", ["items of a step", "targets", "logits", "fully_shard"])
+@pytest.mark.parametrize("use", ["items of a step", "targets", "logits", "own code", "fully_shard"])
 def test_other_uses_are_those_of_one_device(found: list[dict[str, Any]], use: str) -> None:
     for rank in found:
         assert max(rank["uses"][use].values()) < 1e-5
