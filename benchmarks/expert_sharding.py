@@ -82,7 +82,7 @@ def sharded(settings: Settings) -> Callable[[Path, torch.device], Any]:
     def load(folder: Path, device: torch.device) -> Any:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
 
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": device})
         set_up(model, settings)
         for unit in [*decoder_layers(model), model]:
             fully_shard(unit)

@@ -80,13 +80,14 @@ class Rows:
         self._results: Row = self.same([json.loads(path.read_text()) if path.exists() else fresh])
         self._results["environment"] = describe_environment()
 
-    def measure(self, measure: Callable[[], Row], **key: Hashable) -> None:
-        """Add a row with what `measure` returns or why it failed, unless there is one, or the time is over."""
+    def measure(self, measure: Callable[[], Row], **key: Hashable) -> Row:
+        """Return the row with what `measure` returns or why it failed; empty if the time is over before it begins."""
         rows: list[Row] = self._results["rows"]
-        if any(all(row.get(name) == value for name, value in key.items()) for row in rows):
-            return
+        for row in rows:
+            if all(row.get(name) == value for name, value in key.items()):
+                return row
         if not self.same([time.monotonic() < self._ends_at]):
-            return
+            return {}
         rows.append({**key, "error": UNFINISHED})
         self._write()
         error = ""
@@ -103,9 +104,10 @@ class Rows:
         self._write()
         if dist.get_rank() == 0:
             print(rows[-1], flush=True)
+        return rows[-1]
 
     def same(self, value: list[Any]) -> Any:
-        """Return the first rank's value."""
+        """Return the first rank's value, which each rank hands over as the one item of a list."""
         dist.broadcast_object_list(value, src=0, group=self._hosts)
         return value[0]
 

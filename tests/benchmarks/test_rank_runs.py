@@ -42,9 +42,9 @@ def test_each_row_is_written_and_measured_once_even_if_it_fails(tmp_path: Path) 
 
     for _ in range(2):  # a second start
         rows = Rows(path, CPU, 100.0, len, commit="c")
-        rows.measure(measure, name="a")
+        assert rows.measure(measure, name="a")["seconds"] == calls[0]
         rows.measure(fail, name="b")
-    Rows(path, CPU, 0.0, len).measure(measure, name="too late")
+    assert Rows(path, CPU, 0.0, len).measure(measure, name="too late") == {}
     found = json.loads(path.read_text())
     assert found["rows"] == [{"name": "a", "seconds": calls[0]}, {"name": "b", "error": "ValueError: no kernel"}]
     assert (found["summary"], found["commit"], len(calls)) == (2, "c", 1)
@@ -65,6 +65,12 @@ def test_turns_are_summarised_next_to_the_best_of_torch() -> None:
     zigzag = found["zigzag"]
     assert (zigzag["tokens_per_second"], zigzag["peak_bytes"]) == (33.0, 5)
     assert (zigzag["spread"], zigzag["over_torch"]) == pytest.approx((6 / 33, 1.5))
+
+
+def test_contenders_that_are_wrong_are_not_timed() -> None:
+    repeated = f"torch{long_contexts.REPEATED}"
+    assert long_contexts.choose({"torch": 0.01, repeated: 0.01, "ring": 0.2}) == ["torch"]
+    assert long_contexts.choose({"torch": 0.5, repeated: 0.01, "ring": None}) == [repeated]
 
 
 def test_mixtures_are_summarised_next_to_plain_sharding() -> None:
