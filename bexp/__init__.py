@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bexp.client.client import Client
     from bexp.config_exploration import explore_config
+    from bexp.kernels.context_parallel.attention import ContextParallel
     from bexp.step.exploration import explore
     from bexp.trainer.arguments import training_arguments
     from bexp.trainer.callback import TrainerCallback
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Client",
+    "ContextParallel",
     "RecommendedSetup",
     "Settings",
     "TrainerCallback",
@@ -36,6 +38,7 @@ __all__ = [
 
 _MODULES = {  # No module has the name of a function here, because a loaded module would hide the function.
     "Client": "bexp.client.client",
+    "ContextParallel": "bexp.kernels.context_parallel.attention",
     "RecommendedSetup": "bexp.trainer.recommended_setup",
     "Settings": "bexp.transformers.settings",
     "TrainerCallback": "bexp.trainer.callback",

@@ -105,12 +105,6 @@ def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
     return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key not in others}}
 
 
-def _fsdp(settings: TrainerSettings) -> list[str] | None:
-    """Return the strategy of version 1 where it is not the default."""
-    is_other = settings.widens_shards and settings.sharding is Sharding.ZERO2 and fsdp_config(settings)
-    return ["shard_grad_op", "auto_wrap"] if is_other else None
-
-
 KEYS = {
     "base_model": Key(Setting.MODEL),
     "micro_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
@@ -161,7 +155,7 @@ KEYS = {
     "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
     "deepspeed": DEEPSPEED_KEY,
-    "fsdp": Key(Setting.FSDP, lambda value: value or None, _fsdp),
+    "fsdp": Key(Setting.FSDP, lambda value: value or None),
     "fsdp_version": Key(Setting.FSDP_VERSION, one_of({"1": 1, "2": 2}), _fsdp_version),
     "fsdp_config": replace(FSDP_CONFIG, write=_fsdp_config),
     "accelerator_config": ACCELERATOR_CONFIG,
@@ -268,7 +262,8 @@ def _precision_notes(settings: TrainerSettings) -> list[str]:
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
         return []
     if settings.widens_shards:
-        return []
+        is_other = settings.sharding is Sharding.ZERO2 and fsdp_config(settings)
+        return ["sharding: zero2 was measured; FSDP1, which keeps float32 weights, runs as zero3"] if is_other else []
     if settings.precision != "upcast":
         return [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
     if settings.training.precision == "upcast":
