@@ -61,6 +61,7 @@ class Supervisor:
         self._restart_seconds = restart_seconds
         self._tasks: list[_Task] = []
         self._running: list[asyncio.Task[None]] = []
+        self._is_closed = False
 
     def start(self, name: str, run: Callable[[Beat], Awaitable[None]], *, interval_seconds: float) -> None:
         """Run `run` from now on; it should finish a round every `interval_seconds`."""
@@ -81,6 +82,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """End all tasks."""
+        self._is_closed = True
         for running in self._running:
             running.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -92,7 +94,10 @@ class Supervisor:
                 task.fault = "it ended"
             except Exception as error:  # whatever ends a task, it is started again
                 task.fault = type(error).__name__
-                logger.warning("the background task '%s' failed and is started again", task.name, exc_info=error)
+                again = "" if self._is_closed else " and is started again"
+                logger.warning("the background task '%s' failed%s", task.name, again, exc_info=error)
+            if self._is_closed:  # an exception while a task ends replaces its cancellation
+                return
             await asyncio.sleep(self._restart_seconds)
 
 

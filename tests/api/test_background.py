@@ -62,6 +62,25 @@ def test_a_task_that_fails_or_ends_is_started_again_and_its_trouble_is_told() ->
     ]
 
 
+def test_a_task_that_fails_when_it_is_cancelled_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        supervisor, began = Supervisor(restart_seconds=0.0), asyncio.Event()
+
+        async def work(_beat: Beat) -> None:
+            began.set()
+            try:
+                await asyncio.sleep(PATIENCE_SECONDS)
+            finally:
+                raise RuntimeError
+
+        supervisor.start("work", work, interval_seconds=60.0)
+        await began.wait()
+        await asyncio.wait_for(supervisor.close(), PATIENCE_SECONDS)
+
+    asyncio.run(scenario())
+    assert caplog.messages == ["the background task 'work' failed"]
+
+
 @pytest.mark.parametrize(
     ("silence", "told"), [(10.9, None), (12.0, "the background task 'hang' has not finished a round for 12 s")]
 )

@@ -67,12 +67,23 @@ def stored_at(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -
     return f"sqlite:///{path}"
 
 
+@pytest.fixture(scope="session")
+def ending() -> Iterator[list[threading.Thread]]:
+    """Services that end while other tests run: to wait for each would take 0.2 s. All have ended with the session."""
+    ending: list[threading.Thread] = []
+    yield ending
+    for thread in ending:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
 @pytest.fixture
-def service(stored_at: str) -> Iterator[str]:
+def service(stored_at: str, ending: list[threading.Thread]) -> Iterator[str]:
     """The URL of an API on this database."""
     served = start(ServiceSettings(stored_at, poll_seconds=0.05))
+    ending.append(served.thread)
     yield served.url
-    served.server.should_exit = True  # it ends by itself; to wait for that would take each test 0.2 s
+    served.server.should_exit = True
 
 
 @pytest.fixture
