@@ -17,7 +17,7 @@ from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.measure.host_limits import processor_name
 from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source
 from bexp.trainer.trained_weights import differences_of_training, refuse_another_training
-from bexp.transformers.context_parallel import set_context_parallel
+from bexp.transformers.context_parallel import describe, set_context_parallel
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.undo import Changes
 
@@ -97,10 +97,12 @@ def apply(
     if strict and warnings:
         raise RecommendationError("; ".join(warnings))
     if setup.own_code and execution is None:
-        changes = Changes()
-        if context_parallel is not None:
-            set_context_parallel(inner, context_parallel, None, changes)
-        applied = Applied(setup.settings, (_UNTOUCHED,), changes)
+        done = [_UNTOUCHED]
+        with Changes() as changes:
+            if context_parallel is not None:
+                set_context_parallel(inner, context_parallel, None, changes)
+                done.append(describe(context_parallel))
+        applied = Applied(setup.settings, tuple(done), changes)
     else:
         applied = set_up(inner, setup.settings, context_parallel=context_parallel)
     report = Report(setup, applied, tuple(warnings))

@@ -42,6 +42,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self._steppers.append(torch.optim.AdamW(others, lr=lr, betas=betas, weight_decay=weight_decay, fused=True))
         super().__init__([group for each in self._steppers for group in each.param_groups], {})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; torch's own leaves out what it does not know."""
+        return {**super().__getstate__(), "_steppers": self._steppers}
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step both; return the loss of `closure`, if there is one."""

@@ -30,6 +30,7 @@ IGNORED = -100
 _SHARDED = ("input_ids", "inputs_embeds")
 _CHANGING_BY_LENGTH = ("dynamic", "longrope")
 """Rotations whose frequencies depend on the longest position, which a rank does not hold."""
+_OF_ROUTERS = "output_router_logits: that loss is of all tokens"
 _numbers = itertools.count()
 
 
@@ -55,6 +56,11 @@ def set_context_parallel(
     changes.set(model, "_loss_function", update_wrapper(partial(share.loss, loss), loss))
     signature = inspect.signature(model.forward)
     changes.set(model, "forward", update_wrapper(partial(share.forward, model.forward, signature), model.forward))
+
+
+def describe(context: ContextParallel) -> str:
+    """Return what is set, in words."""
+    return f"context parallelism: {context.size} devices share each sequence, {context.layout.name}"
 
 
 class Share:
@@ -84,12 +90,15 @@ class Share:
         if (mask := named.pop("attention_mask", None)) is not None and not bool(mask.all()):
             raise SettingsError("context parallelism takes no padding: give whole sequences of one length")
         whole = {name: named.pop(name) for name in _SHARDED if named.get(name) is not None}
+        if named.get("output_router_logits"):
+            raise SettingsError(f"sequences cannot be shared with {_OF_ROUTERS}")
         if others := [name for name, value in named.items() if not _is_plain(value)]:
             raise SettingsError(f"it is not known how ranks share {', '.join(others)}: leave it out")
         if not whole:
             raise SettingsError(f"context parallelism shards {' or '.join(_SHARDED)}, and there is none")
         tokens = next(iter(whole.values()))
         self._check_same_batch(tokens)
+        self._num_targets = None  # an earlier pass may have ended with an error
         if labels is not None or targets is not None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:] if targets is None else targets
             self._num_targets = (targets != IGNORED).sum() if num_targets is None else num_targets
@@ -170,20 +179,22 @@ def _is_plain(value: Any) -> bool:
 def _refuse_other_classes(model: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415 - optional
 
-    name, loss = type(model).__name__, getattr(model, "loss_function", None)
+    refused, loss = f"{type(model).__name__} cannot share sequences", getattr(model, "loss_function", None)
     if loss is None or inspect.unwrap(loss) is not ForCausalLMLoss:
-        raise SettingsError(f"{name} cannot share sequences: its loss is not transformers' causal language model loss")
+        raise SettingsError(f"{refused}: its loss is not transformers' causal language model loss")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise SettingsError(f"{name} cannot share sequences: it takes no position_ids")
+        raise SettingsError(f"{refused}: it takes no position_ids")
     for config in configurations(model):
         others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-        rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+        rotation = getattr(config, "rope_parameters", None) or {}
+        rotations = [rotation, *(each for each in rotation.values() if isinstance(each, dict))]  # or one for each kind
+        changing = [each["rope_type"] for each in rotations if each.get("rope_type") in _CHANGING_BY_LENGTH]
         if others:
-            raise SettingsError(f"{name} cannot share sequences: it has layers of {', '.join(others)}")
-        if rotation in _CHANGING_BY_LENGTH:
-            raise SettingsError(f"{name} cannot share sequences: its rotation ('{rotation}') depends on their length")
+            raise SettingsError(f"{refused}: it has layers of {', '.join(others)}")
+        if changing:
+            raise SettingsError(f"{refused}: its rotation ('{changing[0]}') depends on their length")
         if getattr(config, "output_router_logits", False):
-            raise SettingsError(f"{name} cannot share sequences with output_router_logits: that loss is of all tokens")
+            raise SettingsError(f"{refused} with {_OF_ROUTERS}")
 
 
 def _register(share: Share, changes: Changes) -> str:

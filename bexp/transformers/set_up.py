@@ -15,7 +15,7 @@ from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.transformers.attention import set_attention
-from bexp.transformers.context_parallel import set_context_parallel
+from bexp.transformers.context_parallel import describe, set_context_parallel
 from bexp.transformers.experts import leave_eager, set_experts
 from bexp.transformers.float8 import set_float8
 from bexp.transformers.graph import set_graph
@@ -66,15 +66,11 @@ def set_up(
 
     Raises `SettingsError` if the model cannot have a setting; the model is then as it was.
     """
-    changes = Changes()
     done: list[str] = []
-    try:
+    with Changes() as changes:
         for text, apply in _steps(module, settings, changes, strict=strict, chunk=chunk, context=context_parallel):
             apply()
             done.append(text)
-    except Exception:  # whatever a step raises, the model is as it was before
-        changes.undo()
-        raise
     return Applied(settings, tuple(done), changes)
 
 
@@ -126,9 +122,10 @@ def _steps(
     if context is not None:
         if settings.graph:
             raise SettingsError("CUDA graphs do not hold what devices exchange that share sequences")
-        text = f"context parallelism: {context.size} devices share each sequence, {context.layout.name}"
         asked = settings.attention
-        steps.append((text, lambda: set_context_parallel(module, context, asked, changes, recompute_core=core)))
+        steps.append(
+            (describe(context), lambda: set_context_parallel(module, context, asked, changes, recompute_core=core))
+        )
     if settings.compile:
         steps.append(("every decoder layer compiled", lambda: _compile(module, settings.experts, changes)))
     if not is_layer(module) and (steps or settings.graph):

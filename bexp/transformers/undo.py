@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 _MISSING = object()
 
 
 class Changes:
-    """A list of changes, each with a function that undoes it."""
+    """A list of changes, each with a function that undoes it. As a context it undoes them if it is left by an error."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        """Return the list."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Undo the changes after an error, whichever it is."""
+        if kind is not None:
+            self.undo()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of `owner` itself. Undoing restores its old value, or removes it if there was none.

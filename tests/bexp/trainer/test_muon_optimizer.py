@@ -68,7 +68,7 @@ def test_a_step_is_that_of_torchs_two_optimizers() -> None:
         torch.testing.assert_close(parameter, named[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_checkpoint_of_its_state_goes_on_alike_and_a_schedule_reaches_both() -> None:
+def test_a_checkpoint_and_a_copy_go_on_alike_and_a_schedule_reaches_both() -> None:
     model = mixtral()
     optimizer = bexp.muon(model, lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -88,6 +88,11 @@ def test_a_checkpoint_of_its_state_goes_on_alike_and_a_schedule_reaches_both() -
     step(model, optimizer)
     step(twin, resumed)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    copied, with_ = copy.deepcopy((model, optimizer))
+    step(model, optimizer)
+    step(copied, with_)
+    for ours, theirs in zip(model.parameters(), copied.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 

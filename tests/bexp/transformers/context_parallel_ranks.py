@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ SETTINGS = {
     "operations": Settings(recompute="activations", attention="sdpa"),
     "compiled": Settings(compile=True),
 }
+FULL = ["full_attention"] * 2
 SET_ONCE = ("qwen3", "zigzag")
 """The model and the layout that have all settings."""
 
@@ -89,12 +91,17 @@ def compare_uses(context: ContextParallel) -> dict[str, dict[str, float]]:
     targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     shifted = {"input_ids": batch["input_ids"], "labels": batch["labels"], "shift_labels": targets}
     found["targets"] = errors(copy.deepcopy(model), wanted, shifted, num_items_in_batch=100)
+    failing = model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    with suppress(ZeroDivisionError):
+        model(**batch)
+    failing.remove()
     with torch.no_grad():
         part = model(batch["input_ids"]).logits
     found["logits"] = {"out": float((context.gather(part) - logits).norm() / logits.norm())}
     model = models.tiny("olmoe")
     wanted = models.step(model, batch)
-    bexp.apply(model, document(attention_backend="own", expert_backend=None), context_parallel=context)
+    report = bexp.apply(model, document(attention_backend="own", expert_backend=None), context_parallel=context)
+    assert "context parallelism: 2 devices share each sequence, striped" in str(report)
     found["own code"] = errors(model, wanted, batch)
     assert bexp.restore(model)
     shared = document(context_parallel_size=NUM_RANKS, context_parallel_layout=context.layout.name)
@@ -109,6 +116,8 @@ def compare_uses(context: ContextParallel) -> dict[str, dict[str, float]]:
 
 def refusals(context: ContextParallel, rank: int) -> dict[str, str]:
     """What is said where sequences cannot be shared."""
+    from transformers import AttentionInterface  # takes seconds in a process that collects tests
+
     batch = models.batch()
 
     def train(inputs: dict[str, Any], model_type: str = "llama", **changed: Any) -> Callable[[], object]:
@@ -123,6 +132,16 @@ def refusals(context: ContextParallel, rank: int) -> dict[str, str]:
         return lambda: set_up(models.tiny(model_type, **changed), settings, context_parallel=context)
 
     other = {name: value + (rank if name == "input_ids" else 0) for name, value in batch.items()}
+
+    def own_code() -> None:
+        model = models.tiny("olmoe")
+        model._can_set_attn_implementation = lambda: False
+        before = AttentionInterface().valid_keys()
+        try:
+            bexp.apply(model, document(attention_backend="own", expert_backend=None), context_parallel=context)
+        finally:
+            assert AttentionInterface().valid_keys() == before
+
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     calls = {
         "padding": train(models.batch(padded=True)),
@@ -137,6 +156,9 @@ def refusals(context: ContextParallel, rank: int) -> dict[str, str]:
         "windows": apply(Settings(), "gemma2"),
         "rotation": apply(Settings(), rope_parameters=rope),
         "routers": apply(Settings(), "olmoe", output_router_logits=True),
+        "routers of a call": train({**batch, "output_router_logits": True}, "olmoe"),
+        "rotation of a kind": apply(Settings(), "olmo3", layer_types=FULL, rope_parameters=dict.fromkeys(FULL, rope)),
+        "attention of own code": own_code,
         "recommended": lambda: bexp.apply(
             models.tiny("olmoe"), document(context_parallel_size=2, context_parallel_layout="ring")
         ),

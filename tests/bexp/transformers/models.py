@@ -26,6 +26,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
     "mistral": _COMMON,
     "qwen3": {**_COMMON, "head_dim": 8},
+    "olmo3": _COMMON,
     "olmoe": {**_COMMON, **_EXPERTS},
     "qwen3_moe": {**_COMMON, **_EXPERTS, "moe_intermediate_size": 24, "head_dim": 8},
     "gpt2": {

@@ -30,7 +30,10 @@ REFUSALS = {
     "attention": "attention 'eager' cannot be spread over devices",
     "windows": "it has layers of sliding_attention",
     "rotation": "its rotation ('dynamic') depends on their length",
+    "rotation of a kind": "its rotation ('dynamic') depends on their length",
     "routers": "with output_router_logits",
+    "routers of a call": "with output_router_logits",
+    "attention of own code": "does not use transformers' attention interface",
     "recommended": "2 devices shared each sequence, in layout 'ring': hand their group over as context_parallel",
     "strict": "it was measured with whole sequences, and here 2 devices share each",
 }
