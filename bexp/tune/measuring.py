@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bexp.explorer.model.spelling import shortened
+from bexp.explorer.search.host_pace import BUSY
 from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.compilation import new_seconds
@@ -60,11 +61,9 @@ SETTLED, MOST_RESTARTS = 1.06, 4
 On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
 """
 PRECISE, PRECISE_SECONDS = 0.04, 6.0
-"""Where lengths are not known, steps are timed until the standard error is this share of the mean, or for so long."""
-BUSY = 0.9
-"""Below this share of the time in which the device runs kernels, it waits for the host, whose pace varies for seconds.
+"""Where lengths are not known, steps are timed until the standard error is this share of the mean, or for so long.
 
-Then steps are timed for PRECISE_SECONDS as well.
+Where the device waits for the host, whose pace varies for seconds, they are always timed for so long.
 """
 SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
 """The pace of spans of this length tells how far one part of a run differs from another, if there are enough spans.
@@ -198,6 +197,7 @@ class Clock:
             self._optimizer_steps.clear()
             self._began, self._began_at = now, time.time()
         self.is_over = agreed["is_over"]
+        self._ended = self._now()  # what the clock asks of the driver and of other processes is no part of a step
 
     def end_early(self) -> None:
         """Count every step after the first, because the loop has ended before it was warm."""
@@ -282,15 +282,16 @@ class Clock:
         return [step.seconds for step in self._micro_steps if step.is_timed]
 
     def _span_paces(self) -> list[float]:
-        """Return seconds per position of the timed spans, or per micro-step, over their mean."""
+        """Return seconds per position of the timed spans, or per micro-step, over those of all that is timed."""
+        timed = [(step.seconds, step.positions or 1) for step in self._micro_steps if step.is_timed]
         spans, seconds, positions = list[float](), 0.0, 0
-        for step in self._micro_steps:
-            if step.is_timed:
-                seconds, positions = seconds + step.seconds, positions + (step.positions or 1)
-                if seconds >= SPAN_SECONDS:
-                    spans.append(seconds / positions)
-                    seconds, positions = 0.0, 0
-        return [span / statistics.fmean(spans) for span in spans]
+        for own_seconds, own_positions in timed:
+            seconds, positions = seconds + own_seconds, positions + own_positions
+            if seconds >= SPAN_SECONDS:
+                spans.append(seconds / positions)
+                seconds, positions = 0.0, 0
+        pace = sum(own for own, _ in timed) / sum(own for _, own in timed)
+        return [span / pace for span in spans]
 
     def _busy_share(self) -> float | None:
         return None if self._gpu is None or self._began is None else self._gpu.mean_busy_share(self._began_at)

@@ -10,24 +10,26 @@ from typing import Any
 import pytest
 import torch
 
+from bexp.explorer.search.host_pace import BUSY
 from bexp.tune import measuring
-from bexp.tune.measuring import BUSY, LEAST_SECONDS, MOST_STEPS, PRECISE_SECONDS, WARM_UP_SECONDS, Clock, Ranks
+from bexp.tune.measuring import LEAST_SECONDS, MOST_STEPS, PRECISE_SECONDS, WARM_UP_SECONDS, Clock, Ranks
 
 
 class Gpu:
-    """A device that was busy for a share of the time."""
+    """A device that was busy for a share of the time, and a driver that takes its time to say so."""
 
-    def __init__(self, share: float | None) -> None:
-        self.share = share
+    def __init__(self, share: float | None, at: list[float]) -> None:
+        self.share, self.at = share, at
 
     def mean_busy_share(self, since: float) -> float | None:
+        self.at[0] += 0.01
         return self.share
 
 
 def run(monkeypatch: pytest.MonkeyPatch, share: float | None, seconds: Iterable[float]) -> tuple[dict[str, Any], float]:
     """The figures of a training with these micro-steps, one in each optimizer step, and how long they were timed."""
     at = [0.0]
-    monkeypatch.setattr(measuring, "_gpu_of", lambda device: Gpu(share))
+    monkeypatch.setattr(measuring, "_gpu_of", lambda device: Gpu(share, at))
     monkeypatch.setattr(Clock, "_now", lambda clock: at[0])
     clock = Clock(torch.device("cpu"), Ranks(), 1)
     clock.begin_micro_step()
