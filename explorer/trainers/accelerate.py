@@ -160,7 +160,7 @@ def _read_compiler(config: Section) -> None:
     keys = by_short_names(given, "dynamo_")
     compiler = config.translation.section({name: given.values[key] for name, key in keys.items()}, given.location)
     backend, outer = compiler.get("backend"), config.get("dynamo_backend")
-    if None not in (backend, outer) and backend != outer:
+    if None not in (backend, outer) and str(backend).lower() != str(outer).lower():
         config.refuse("dynamo_backend", "is another value of dynamo_config: keep one of them")
     backend = str(outer or backend or "no").lower()
     if backend == "no":

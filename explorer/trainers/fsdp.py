@@ -51,6 +51,17 @@ _HARMLESS = words(
 _READ = words(f"version {RESHARDS} {STRATEGY} {RECOMPUTES} auto_wrap_policy mixed_precision_policy")
 
 
+_SWITCHES = words(
+    f"{RECOMPUTES} forward_prefetch limit_all_gathers use_orig_params sync_module_states cpu_ram_efficient_loading"
+)
+_SAVED = {
+    1: ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", "1", "2", "3"),
+    2: ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "1", "3"),
+}
+_PREFETCHED = ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST", "1", "2")
+"""Names, and accelerate's numbers of some of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fsdp:
     """The sharding that the keys of FSDP ask for."""
@@ -87,8 +98,13 @@ def read_fsdp(
         config.refuse(key, f"only one decoder layer at a time is measured: say {WRAP}")
     if str(given.get("mixed_precision_policy", "bf16")) not in ("bf16", "bfloat16"):
         config.refuse(keys["mixed_precision_policy"], "is measured with bf16 alone")
-    if found == 2 and "LOCAL" in str(given.get("state_dict_type")).upper():
-        config.refuse(keys["state_dict_type"], "FSDP2 does not save it: say SHARDED_STATE_DICT")
+    if str(given.get("state_dict_type", _SAVED[found][0])).upper() not in _SAVED[found]:
+        config.refuse(keys["state_dict_type"], f"FSDP{found} does not save it: say SHARDED_STATE_DICT")
+    if str(given.get("backward_prefetch", _PREFETCHED[0])).upper() not in _PREFETCHED:
+        config.refuse(keys["backward_prefetch"], f"must be one of {', '.join(_PREFETCHED[:3])}")
+    for name in sorted(_SWITCHES & given.keys()):
+        if not isinstance(given[name], bool):
+            config.refuse(keys[name], "must be true or false")
     if launched and given.get("sync_module_states") is False and given.get("cpu_ram_efficient_loading", True):
         config.refuse(keys["sync_module_states"], f"say true, or {PREFIX}cpu_ram_efficient_loading: false")
     unread = [keys[name] for name in given if name not in _READ | _HARMLESS | _REFUSED.keys()]

@@ -67,6 +67,7 @@ STEPS = {"axolotl": 4, "llamafactory": 4, "trl": 16, "arguments": 4}
         (["shard_grad_op", "auto_wrap"], {"version": 2}, "zero2"),
         ("shard_grad_op", {"version": "2", "fsdp_version": 2, "reshard_after_forward": True}, "zero3"),
         ("full_shard", {"fsdp_sharding_strategy": "1", "fsdp_backward_prefetch": "BACKWARD_PRE"}, "zero3"),
+        (True, {"version": 1, "state_dict_type": "LOCAL_STATE_DICT", "backward_prefetch": "backward_post"}, "zero3"),
     ],
 )
 def test_fsdp_is_read_alike_for_all_trainers(trainer: str, switch: Any, config: Any, level: str) -> None:
@@ -186,6 +187,11 @@ OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
                 (2, "reshard_after_forward", "SHARD_GRAD_OP", "FSDP2 takes true or false"),
                 (2, "reshard_after_forward", 2, "FSDP2 takes true or false"),
                 (2, "state_dict_type", "LOCAL_STATE_DICT", "say SHARDED_STATE_DICT"),
+                (2, "state_dict_type", "2", "say SHARDED_STATE_DICT"),
+                (1, "state_dict_type", "SHARDED", "say SHARDED_STATE_DICT"),
+                (1, "backward_prefetch", "BEFORE", "must be one of NO_PREFETCH, BACKWARD_PRE, BACKWARD_POST"),
+                (2, "activation_checkpointing", "on", "must be true or false"),
+                (1, "use_orig_params", 1, "must be true or false"),
                 (2, "auto_wrap_policy", "transformer_based_wrap", "say TRANSFORMER_BASED_WRAP"),
                 (2, "fsdp_version", 1, "is another value of version"),
             )
@@ -348,6 +354,14 @@ def test_version_1_without_a_launcher_shards_all_whatever_is_said(
     asked = read(trainer, fsdp=switch, fsdp_config={**config, "version": 1})
     assert asked.training.sharding == "zero3"
     assert any("changes nothing in FSDP1, which is measured as full_shard" in notice for notice in asked.notices)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"dynamo_backend": "INDUCTOR"}, {"backend": "INDUCTOR", "dynamo_backend": "inductor"}]
+)
+def test_a_compiler_that_is_named_alike_twice_is_read(keys: dict[str, str]) -> None:
+    launch = {**FSDP2_LAUNCH, "dynamo_backend": "inductor", "dynamo_config": keys}
+    assert read("arguments", None, launch=launch).execution == "compile"
 
 
 def test_versions_of_axolotl_agree() -> None:
