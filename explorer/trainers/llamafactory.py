@@ -104,6 +104,12 @@ def _loaded_bits(settings: TrainerSettings) -> int | None:
     return None if known is None or known.is_own else known.bits
 
 
+def _of_arguments(value: Any) -> Any:
+    if value == MUON:
+        raise ValueError("TrainingArguments have no such name: say use_muon: true")
+    return value
+
+
 KEYS = {
     **BATCH,
     "disable_gradient_checkpointing": Key(
@@ -111,6 +117,7 @@ KEYS = {
     ),
     "use_reentrant_gc": Key(write=lambda settings: False),
     **OPTIMIZER,
+    "optim": key(Setting.OPTIMIZER, _of_arguments),
     "use_muon": Key(Setting.OPTIMIZER, if_on(MUON), lambda settings: settings.optimizer == MUON or None),
     **AUTOCAST,
     **FSDP,
