@@ -283,7 +283,6 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ("llamafactory", {"pure_bf16": True}, "pure_bf16", "keeps adapters in bfloat16"),
         ("llamafactory", {"bf16": False}, "bf16", "under autocast"),
         ("llamafactory", {"optim": "muon"}, "optim", "say use_muon: true"),
-        ("llamafactory", {"optim": "sgd", "use_muon": True}, "optim", "contradicts use_muon"),
         ("llamafactory, full", {"deepspeed": {"zero_optimization": {}}}, "deepspeed", "say bf16: true"),
         ("trl", {"load_in_4bit": True}, "use_bnb_nested_quant", "quantised scales"),
         ("trl", {"load_in_8bit": True, "dtype": "float32"}, "bf16", "say dtype: bfloat16"),
