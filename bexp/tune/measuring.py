@@ -241,7 +241,8 @@ class Clock:
         if expected is not None:
             mean, error = expected.seconds, expected.error
         peak, reserved = peak_bytes(self._device)
-        paces = self._span_paces()
+        steps = [(step.seconds, float(step.positions or 1)) for step in self._micro_steps if step.is_timed]
+        paces = span_paces(steps if expected is None else expected.timed)
         if len(paces) >= FEWEST_SPANS:
             error = max(error, mean * _standard_error(paces))
         own: dict[str, float] = {
@@ -280,18 +281,6 @@ class Clock:
 
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]
-
-    def _span_paces(self) -> list[float]:
-        """Return seconds per position of the timed spans, or per micro-step, over those of all that is timed."""
-        timed = [(step.seconds, step.positions or 1) for step in self._micro_steps if step.is_timed]
-        spans, seconds, positions = list[float](), 0.0, 0
-        for own_seconds, own_positions in timed:
-            seconds, positions = seconds + own_seconds, positions + own_positions
-            if seconds >= SPAN_SECONDS:
-                spans.append(seconds / positions)
-                seconds, positions = 0.0, 0
-        pace = sum(own for own, _ in timed) / sum(own for _, own in timed)
-        return [span / pace for span in spans]
 
     def _busy_share(self) -> float | None:
         return None if self._gpu is None or self._began is None else self._gpu.mean_busy_share(self._began_at)
@@ -348,6 +337,21 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     peak = _resident_peak()
     return peak, peak
+
+
+def span_paces(steps: Sequence[tuple[float, float]]) -> list[float]:
+    """Return how many times as long each span of SPAN_SECONDS took as all steps, for the work in it.
+
+    Each step has its seconds and its work: what a fit gives to its length, or its positions.
+    """
+    spans, seconds, work = list[float](), 0.0, 0.0
+    for own_seconds, own_work in steps:
+        seconds, work = seconds + own_seconds, work + own_work
+        if seconds >= SPAN_SECONDS:
+            spans.append(seconds / work)
+            seconds = work = 0.0
+    total_seconds, total_work = (sum(each) for each in zip(*steps, strict=True))
+    return [span * total_work / total_seconds for span in spans]
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -103,6 +103,8 @@ class Expected:
     """Of a micro-step that is the first of its width, in addition."""
     new_width_share: float
     """The micro-steps of an epoch that are the first of their width."""
+    timed: Sequence[tuple[float, float]]
+    """The seconds of each timed micro-step, and those that the fit gives to one of its length."""
 
 
 class MicroBatches:
@@ -190,9 +192,10 @@ class MicroBatches:
             return None
         population = self._work(self._simulated.reshape(-1, self._size), padding)
         seconds = np.array([step.seconds for step, *_ in used])
-        mean, error = expect(self._work(places, padding), seconds, is_drawn, population)
+        mean, error, fitted = expect(self._work(places, padding), seconds, is_drawn, population)
         each, share = self._new_widths(steps, population[:, 0].reshape(-1, self._num_processes))
-        return Expected(mean + share * each, error, each, share)
+        timed = [(step.seconds, float(own)) for (step, *_), own in zip(used, fitted, strict=True) if step.is_timed]
+        return Expected(mean + share * each, error, each, share, timed)
 
     def widths_of_others(self, number: int) -> list[tuple[int, float]]:
         """Return the other processes, each with the longest row of its part of a micro-batch."""

@@ -91,8 +91,10 @@ LEAST_ERROR = 1e-3
 Figures = NDArray[np.float64]
 
 
-def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], population: Figures) -> tuple[float, float]:
-    """Return the mean seconds over the micro-batches of a `population`, and the standard error of this mean.
+def expect(
+    work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], population: Figures
+) -> tuple[float, float, Figures]:
+    """Return the mean seconds over the micro-batches of a `population`, its standard error, and the fit to `seconds`.
 
     Each row of `work` is one timed micro-step, with amounts to which seconds may be proportional. `population` has the
     same columns. A micro-step that `is_drawn` stands for the population. Any other only shows the slope. The mean is
@@ -104,7 +106,7 @@ def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], populat
     columns = np.column_stack([np.ones(len(work)), work / scale])
     wanted = np.append(1.0, population.mean(axis=0) / scale)
     noise = columns[:, :2].sum(axis=1)  # a part of it is the same in each micro-step, and a part grows with the work
-    best: tuple[float, NDArray[np.intp]] | None = None
+    best: tuple[float, NDArray[np.intp], Figures] | None = None
     every = range(columns.shape[1])
     for chosen in (np.array(some) for count in every for some in combinations(every, count + 1)):
         design = columns[:, chosen] / noise[:, None]
@@ -114,15 +116,15 @@ def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], populat
             continue
         variance = float(np.square(seconds / noise - design @ factors).sum()) / freedom
         if best is None or variance < best[0]:
-            best = variance, chosen
+            best = variance, chosen, columns[:, chosen] @ factors
     assert best is not None, "a constant alone always fits"
-    variance, chosen = best
+    variance, chosen, fitted = best
     drawn = is_drawn / is_drawn.sum()
     lack = wanted[chosen] - drawn @ columns[:, chosen]
     slope = np.linalg.pinv(columns[:, chosen] / noise[:, None]).T @ lack / noise
     weights = drawn + slope  # the mean is linear in the seconds
     mean = max(0.0, float(weights @ seconds))
-    return mean, max(float(np.sqrt(variance * np.square(weights * noise).sum())), LEAST_ERROR * mean)
+    return mean, max(float(np.sqrt(variance * np.square(weights * noise).sum())), LEAST_ERROR * mean), fitted
 
 
 NUM_DRAWN = 3
@@ -244,7 +246,7 @@ class TextBatches:
     def _expect(self, seconds: Sequence[float]) -> tuple[float, float]:
         work = np.array([[batch.positions, batch.pairs] for batch in self.measured], float)
         is_drawn = np.arange(len(self.measured)) < NUM_DRAWN
-        mean, error = expect(work, np.array(seconds), is_drawn, self._mean_A[None, :])
+        mean, error, _ = expect(work, np.array(seconds), is_drawn, self._mean_A[None, :])
         if np.ptp(work, axis=0).any():
             return mean, error
         less = 1 - self._mean_A[0] / work[0, 0]  # the usual ones are the longest: nothing says what less work saves

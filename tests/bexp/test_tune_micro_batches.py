@@ -22,7 +22,7 @@ from bexp.tune import measuring, own_loop
 from bexp.tune import micro_batches as tune_micro_batches
 from bexp.tune.hf_trainer import _epoch
 from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
-from bexp.tune.measuring import MicroStep, peak_bytes, reset_peak
+from bexp.tune.measuring import Clock, MicroStep, Ranks, peak_bytes, reset_peak
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of, positions_of
 from bexp.tune.own_loop import _parameters
 
@@ -97,6 +97,23 @@ def test_thirteen_micro_steps_tell_the_mean_over_all_data(seconds: Seconds, mult
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_micro_batches, "planned", {})
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_spans_of_unlike_lengths_are_no_sign_of_a_pace_that_varies(grows: bool) -> None:
+    """Also where a position takes longer in a longer row; each micro-step takes most of a span."""
+    lengths, rng = texts(), np.random.default_rng(2)
+    clock = Clock(torch.device("cpu"), Ranks(), 1)
+    clock.micro_batches = micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+    steps = timed(micro_batches, lengths, linear, rng, WORST_TIMES + 2 + 13, 1)
+    by_length = [20 * (step.positions or 0) / 8000 if grows else 20 for step in steps]
+    clock._micro_steps = [
+        replace(step, seconds=step.seconds * times) for step, times in zip(steps, by_length, strict=True)
+    ]
+    expected, figures = micro_batches.expect(clock._micro_steps), clock.figures()
+    assert expected is not None
+    assert figures["span_seconds"] is not None
+    assert figures["standard_error_seconds"] <= 1.5 * expected.error
 
 
 @pytest.mark.parametrize("longest", [2048, 128])
@@ -177,7 +194,9 @@ def test_no_noise_leaves_no_doubt_of_the_coefficients_but_some_error() -> None:
     rng = np.random.default_rng(0)
     work = np.column_stack([x := rng.uniform(10, 1000, 14), x * x])
     population = np.column_stack([x := rng.uniform(10, 1000, 500), x * x])
-    mean, error = expect(work, linear(work[:, 0], work[:, 1]), np.arange(14) >= 2, population)
+    seconds = linear(work[:, 0], work[:, 1])
+    mean, error, fitted = expect(work, seconds, np.arange(14) >= 2, population)
+    assert fitted == pytest.approx(seconds, rel=1e-6)
     assert mean == pytest.approx(linear(population[:, 0], population[:, 1]).mean(), rel=1e-6)
     assert error == pytest.approx(LEAST_ERROR * mean)
 
@@ -185,7 +204,7 @@ def test_no_noise_leaves_no_doubt_of_the_coefficients_but_some_error() -> None:
 def test_no_factor_of_the_work_is_negative() -> None:
     work = np.column_stack([x := np.array([1.0, 2.0, 3.0, 4.0]), x * x])
     population = np.column_stack([x := np.array([100.0]), x * x])
-    mean, _ = expect(work, np.array([1.04, 1.03, 1.02, 1.01]), np.full(4, True), population)
+    mean, *_ = expect(work, np.array([1.04, 1.03, 1.02, 1.01]), np.full(4, True), population)
     assert mean == pytest.approx(1.025), "more work does not take less time"
 
 
