@@ -14,6 +14,7 @@ from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
 from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, OUR_EXPERTS, library_experts
 from bexp.explorer.dimensions.loss import LOSS
+from bexp.explorer.model.model import EXPERT_COUNTS
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.model.quantization import quantization_of
 from bexp.step.results import StepRecommendation
@@ -29,7 +30,7 @@ _SIZES = {
     "num_layers": ("num_layers", "num_hidden_layers", "n_layer"),
     "num_attention_heads": ("num_attention_heads", "n_head"),
     "vocab_size": ("vocab_size",),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts": EXPERT_COUNTS,
 }
 """The sizes by which architectures are compared, and their names in configurations."""
 

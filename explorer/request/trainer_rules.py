@@ -77,10 +77,13 @@ def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str
     yield from _beyond_its_formats(request, trainer)
 
 
-def stepped_weights(request: ExplorationRequest) -> SteppedWeights:
-    """Return the optimizer, and whether it steps experts in one tensor: adapters are matrices."""
-    training = request.training
-    return SteppedWeights(training.optimizer, request.explored.names_experts and training.lora is None)
+def stepped_weights(request: ExplorationRequest, *, has_experts: bool = False) -> SteppedWeights:
+    """Return the optimizer, and whether it steps experts in one tensor: adapters are matrices.
+
+    A model is known to have experts by its description, or `has_experts` as its worker has built it.
+    """
+    training, has_experts = request.training, has_experts or request.explored.names_experts
+    return SteppedWeights(training.optimizer, has_experts and training.lora is None)
 
 
 def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]:

@@ -116,7 +116,7 @@ def find_missing(
     attention, sharding = asked[ATTENTION.name], asked[SHARDING.name]
     asked |= {
         "sharded_adapters": ShardedAdapters(request.training.lora, sharding),
-        "optimizer": stepped_weights(request),
+        "optimizer": stepped_weights(request, has_experts=candidate.expert_backend is not None),
     }
     if request.by_deepspeed and trainer.widens_shards:
         del asked[SHARDING.name]  # DeepSpeed has all levels

@@ -33,7 +33,11 @@ ANSWERS = {
     ),
     "lora_experts": exploration(training={"lora": {"r": 8, "target_parameters": ["experts.down_proj"]}}),
     "sgd": exploration(training={"optimizer": {"name": "sgd"}}),
-    "muon": exploration(hf_config={**CONFIG, "num_experts": 1}, training={"optimizer": {"name": "muon"}}),
+    "muon": exploration(
+        candidate(expert_backend=None),
+        hf_config={**CONFIG, "num_experts": 1},
+        training={"optimizer": {"name": "muon"}},
+    ),
     "no_batch": exploration(batch_size=None),
     "recomputed": exploration(candidate(recompute=Recompute.FULL)),
     "partial": exploration(candidate(recompute=Recompute.PARTIAL_25)),

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES, NAMES
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.trainer_terms import find_missing
+from bexp.explorer.trainers.registry import TRAINERS
 from tests.explorer.shapes import shapes
 
 LLAMA = {"model_type": "llama", "hidden_size": 64}
@@ -63,6 +66,15 @@ def test_a_trainer_whose_muon_stops_at_experts_in_one_tensor_is_refused_before_t
     adapters = {"lora": {"r": 4, "target_modules": ["q_proj"]}}
     assert request("muon", hf_config=config, trainer="axolotl", training=adapters).training.lora is not None
     assert request("adafactor", hf_config=config, trainer="axolotl").trainer == "axolotl"
+
+
+@pytest.mark.parametrize("trainer", ["axolotl", "llamafactory"])
+def test_experts_that_a_description_does_not_name_count_once_they_are_built(trainer: str) -> None:
+    asked = request("muon", hf_config={**LLAMA, "model_type": "dbrx"}, trainer=trainer)
+    for experts in (None, "grouped_mm"):
+        candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", expert_backend=experts, num_query_groups=1)
+        missing = find_missing(TRAINERS[trainer], candidate, asked, None)
+        assert ("optimizer" in missing) is (experts is not None and trainer == "axolotl")
 
 
 @pytest.mark.parametrize(
