@@ -158,7 +158,7 @@ class Share:
         return out.transpose(1, 2), None
 
     def _check_same_batch(self, tokens: Tensor) -> None:
-        """Compare the first batch of the ranks: loaders give each process other samples unless they are told."""
+        """Compare the first batch of the ranks: loaders give each process other samples by default."""
         if self._has_same_batch:
             return
         ids = tokens.flatten() if tokens.dtype == torch.int64 else tokens.new_zeros(1, dtype=torch.int64)

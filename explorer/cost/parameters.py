@@ -87,8 +87,8 @@ def count_hidden_matrices(model: ModelSpec) -> int:
     """Return the parameters of two dimensions in all layers: neither vectors nor experts, which are one tensor."""
     ffn = {LayerKind.DENSE: _matrices(model, model.ffn_hidden_size)}
     if model.moe is not None:
-        beside = repeated_in_moe_ffn(model) - count_norm(model)
-        ffn[LayerKind.MOE] = beside + _matrices(model, model.moe.shared_expert_ffn_hidden_size)
+        routers = repeated_in_moe_ffn(model) - count_norm(model)
+        ffn[LayerKind.MOE] = routers + _matrices(model, model.moe.shared_expert_ffn_hidden_size)
     return sum(model.count_layers(kind) * (_projections(model) + size) for kind, size in ffn.items())
 
 

@@ -51,5 +51,5 @@ def _of_blocks(posterior: Posterior, row: int) -> Iterator[str]:
     if runs < BUSY * paced:
         yield (
             f"the host sets the pace: it issues a micro-step in {seconds_text(paced)}, which the device runs in "
-            f"{seconds_text(runs)}. Other work on the host, and what a trainer does beside the model, add to that"
+            f"{seconds_text(runs)}. Other work on the host, and what a trainer does besides, add to that"
         )

@@ -39,7 +39,7 @@ from bexp.explorer.trainers.fsdp import (
     sharding_notes,
 )
 from bexp.explorer.trainers.keys import UNKNOWN_FIELD, Batch, Why, words
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_BESIDE_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_WITH_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
 
 FILE = "accelerate"
 """The field of a document that holds the configuration."""
@@ -223,7 +223,7 @@ ACCELERATE = Trainer(
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         execution={Execution.EAGER, Execution.COMPILE},
-        optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS},
+        optimizer={OTHER_LIBRARIES, MUON, MUON_WITH_EXPERTS},
     ),
     targets=LIBRARY_RUNS_IT,
     widens_shards=True,

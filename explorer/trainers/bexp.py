@@ -22,7 +22,7 @@ from bexp.explorer.trainers.document import (
     python_export,
     quantization_config,
 )
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_BESIDE_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_WITH_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
 
 _CODE = '''\
 import json
@@ -112,7 +112,7 @@ BEXP_APPLY = Trainer(
         experts=LIBRARY_EXPERTS | {*OUR_EXPERTS, *(f"bexp_{name}" for name in OUR_EXPERTS)},
         sharding=Sharding,
         **{choice.name: choice.values for choice in CHOICES},
-        optimizer={OTHER_LIBRARIES, MUON_BESIDE_EXPERTS, *(LIBRARY.keys() - LIBRARY_NAMES.keys())},
+        optimizer={OTHER_LIBRARIES, MUON_WITH_EXPERTS, *(LIBRARY.keys() - LIBRARY_NAMES.keys())},
         batching={"padded", "grouped", *PACKED},
     ),
     targets=LIBRARY_RUNS_IT,

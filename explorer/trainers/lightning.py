@@ -18,7 +18,7 @@ from bexp.explorer.trainers.document import (
     optimizer_notes,
     python_export,
 )
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_BESIDE_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_WITH_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
 
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 """torch's names of the kernels that can be pinned."""
@@ -119,7 +119,7 @@ LIGHTNING = Trainer(
         experts=LIBRARY_EXPERTS,
         recompute={Recompute.NONE, Recompute.FULL, *SHARES, FIRST_LAYERS, DIFFERENT_LAYERS},
         execution={Execution.EAGER, Execution.COMPILE},
-        optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS},
+        optimizer={OTHER_LIBRARIES, MUON, MUON_WITH_EXPERTS},
         sharded_adapters=(),  # its FSDP makes one tensor of a layer's parameters
     ),
     targets=LIBRARY_RUNS_IT,

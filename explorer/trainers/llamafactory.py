@@ -39,7 +39,7 @@ from bexp.explorer.trainers.keys import (
 from bexp.explorer.trainers.trainer import (
     LIBRARY_RUNS_IT,
     LORA,
-    MUON_BESIDE_EXPERTS,
+    MUON_WITH_EXPERTS,
     OTHER_LIBRARIES,
     Trainer,
     expresses,
@@ -224,7 +224,7 @@ LLAMAFACTORY = Trainer(
     formats={"llamafactory": render},
     file=FILE,
     expresses=expresses(
-        attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS}, adapters={LORA}
+        attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES, MUON, MUON_WITH_EXPERTS}, adapters={LORA}
     ),
     widens_shards=True,
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask

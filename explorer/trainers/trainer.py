@@ -26,7 +26,7 @@ LORA, SINGLE_PARAMETERS, FRACTIONAL_ALPHA = "LoRA", "LoRA of single parameters",
 """Adapters; those of single parameters, such as experts in one tensor; an alpha that is no whole number."""
 OTHER_LIBRARIES = "of other libraries"
 """Optimizers that are not torch's AdamW and SGD; those without a name in TrainingArguments are asked for one by one."""
-MUON_BESIDE_EXPERTS = "of a model with experts in one tensor"
+MUON_WITH_EXPERTS = "of a model with experts in one tensor"
 """Muon of all weights where some have three dimensions, which it cannot step."""
 CAPACITY = "a capacity factor of experts"
 MODEL_PARALLELISM = "a mesh of devices"
@@ -60,7 +60,7 @@ def _optimizer_asks(stepped: SteppedWeights) -> Iterable[Hashable]:
     if known is not None:
         yield OTHER_LIBRARIES if known.note is None else name
     if name == MUON and stepped.has_experts:
-        yield MUON_BESIDE_EXPERTS
+        yield MUON_WITH_EXPERTS
 
 
 TERMS: Mapping[str, Term] = {
@@ -72,7 +72,7 @@ TERMS: Mapping[str, Term] = {
     ),
     "optimizer": Term(
         lambda stepped, lacking: (
-            f"the optimizer '{stepped.optimizer.name}'{f' {lacking}' if lacking == MUON_BESIDE_EXPERTS else ''}"
+            f"the optimizer '{stepped.optimizer.name}'{f' {lacking}' if lacking == MUON_WITH_EXPERTS else ''}"
         ),
         _optimizer_asks,
     ),
