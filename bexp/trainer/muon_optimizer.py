@@ -29,8 +29,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         momentum: float = MOMENTUM,
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise RuntimeError(f"torch {torch.__version__} has no Muon: it needs torch 2.9")
         matrices, others = hidden_matrices(parameters, outer)
         self._steppers: list[torch.optim.Optimizer] = []
         if matrices:
@@ -86,9 +84,6 @@ def muon(model: nn.Module, *, lr: float, **others: Any) -> MuonWithAdamW:
         lr: the learning rate of both; Muon's is scaled so that its updates are as large as AdamW's
             (Liu et al., 2025, arXiv:2502.16982).
         others: `weight_decay`, the `momentum` of Muon, and the `betas` of AdamW.
-
-    Raises:
-        RuntimeError: torch is older than 2.9, and has no Muon.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return MuonWithAdamW(trained, outer_modules(model), lr=lr, **others)

@@ -12,7 +12,6 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.training import OptimizerSpec
 from bexp.trainer.muon_optimizer import hidden_matrices
-from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 BUCKET_BYTES = 256 << 20
@@ -275,12 +274,7 @@ def build_optimizer(
     """Return the optimizer of `spec` for parameters in `dtype`, with its states and master weights allocated.
 
     `outer` are the embedding and the head, which Muon leaves to AdamW.
-
-    Raises:
-        UnsupportedTrialError: this torch has no Muon.
     """
-    if spec.name != MUON:
-        return TrainingOptimizer(parameters, spec, dtype)
-    if not hasattr(torch.optim, "Muon"):
-        raise UnsupportedTrialError(f"optimizer '{MUON}' needs torch 2.9, and this is {torch.__version__}")
-    return MuonOptimizer(parameters, outer, spec, dtype)
+    if spec.name == MUON:
+        return MuonOptimizer(parameters, outer, spec, dtype)
+    return TrainingOptimizer(parameters, spec, dtype)

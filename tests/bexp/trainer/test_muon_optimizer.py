@@ -121,12 +121,6 @@ def test_the_trainer_takes_it_with_a_schedule(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == optimizer.param_groups[1]["lr"] < 1e-3
 
 
-def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(RuntimeError, match=r"has no Muon: it needs torch 2\.9"):
-        bexp.muon(nn.Linear(2, 2), lr=1e-3)
-
-
 def test_a_model_without_these_methods_has_its_embeddings_alone_outside() -> None:
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     assert outer_modules(model) == [model[0]]

@@ -41,10 +41,7 @@ def make_optimizer(
     """
     package = LIBRARY[name].package
     if name == MUON:
-        try:
-            return MuonWithAdamW(parameters, outer, lr=learning_rate)
-        except RuntimeError as error:
-            raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {error}") from error
+        return MuonWithAdamW(parameters, outer, lr=learning_rate)
     if package is None:
         return _of_torch(name, parameters, learning_rate)
     try:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import OptimizerSpec
-from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.training.optimizer import MuonOptimizer, OptimizerSettings, TrainingOptimizer, build_optimizer
 from tests.bexp.kernels.references import relative_error
 
@@ -132,16 +131,13 @@ def test_muon_steps_matrices_and_adamw_the_rest_on_master_weights(dtype: DType) 
     assert all(gradient is not None and not gradient.any() for gradient in optimizer.gradients)
 
 
-def test_muon_without_gradients_moves_nothing_and_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_without_gradients_moves_nothing() -> None:
     parameters = make(torch.bfloat16)
     start = [p.detach().clone() for p in parameters]
     optimizer = build_optimizer(parameters, MUON, DType.BFLOAT16)
     optimizer.zero_grad()
     optimizer.step()
     assert all(torch.equal(p, before) for p, before in zip(parameters, start, strict=True))
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(UnsupportedTrialError, match=r"optimizer 'muon' needs torch 2\.9, and this is 2"):
-        build_optimizer(parameters, MUON, DType.BFLOAT16)
 
 
 def test_buckets_bound_what_a_step_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
