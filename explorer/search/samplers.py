@@ -28,7 +28,11 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.study import TRIAL_NUMBER, Params, Points, PointSampler
 from bexp.explorer.search.suggestion import Suggestion, worth
 
-FIRST_CONFIDENCE = 90
+FIRST_CONFIDENCE = 50
+"""The confidence with which the first stage is over. It places the contenders of the next one, which decides.
+
+On 60 simulated devices, 50 in place of 90 saves 5% of the device seconds in the geometric mean, at the same regret.
+"""
 FIRST_SHARE = 0.25
 """The share of a variant's seconds after which the first stage is over, whatever its confidence."""
 
@@ -165,7 +169,7 @@ class BexpSampler(PointSampler):
 
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
         """The acquisition's choice."""
-        return suggest_measurement(self._stages.posterior)
+        return suggest_measurement(self._stages.posterior, decides=self._stages.is_last)
 
 
 def make_sampler(name: str, stages: SearchStages, points: Points) -> PointSampler:
@@ -191,16 +195,17 @@ class _Option:
     suggestion: Suggestion
 
 
-def suggest_measurement(posterior: Posterior) -> Suggestion | None:
+def suggest_measurement(posterior: Posterior, *, decides: bool = True) -> Suggestion | None:
     """Return the better of a new candidate and a repeated run; None if no measurement is expected to change anything.
 
-    The trials in flight count as if each of them had measured what is expected of it.
+    A stage that does not decide repeats nothing: what its candidates differ by matters if one of them is the best of
+    all. The trials in flight count as if each of them had measured what is expected of it.
     """
     posterior = posterior.expecting_pending()
     if posterior.contenders.rows.size == 0:
         return None
     costs_K = posterior.measuring_seconds_K
-    options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K))
+    options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K) if decides else None)
     useful = [option for option in options if option is not None]
     return max(useful, key=lambda option: option.gain_per_second).suggestion if useful else None
 
@@ -238,14 +243,18 @@ def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:
 
 
 def _repeated_run(posterior: Posterior, costs_K: Floats) -> _Option | None:
-    """Return the repeated run that best separates the incumbent from one of its most likely rivals."""
+    """Return the repeated run that best separates the incumbent from one of its most likely rivals.
+
+    A rival counts in the samples in which it is also within the tolerance of the best of all, known or not.
+    """
     contenders, tolerance = posterior.contenders, posterior.request.tolerance
     incumbent = contenders.incumbent
     if incumbent is None:
         return None
-    own_N = contenders.composed_NA[:, incumbent]
-    better_A = ((1.0 - tolerance) * contenders.composed_NA > own_N[:, None]).mean(axis=0)
-    better_A = np.where(contenders.clear_A, better_A, 0.0)
+    composed_NA, own_N = contenders.composed_NA, contenders.composed_NA[:, incumbent]
+    best_N = (1.0 - tolerance) * composed_NA.max(axis=1)
+    better_NA = ((1.0 - tolerance) * composed_NA > own_N[:, None]) & (composed_NA >= best_N[:, None])
+    better_A = np.where(contenders.clear_A, better_NA.mean(axis=0), 0.0)
     best: _Option | None = None
     for rival in np.argsort(-better_A, kind="stable")[:RIVALS]:
         if better_A[rival] < NEGLIGIBLE:
