@@ -239,18 +239,14 @@ def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:
 
 
 def _repeated_run(posterior: Posterior, costs_K: Floats) -> _Option | None:
-    """Return the repeated run that best separates the incumbent from one of its most likely rivals.
-
-    A rival counts in the samples in which it is also within the tolerance of the best of all, known or not.
-    """
+    """Return the repeated run that best separates the incumbent from one of its most likely rivals."""
     contenders, tolerance = posterior.contenders, posterior.request.tolerance
     incumbent = contenders.incumbent
     if incumbent is None:
         return None
-    composed_NA, own_N = contenders.composed_NA, contenders.composed_NA[:, incumbent]
-    best_N = (1.0 - tolerance) * composed_NA.max(axis=1)
-    better_NA = ((1.0 - tolerance) * composed_NA > own_N[:, None]) & (composed_NA >= best_N[:, None])
-    better_A = np.where(contenders.clear_A, better_NA.mean(axis=0), 0.0)
+    own_N = contenders.composed_NA[:, incumbent]
+    better_A = ((1.0 - tolerance) * contenders.composed_NA > own_N[:, None]).mean(axis=0)
+    better_A = np.where(contenders.clear_A, better_A, 0.0)
     best: _Option | None = None
     for rival in np.argsort(-better_A, kind="stable")[:RIVALS]:
         if better_A[rival] < NEGLIGIBLE:

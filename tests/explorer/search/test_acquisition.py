@@ -103,19 +103,6 @@ def test_a_stage_that_does_not_decide_repeats_nothing() -> None:
     assert suggest_measurement(state, decides=False) is None
 
 
-@pytest.mark.parametrize(("third", "again"), [(103.0, True), (104.0, False)])
-def test_a_rival_that_cannot_be_the_best_is_not_run_again(third: float, again: bool) -> None:
-    """The rival has 102 tokens/s at most; the third candidate is not measured, and is too dear to be measured next."""
-    state = rival_pair((100.0, 99.0), 0.3)
-    samples = np.column_stack([state.contenders.composed_NA, np.full(1000, third)])
-    contend(state, samples, mean_A=np.array([100.0, 99.0, third]), clear_A=np.array([True, True, False]))
-    state.contenders.wanted_AP[2, 0] = True
-    state.surrogate.device_mean_K[state.table.columns_CP[state.contenders.rows[2], 0]] = 1e6
-    found = suggest_measurement(state)
-    assert found is not None
-    assert found.again is again
-
-
 def test_another_run_measures_what_most_blurs_the_difference() -> None:
     state = rival_pair((100.0, 99.0), 0.3)
     noisy = next(c for c in state.table.decompositions[state.contenders.rows[1]].components if c.kind.value == "head")
