@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.rank_runs import join_ranks
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS
@@ -124,9 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=SEQ_LENGTHS)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    device = torch.device("cuda", dist.get_node_local_rank())
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = join_ranks("cuda")
     bench = Bench(device)
     results: dict[str, Any] = {
         "environment": describe_environment(),

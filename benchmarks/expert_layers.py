@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import liger_tiles
+from benchmarks import kernel_builds, liger_tiles
 from benchmarks.environment import begin, describe_commit, describe_environment, kernels_digest, write_results
 from benchmarks.expert_problems import Experts, Prepared
 from benchmarks.expert_runs import Problem, measure, missing
@@ -84,10 +84,14 @@ class Cell:
         names = ("num_experts", "top_k", "num_tokens", "load")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def shape(self) -> ExpertsShape:
+        """The experts."""
+        return ExpertsShape(self.hidden, self.width, self.num_experts, self.top_k, self.dtype)
+
     def problems(self, device: torch.device) -> Iterator[tuple[dict[str, Any], Problem]]:
         """Yield the layer."""
         _prepare_packages(tune_sonicmoe=self.tune_sonicmoe)
-        shape = ExpertsShape(self.hidden, self.width, self.num_experts, self.top_k, self.dtype)
         counts = split_evenly(self.num_tokens * self.top_k, self.num_experts)
         if self.load == EVEN:
             routes = routes_of(counts, self.num_tokens)
@@ -95,7 +99,7 @@ class Cell:
             moe = MoESpec(num_experts=self.num_experts, top_k=self.top_k, expert_ffn_hidden_size=self.width)
             drawn = torch.from_numpy(draw_batch_routes(moe, RoutingSpec(kind="zipf"), self.num_tokens, 0))
             routes = drawn.repeat(-(-self.num_tokens // drawn.shape[0]), 1)[: self.num_tokens].contiguous()
-        yield {}, Layer(shape, routes.to(device))
+        yield {}, Layer(self.shape, routes.to(device))
 
 
 CELLS = tuple(Cell(*shape, load) for shape in SHAPES for load in (EVEN, ZIPF))
@@ -181,6 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     cells = missing(cells, results["rows"])
     results["left_out"] = [cell.key for cell in cells]
+    needed = ((cell.shape, cell.num_tokens, lies) for cell in cells for lies in LAYOUTS.values())
+    kernel_builds.build(needed, options.device)
     for rows in measure(cells, options.device, deadline):
         results["rows"] += rows
         results["left_out"].pop(0)

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.environment import describe_environment, kernels_digest, write_results
+from benchmarks.rank_runs import join_ranks, slowest_seconds
 from bexp.explorer.dimensions.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
 from bexp.explorer.model.model import MoESpec
 from bexp.explorer.model.routes import draw_routes
@@ -34,7 +32,6 @@ from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel
 from bexp.kernels.experts.registry import expert_backend
 
-TIMEOUT = timedelta(minutes=3)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
@@ -105,20 +102,6 @@ class Bench:
             leaf.grad = None
         return out.detach()
 
-    def seconds(self, run: Callable[[], object], calls: int = 3) -> float:
-        """Return the seconds of a call on the slowest rank."""
-        dist.barrier(self.group)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        taken = torch.tensor([(time.perf_counter() - started) / calls], dtype=torch.float64, device=self.device)
-        dist.all_reduce(taken, dist.ReduceOp.MAX, group=self.group)
-        return float(taken)
-
     def compare(self, rounds: int) -> dict[str, Any]:
         """Return each mode's seconds, its gain over plain, its peak bytes, and how far its output is from plain's."""
         modes, measured = self.modes(), {}
@@ -133,7 +116,9 @@ class Bench:
             measured[name] = {"error": error, "peak_bytes": peak}
         for turn in range(rounds):
             for name in modes if turn % 2 == 0 else reversed(modes):
-                samples.setdefault(name, []).append(self.seconds(partial(self.run, modes[name])))
+                samples.setdefault(name, []).append(
+                    slowest_seconds(partial(self.run, modes[name]), self.device, calls=3)
+                )
         medians = {name: statistics.median(each) for name, each in samples.items()}
         for name, row in measured.items():
             spread = max(samples[name]) - min(samples[name])
@@ -149,13 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     kind = options.device
-    device = torch.device(kind, dist.get_node_local_rank() if kind == "cuda" else 0)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    device = join_ranks(kind)
     device_name = torch.cuda.get_device_name(device) if kind == "cuda" else "cpu"
     setting: dict[str, Any] = {"device": device_name, "num_devices": dist.get_world_size(), "backend": options.backend}
     setting["kernels"] = kernels_digest()

@@ -2,9 +2,12 @@
 
     python -m benchmarks.loss_curves --out benchmarks/results/loss-curves.json
     python -m benchmarks.loss_curves --models llama --layers 2 --hidden 64 --seq-length 64 --steps 40 --out curves.json
+    python -m benchmarks.loss_curves --models olmoe --layers 2 --hidden 512 --implementations bexp_fused --out FILE
 
 Each model is trained on the bytes of Python's standard library: unpatched with two seeds (of weights and of the order
-of the text), and set up by `bexp.apply` with the first of these seeds. `--settings` replaces what is applied.
+of the text), and set up by `bexp.apply` with the first of these seeds. `--settings` replaces what is applied, and
+`--implementations` sets one implementation of the experts after the other, and nothing else. One that fails is a row
+with its error.
 
 The patched curve counts as within the spread of the seeds if both hold. Losses are averaged over windows of ten steps.
 
@@ -20,6 +23,7 @@ import gc
 import hashlib
 import json
 import math
+import os
 import sys
 import sysconfig
 import tempfile
@@ -28,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment, write_results
+from benchmarks.environment import describe_commit, describe_environment, write_results
 
 WINDOW = 10
 SEEDS = (0, 1)
@@ -53,32 +57,56 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--settings", type=json.loads, help="what is applied, as `bexp.Settings` names it")
+    parser.add_argument("--device", help="cuda:0 or cpu; default: a GPU, if there is one")
+    applied = parser.add_mutually_exclusive_group()
+    applied.add_argument("--settings", type=json.loads, help="what is applied, as `bexp.Settings` names it")
+    applied.add_argument("--implementations", nargs="+", help="of experts, each alone, for models that have experts")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    if options.device is not None:  # the Trainer takes all devices that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible(options.device)
     text = standard_library()
     _report(f"{len(text)} bytes of text")
     results: dict[str, Any] = {
         "environment": describe_environment(),
         "device": _device_name(),
+        "commit": describe_commit(),
         "arguments": {name: value for name, value in vars(options).items() if name != "out"},
         "text": {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()},
         "models": {},
     }
     within = True
     for family in options.models:
-        settings = SETTINGS[family] if options.settings is None else options.settings
-        runs = [
-            train(family, options, text, seed=SEEDS[0]),
-            train(family, options, text, seed=SEEDS[1]),
-            train(family, options, text, seed=SEEDS[0], settings=settings),
-        ]
-        comparison = compare(*(run["losses"] for run in runs))
-        within = within and comparison["within"]
-        results["models"][family] = {"settings": settings, **comparison, "runs": runs}
-        write_results(options.out, results)
-        print(_line(family, comparison, runs), flush=True)
+        choices = {family: SETTINGS[family] if options.settings is None else options.settings}
+        if options.implementations is not None:
+            choices = {f"{family}, {name}": {"experts": name} for name in options.implementations}
+        unpatched = [train(family, options, text, seed=seed) for seed in SEEDS]
+        for name, settings in choices.items():
+            row = _row(family, options, text, settings, unpatched)
+            within = within and row.get("within", False)
+            results["models"][name] = row
+            write_results(options.out, results)
+            print(f"{name}: {row['error']}" if "error" in row else _line(name, row, row["runs"]), flush=True)
     return 0 if within else 1
+
+
+def _row(
+    family: str, options: argparse.Namespace, text: bytes, settings: dict[str, Any], unpatched: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Train with `settings`, and compare the curve with those of the two unpatched runs."""
+    try:
+        runs = [*unpatched, train(family, options, text, seed=SEEDS[0], settings=settings)]
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises is the row's result
+        return {"settings": settings, "error": f"{type(error).__name__}: {error}"[:600]}
+    return {"settings": settings, **compare(*(run["losses"] for run in runs)), "runs": runs}
+
+
+def _visible(device: str) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES with which a process sees one device alone."""
+    kind, _, index = device.partition(":")
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    place = int(index or 0)
+    return "" if kind == "cpu" else seen[place] if seen else str(place)
 
 
 def standard_library(limit: int = TEXT_BYTES) -> bytes:

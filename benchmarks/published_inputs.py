@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,16 @@ from importlib.metadata import distributions
 found = {each.name: each.version for each in reversed(list(distributions()))}  # the first on the path is imported
 print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))
 """
+WIDTHS = """
+import json, sys
+from bexp.api.cli.connection import open_stored
+with open_stored() as stored:
+    job, chosen = sys.argv[1], json.loads(sys.argv[2])
+    trials = [each for each in stored.trials(job) if each.candidate.model_dump(mode="json") == chosen]
+    runs = [run for trial in trials for run in trial.measurement.components if run.new_width_share is not None]
+print(json.dumps([[run.new_width_seconds, run.new_width_share] for run in runs]))
+"""
+"""Prints what a new width takes in each trial of a candidate, and the share of micro-batches with one."""
 
 Row = dict[str, Any]
 
@@ -232,7 +243,11 @@ class Bench:
 
     def _promise(self, environment: Mapping[str, str], *, format_of: str) -> Row:
         """Return the promise of the newest exploration."""
-        return promise_of(json.loads(self._start([*CLIENT, "best", "latest", "--json"], environment)), format_of)
+        document = json.loads(self._start([*CLIENT, "best", "latest", "--json"], environment))
+        promise = promise_of(document, format_of)
+        candidate = json.dumps(promise["candidate"])
+        seen = self._start([sys.executable, "-P", "-c", WIDTHS, document["job"]["id"], candidate], environment)
+        return promise | {"new_widths": json.loads(seen)}
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> str:
         """Run a command in the folder, note it and the end of its output, and return its stdout.
@@ -311,6 +326,7 @@ def agreement(promise: Row, observed: Row) -> Row:
     peak = None if observed["peak_bytes"] is None else observed["peak_bytes"] / promise["peak_bytes"]
     speed = observed[f"{promise['unit']}_per_second"] / promise["rate"]
     steps = promise["grad_accum_steps"] or 1
+    of_widths = speed * rate_of_widths(promise, observed)
     return {
         "batch": observed["micro_steps_of_a_step"] == steps
         and observed["samples_of_a_step"] == steps * promise["micro_batch_size"],
@@ -319,9 +335,28 @@ def agreement(promise: Row, observed: Row) -> Row:
         "weights": sum(observed["parameter_bytes"].values()) == promise["parameter_bytes"],
         "peak": None if peak is None else abs(peak - 1) <= PEAK,
         "peak_of_promised": peak,
-        "speed": abs(speed - 1) <= SPEED,
+        "speed": abs(of_widths - 1) <= SPEED,
         "speed_of_promised": speed,
+        "speed_of_promised_for_its_widths": of_widths,
     }
+
+
+def rate_of_widths(promise: Row, observed: Row) -> float:
+    """Return how many times slower the first steps of a training are than the mean of its epoch, by their new widths.
+
+    A promise is for an epoch, in which widths of rows come again. Most of those in a training's first steps are new.
+    """
+    if not promise.get("new_widths"):
+        return 1.0
+    each, share = (statistics.fmean(values) for values in zip(*promise["new_widths"], strict=True))
+    met, is_new = set[str](), list[bool]()
+    for step in observed["steps"]:
+        shapes = {json.dumps(shape) for shape in step["shapes"]}
+        is_new += [True] * len(shapes - met) + [False] * (step["micro_steps"] - len(shapes - met))
+        met |= shapes
+    timed = is_new[-sum(step["micro_steps"] for step in observed["steps"][-observed["timed_steps"] :]) :]
+    amount = statistics.fmean(step[promise["unit"]] / step["micro_steps"] for step in observed["steps"])
+    return float(1.0 + (statistics.fmean(timed) - share) * each * promise["rate"] / amount)
 
 
 def _read(file: Any) -> str:

@@ -13,6 +13,9 @@ gets its best size, among those that divide the batch that the exploration was a
 - `recommended`: what the README does with the answer, at the answer's size.
 - `stock`: the recommended candidate without kernels or tiles of this project, if it has any.
 - `library_loss`: `stock` with the library's loss, if the recommended one is another.
+- `experts`: the recommended candidate with the fastest implementation of the experts that is not this project's, of
+  those that run here. The loss and the execution stay. `--without unchanged compiled liger stock library_loss` leaves
+  the others out.
 
 Sizes are chosen by one short run each, see `next_size`. Then the contenders run in turns, `--rounds` times one after
 the other, each run in a new process. Where texts differ in length, `longest` is the recommended run on nothing but the
@@ -44,14 +47,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment, write_results
+from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.trainer_contenders import (
     Run,
     answered,
     best_of,
     divisors,
     document_of,
+    fastest_rival,
     gain,
+    kind_of,
     next_size,
     of_size,
     start_of,
@@ -84,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields")
     parser.add_argument("--max-seconds", type=float, default=120.0, help="of one exploration")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender, in turns")
-    parser.add_argument("--without", action="append", default=[], help="a contender that is left out")
+    parser.add_argument("--without", nargs="+", action="extend", default=[], help="contenders that are left out")
     parser.add_argument("--start-until", type=float, default=float("inf"), help="start no model after these seconds")
     options = parser.parse_args(arguments)
     results: Run = {"environment": {}, "models": []}
@@ -135,7 +140,7 @@ class Table:
         row = next((row for row in rows if key.items() <= row.items()), None)
         if row is None:
             given = [field.partition("=")[2] for field in fields if field.startswith("lengths=")]
-            row = {**key, "lengths": next(iter(given), None), "sizes": {}, "rounds": []}
+            row = {**key, "lengths": next(iter(given), None), "commit": describe_commit(), "sizes": {}, "rounds": []}
             rows.append(row)
         return row
 
@@ -144,7 +149,7 @@ class Table:
         """The environment of programs that see one GPU, or none."""
         gpu = self.gpus.get()
         try:
-            yield {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            yield {"HF_HUB_OFFLINE": "1", **os.environ, "CUDA_VISIBLE_DEVICES": gpu}  # else kernels are waited for
         finally:
             self.gpus.put(gpu)
 
@@ -176,13 +181,15 @@ class ModelRun:
         with self._trainer:
             if "exploration" not in self._row:
                 self._put(self._row, "exploration", self._explore())
-            contenders = {}
+            contenders: dict[str, Run | None] = {}
             for name, variants in variants_of(self._row).items():
-                if name in self._options.without:
+                kind = kind_of(name)
+                if kind in self._options.without:
                     continue
                 if name not in self._row["sizes"]:
                     self._put(self._row, "sizes", {**self._row["sizes"], name: self._size(name, variants)})
-                contenders[name] = best_of(self._row["sizes"][name])
+                runs = [*self._row["sizes"][name], *filter(None, [contenders.get(kind)])]
+                contenders[kind] = best_of(runs)
             contenders["recommended"] = answered(self._row)
             in_turn = {name: run for name, run in contenders.items() if run is not None}
             rounds = [made for made in self._row["rounds"] if made.keys() == in_turn.keys()]
@@ -198,7 +205,7 @@ class ModelRun:
         made: list[Run] = []
         for variant in variants:
             runs: list[Run] = []
-            start, before = start_of(name, self._row, made), best_of(made)
+            start, before = start_of(name, self._row, made), best_of(made) or fastest_rival(name, self._row)
             while (size := next_size(divisors(self._row["batch_size"]), runs, start)) is not None:
                 runs.append(self._train(of_size(variant, size), SIZE_SECONDS))
                 if before is not None and runs[-1].get("tokens_per_second", 0) < FAR * before["tokens_per_second"]:

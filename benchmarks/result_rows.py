@@ -15,7 +15,7 @@ from bexp.explorer.records.event import EventCode
 
 CHECK = re.compile(r"composed\s+step ([+-][\d.]+)%,\s+composed\s+peak ([+-][\d.]+)%")
 WITHIN = 0.98
-CONTENDERS = ("unchanged", "compiled", "liger", "library_loss", "stock", "recommended")
+CONTENDERS = ("unchanged", "compiled", "liger", "library_loss", "stock", trainer_contenders.EXPERTS, "recommended")
 EARLIER = {"unchanged": "sweep", "compiled": "compiled_sweep", "stock": "stock", "recommended": "recommended"}
 """The contenders of rows of one run each, and their names there."""
 HOW = {"gradient_checkpointing": "checkpointed", "torch_compile": "compiled"}
@@ -50,6 +50,7 @@ def trainers(result: Row) -> Iterable[Row]:
                 "peak": f"{max(peaks) / composed - 1:+.1%}" if peaks and composed else "-",
                 "explored": document.get("job", {}).get("created_at", "-")[:10],
                 "turns": len(rounds),
+                "card": rounds[0].get("recommended", {}).get("device_name"),
                 "batch": row.get("batch_size") or accumulated or "one micro-batch",
             }
         )
@@ -66,12 +67,25 @@ def _reached(rounds: list[Row], sizes: Row, name: str) -> Row:
     speeds = [run["tokens_per_second"] for run in ran]
     median = statistics.median(speeds)
     how = [f"m={ran[0]['micro_batch_size']}", *(text for key, text in HOW.items() if ran[0].get(key))]
+    if name == trainer_contenders.EXPERTS:
+        how.append(ran[0]["candidate"]["expert_backend"])
     if (execution := ran[0].get("candidate", {}).get("execution") or "eager") != "eager":
         how.append(execution)
     spread = f" (spread {(max(speeds) - min(speeds)) / median:.1%})" if len(ran) > 1 else ""
     peaks = [run["peak_reserved_bytes"] for run in ran if run.get("peak_reserved_bytes")]
     memory = f", {max(peaks) / 2**30:.1f} GiB" if peaks else ""
     return {"text": f"{', '.join(how)}: {median / 1000:.1f}k tokens/s{spread}{memory}"}
+
+
+def other_experts(result: Row) -> Iterable[Row]:
+    """Return the best run of each other implementation of the experts, or why there is none."""
+    for row in result["models"]:
+        for name, runs in row["sizes"].items():
+            if trainer_contenders.kind_of(name) != name:
+                best = trainer_contenders.best_of(runs)
+                reached = {} if best is None else {"best": best}
+                failed = None if best else " ".join([runs[-1]["error"], runs[-1].get("message", "")])[:160]
+                yield row | {"experts": name.partition(" ")[2], "failed": failed} | reached
 
 
 def checkpointed(result: Row) -> Iterable[Row]:

@@ -9,6 +9,14 @@ from typing import Any
 from benchmarks.trainer_runs import OUT_OF_MEMORY
 
 Run = dict[str, Any]
+EXPERTS = "experts"
+"""The contender that is the fastest of those with another implementation of the experts."""
+OTHER_EXPERTS = (
+    *("grouped_mm", "sonicmoe", "bexp_sonicmoe", "deepgemm", "bexp_deepgemm", "bexp_liger"),
+    *("eager", "batched_mm"),
+)
+"""Implementations that are not this project's, likely ones first: the transformers library's, and with `bexp_` those of
+packages that are installed here, where the library takes its kernels from a hub."""
 
 
 def answered(row: Run) -> Run | None:
@@ -52,7 +60,22 @@ def variants_of(row: Run) -> dict[str, list[Run]]:
                 contenders["stock"].append({"candidate": named})
         if stock.get("loss") not in {None, "library"}:
             contenders["library_loss"] = [{"candidate": {**stock, "loss": "library"}}]
+        if (own := candidate.get("expert_backend")) is not None:
+            for name in OTHER_EXPERTS:
+                if name != own:
+                    contenders[f"{EXPERTS} {name}"] = [{"candidate": {**candidate, "expert_backend": name}}]
     return contenders
+
+
+def kind_of(contender: str) -> str:
+    """What a contender is in the rounds: all with other experts are one, and the fastest of them runs."""
+    return contender.partition(" ")[0]
+
+
+def fastest_rival(contender: str, row: Run) -> Run | None:
+    """The fastest run of other contenders of the same kind, so far."""
+    of_kind = (runs for name, runs in row["sizes"].items() if kind_of(name) == kind_of(contender) != name)
+    return best_of([run for runs in of_kind for run in runs])
 
 
 def of_size(variant: Run, size: int) -> Run:

@@ -13,7 +13,6 @@ from typing import Any
 Recipe = dict[str, Any]
 
 DROPPED = ("none", None)
-ON_HOST = "adamw_cpu_offload"
 ROOM = 40 * 2**30
 """Bytes that hold any of the models that are quantised."""
 
@@ -21,16 +20,19 @@ ROOM = 40 * 2**30
 def recipe_of(document: Recipe | None) -> Recipe:
     """How the model of a document of `bexp best --json` is trained, apart from what was explored.
 
-    Raises ValueError for what no Trainer can be told: a token budget, and an optimizer in the host's memory.
+    Raises ValueError for what no Trainer can be told: a token budget, and an optimizer that it has no name for.
     """
+    from bexp.explorer.model.optimizers import LIBRARY_NAMES  # noqa: PLC0415 - only where one trains
+
     request = ((document or {}).get("job") or {}).get("request") or {}
     training = request.get("training") or {}
-    if request.get("batching") == "token_budget" or (training.get("optimizer") or {}).get("name") == ON_HOST:
-        raise ValueError("the Trainer has neither token budgets nor a name for an optimizer in the host's memory")
+    optimizer = (training.get("optimizer") or {}).get("name", "adamw")
+    if request.get("batching") == "token_budget" or optimizer not in LIBRARY_NAMES:
+        raise ValueError(f"the Trainer has neither token budgets nor a name for the optimizer '{optimizer}'")
     found = {
         "lora": training.get("lora"),
         "quantization": request.get("quantization"),
-        "optimizer": (training.get("optimizer") or {}).get("name", "adamw"),
+        "optimizer": optimizer,
         "packed": request.get("batching") == "packed" or None,
         "float8": training.get("precision", "").partition("float8_")[2] or None,
     }

@@ -50,6 +50,8 @@ ACCUMULATED = 3
 """Micro-steps of a step: the first writes gradients, the second adds to them, the last also updates the weights."""
 TRAINER_FIELDS = ("gradient_checkpointing", "torch_compile", "use_liger_kernel")
 OUT_OF_MEMORY = "out of memory"
+LONGEST_SECONDS = 300.0
+"""After these a run is ended: a kernel may hang, or be tuned for minutes."""
 OPEN_THE_DEVICE = ("bitsandbytes", "torchao")
 """Packages that the Trainer imports where they are, and that open the device then; nothing can be forked after that."""
 
@@ -82,7 +84,10 @@ def run_trainer(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     process.start()
     sender.close()
     try:
-        result: dict[str, Any] = receiver.recv()
+        in_time = receiver.poll(LONGEST_SECONDS)
+        result: dict[str, Any] = receiver.recv() if in_time else {"error": f"ended after {LONGEST_SECONDS:g} s"}
+        if not in_time:
+            process.kill()
     except EOFError:
         result = {"error": "the process ended without a result"}
     process.join()
@@ -156,6 +161,7 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     return {
         "micro_batch_size": size,
         **({} if applied is None else {"applied": applied}),
+        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
         "training_loss": training_loss,
         "micro_step_seconds": clock.steps,
         "tokens_per_second": batch * texts.mean / seconds,

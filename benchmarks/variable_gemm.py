@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import kernel_builds
 from benchmarks.environment import begin, describe_commit, describe_environment, kernels_digest, write_results
 from benchmarks.expert_problems import Experts, Gemms
 from benchmarks.expert_runs import TOLERANCES, Problem, measure, missing
@@ -53,19 +54,24 @@ class Cell:
         kind = "gemm" if self.is_reported else "ffn"
         return {"kind": kind, "case": self.case.name, "dtype": dtype_name(self.dtype)}
 
+    @property
+    def shape(self) -> ExpertsShape:
+        """The experts."""
+        case = self.case
+        return ExpertsShape(
+            case.hidden, case.width, case.num_experts, case.top_k, self.dtype, gated=False, activation="gelu"
+        )
+
     def problems(self, device: torch.device) -> Iterator[tuple[dict[str, Any], Problem]]:
         """Yield one for each load. Rows have the experts' tokens where there are few experts."""
         case = self.case
-        shape = ExpertsShape(
-            case.hidden, case.width, case.num_experts, case.top_k, self.dtype, gated=False, activation="gelu"
-        )
         loads = case.reported if self.is_reported else {load: case.counts(load) for load in case.loads}
         for load, counts in loads.items():
             told_by = {"load": load, "counts": counts if len(counts) <= FEW else None}
             if self.is_reported:
                 yield told_by, Gemms(case, self.dtype, counts, device)
             else:
-                yield told_by, Experts(shape, routes_of(counts, case.num_tokens).to(device))
+                yield told_by, Experts(self.shape, routes_of(counts, case.num_tokens).to(device))
 
 
 FEW = 8
@@ -112,6 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     cells = missing(tiny_cells() if options.tiny else CELLS, results["rows"])
     results["left_out"] = [cell.key for cell in cells]
+    needed = ((cell.shape, cell.case.num_tokens, False) for cell in cells if cell.dtype != FP32)
+    kernel_builds.build(needed, options.device)
     for rows in measure(cells, options.device, deadline):
         results["rows"] += rows
         results["left_out"].pop(0)

@@ -18,6 +18,8 @@ from typing import Any
 
 WARM_UP = 5
 TIMED = int(os.environ.get("OBSERVED_STEPS", "20"))
+LEAST_SECONDS = 10.0
+"""Steps are timed for so long at least: the pace of a host varies for seconds at a time."""
 
 
 class Samples:
@@ -101,7 +103,8 @@ class Training:
         figures: dict[str, Any] = {"seconds": now - self.began - self.away, "peak_bytes": peak}
         self.steps.append(figures | self._micro_steps())
         self.began, self.away, self.micro_steps = now, 0.0, []
-        enough = len(self.steps) >= WARM_UP + TIMED
+        timed = [step["seconds"] for step in self.steps[WARM_UP:]]
+        enough = len(timed) >= TIMED and sum(timed) >= LEAST_SECONDS
         if enough:
             self.write()
         return enough

@@ -62,6 +62,20 @@ class Gpu:
         """The share (0..1) of the driver's last sample, of a second at most, in which a kernel of any process ran."""
         return _ask(lambda: int(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100)
 
+    def mean_busy_share(self, since: float) -> float | None:
+        """The share (0..1) of the time since then, a `time.time()`, in which a kernel of any process ran.
+
+        The driver samples it five times a second. None if it has no whole sample yet, as it has none of MIG's parts.
+        """
+
+        def query() -> float | None:
+            kind, begins_at = pynvml.NVML_GPU_UTILIZATION_SAMPLES, round(1e6 * since)
+            _, samples = pynvml.nvmlDeviceGetSamples(self._handle, kind, begins_at)
+            whole = [int(s.sampleValue.uiVal) for s in samples if int(s.timeStamp) >= begins_at][1:]
+            return sum(whole) / len(whole) / 100 if whole else None
+
+        return _ask(query)
+
     def clock_reasons(self) -> tuple[str, ...]:
         """The reasons for the present clocks, in the order of NVML's bits."""
         bits = _ask(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))

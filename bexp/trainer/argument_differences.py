@@ -43,9 +43,10 @@ def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     optimizer = getattr(args, "optim", None)
     optimizer, measured = getattr(optimizer, "value", optimizer), LIBRARY_NAMES.get(setup.optimizer)
     meant = ALIASES.get(str(optimizer), optimizer)
-    if setup.has_host_optimizer:  # the arguments do not say which the Trainer was given
-        if getattr(args, "max_grad_norm", 0.0):
-            yield f"gradients are clipped at {args.max_grad_norm}, which the measured optimizer never sees"
+    if measured is None:  # the arguments do not say which the Trainer was given
+        clipped_at = getattr(args, "max_grad_norm", 0.0)
+        if setup.has_host_optimizer and clipped_at:
+            yield f"gradients are clipped at {clipped_at}, which the measured optimizer never sees"
     elif optimizer is not None and measured not in (optimizer, meant):  # AdamW that is not fused is another one
         yield f"optimizer {optimizer}, not {measured}"
     yield from _text_differences(setup, args)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from bexp.explorer.model.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES, ON_HOST_NOTE
+from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_ARGUMENTS, LIBRARY_NAMES
 from bexp.explorer.trainers.document import HALF_NAMES
 from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
@@ -93,13 +93,14 @@ def _fields_of_the_code(setup: RecommendedSetup, known: frozenset[str]) -> dict[
         is_older = "group_by_length" in known  # before transformers 5.2
         fields |= {"group_by_length": True} if is_older else {"train_sampling_strategy": "group_by_length"}
     if setup.optimizer is not None:
-        if setup.has_host_optimizer:
-            _LOGGER.warning("TrainingArguments, and what was measured: %s", ON_HOST_NOTE)
-            fields["max_grad_norm"] = 0.0
-        else:
+        if setup.optimizer in LIBRARY_NAMES:
             fields["optim"] = LIBRARY_NAMES[setup.optimizer]
-            if setup.optimizer in LIBRARY_ARGUMENTS:
-                fields["optim_args"] = LIBRARY_ARGUMENTS[setup.optimizer]
+        else:
+            _LOGGER.warning("TrainingArguments, and what was measured: %s", LIBRARY[setup.optimizer].note)
+        if setup.optimizer in LIBRARY_ARGUMENTS:
+            fields["optim_args"] = LIBRARY_ARGUMENTS[setup.optimizer]
+        if setup.has_host_optimizer:
+            fields["max_grad_norm"] = 0.0
         if setup.autocast in HALF_NAMES:
             fields[HALF_NAMES[setup.autocast]] = True
         elif "trl" in sys.modules:

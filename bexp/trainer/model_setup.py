@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 from bexp.allocator import set_allocator
+from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
+from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.measure.host_limits import processor_name
 from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source
 from bexp.trainer.trained_weights import differences_of_training, refuse_another_training
+from bexp.transformers.context_parallel import set_context_parallel
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.undo import Changes
 
@@ -50,6 +53,7 @@ def apply(
     seq_length: int | None = None,
     strict: bool = False,
     execution: str | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Report:
     """Set a transformers model up as recommended, by the same code that measured it. `restore` undoes it.
 
@@ -67,10 +71,13 @@ def apply(
         strict: raise for another device, version or sequence length, and for weights in a format that needs less memory
             than was measured. Otherwise each of these is a warning.
         execution: `eager`, `compile`, `graph` or `compile+graph`, in place of the recommended one.
+        context_parallel: the ranks that share each sequence, and their layout. Each of them gives its model the same
+            whole batch, and the model computes its part (`bexp.transformers.context_parallel`).
 
     Raises:
-        RecommendationError: the architecture is another, or the model is a copy of one that was set up. Or it has LoRA
-            adapters where all weights were measured, the reverse, or weights that need more memory than the measured.
+        RecommendationError: the architecture is another, or the model is a copy of one that was set up, or devices
+            shared sequences when it was measured and do not here. Or it has LoRA adapters where all weights were
+            measured, the reverse, or weights that need more memory than the measured.
         SettingsError: the model cannot have a setting.
     """
     setup = RecommendedSetup.read(recommendation)
@@ -79,15 +86,23 @@ def apply(
     inner = inner_model(model)
     _refuse_another_architecture(inner, setup)
     refuse_another_training(inner, setup)
+    sharing = _refuse_another_sharing(setup, context_parallel)
     restore(inner)
     warnings = [text for text in [set_allocator(setup.settings.allocator)] if text]
     warnings += _differences(setup, seq_length, inner)
+    if sharing != setup.sharing:
+        warnings.append(f"it was measured with whole sequences, and here {sharing.size} devices share each")
     if _is_compiled(model):
         warnings.append("the model was compiled before it was set up: call bexp.apply first, then torch.compile")
     if strict and warnings:
         raise RecommendationError("; ".join(warnings))
-    untouched = setup.own_code and execution is None
-    applied = Applied(setup.settings, (_UNTOUCHED,), Changes()) if untouched else set_up(inner, setup.settings)
+    if setup.own_code and execution is None:
+        changes = Changes()
+        if context_parallel is not None:
+            set_context_parallel(inner, context_parallel, None, changes)
+        applied = Applied(setup.settings, (_UNTOUCHED,), changes)
+    else:
+        applied = set_up(inner, setup.settings, context_parallel=context_parallel)
     report = Report(setup, applied, tuple(warnings))
     _APPLIED[inner] = report
     setattr(inner, _MARK, True)
@@ -164,6 +179,17 @@ def _refuse_another_architecture(model: nn.Module, setup: RecommendedSetup) -> N
     differing = setup.mismatches(config)
     if differing:
         raise RecommendationError(f"the recommendation is for another model: {'; '.join(differing)}")
+
+
+def _refuse_another_sharing(setup: RecommendedSetup, context: ContextParallel | None) -> Sharing:
+    """Return how devices share sequences here."""
+    sharing = ALONE if context is None else Sharing(context.size, context.layout.name)
+    if setup.sharing not in (ALONE, sharing):
+        raise RecommendationError(
+            f"{setup.sharing.size} devices shared each sequence, in layout '{setup.sharing.layout}': hand their group "
+            "over as context_parallel"
+        )
+    return sharing
 
 
 def _differences(setup: RecommendedSetup, seq_length: int | None, model: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from bexp.explorer.dimensions.attention import TORCH_KERNELS
 from bexp.explorer.dimensions.candidate import CHOICES
+from bexp.explorer.dimensions.context_parallel import ALONE, Sharing
 from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, OUR_EXPERTS, library_experts
 from bexp.explorer.dimensions.loss import LOSS
@@ -56,7 +57,7 @@ class RecommendedSetup:
     document does not say how the model was trained; then nothing is known of the adapters either. `batching` is `full`,
     or that of a request whose texts have unequal lengths; a sequence then has `tokens_per_sequence` in the mean,
     without padding.
-    `library_code` says that the library's own classes were measured.
+    `library_code` says that the library's own classes were measured. `sharing` says how devices shared each sequence.
     """
 
     settings: Settings
@@ -80,6 +81,7 @@ class RecommendedSetup:
     architecture: Mapping[str, Any] = field(default_factory=dict)
     own_code: bool = False
     library_code: bool = False
+    sharing: Sharing = ALONE
 
     @classmethod
     def read(cls, source: Source | RecommendedSetup) -> RecommendedSetup:
@@ -118,6 +120,7 @@ class RecommendedSetup:
             micro_batch_size=candidate["micro_batch_size"],
             own_code=own_code,
             library_code=is_library_code(request),
+            sharing=Sharing(candidate.get("context_parallel_size") or 1, candidate.get("context_parallel_layout")),
             architecture=_sizes(request.get("model") or request.get("hf_config")),
             **read_training(request, dtype, own_code=own_code),
             **_context(document, recommendation, request),
@@ -125,7 +128,7 @@ class RecommendedSetup:
 
     @property
     def has_host_optimizer(self) -> bool:
-        """Whether the optimizer stepped in the host's memory, which TrainingArguments have no name for."""
+        """Whether the optimizer stepped in the host's memory."""
         known = None if self.optimizer is None else LIBRARY.get(self.optimizer)
         return known is not None and known.is_on_host
 

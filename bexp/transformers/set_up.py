@@ -13,7 +13,9 @@ from torch import nn
 
 from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.transformers.attention import set_attention
+from bexp.transformers.context_parallel import set_context_parallel
 from bexp.transformers.experts import leave_eager, set_experts
 from bexp.transformers.float8 import set_float8
 from bexp.transformers.graph import set_graph
@@ -21,7 +23,7 @@ from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
 from bexp.transformers.loss import set_loss
 from bexp.transformers.recompute import BY_OPERATION, LAYERS_KEPT, is_checkpointing, set_recompute, stop_checkpointing
-from bexp.transformers.settings import Settings
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.transformers.tiling import set_tile
 from bexp.transformers.undo import Changes
 
@@ -46,20 +48,28 @@ class Applied:
         return "\n".join(self.done) or "nothing had to be set"
 
 
-def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk: int | None = None) -> Applied:
+def set_up(
+    module: nn.Module,
+    settings: Settings,
+    *,
+    strict: bool = False,
+    chunk: int | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> Applied:
     """Set `settings` on a transformers model, or on one decoder layer alone.
 
     A layer alone has no loss and no micro-step: `loss` and `graph` are left out there. Weights keep their names, shapes
     and places. The allocator is the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned
     attention back end fails where it would leave a call to another. `chunk` is the number of tokens of a chunk of the
-    loss. A configuration's `use_cache` is set to false, since training has no use for a cache.
+    loss. With `context_parallel` the ranks of its group share each sequence (`set_context_parallel`). A configuration's
+    `use_cache` is set to false, since training has no use for a cache.
 
     Raises `SettingsError` if the model cannot have a setting; the model is then as it was.
     """
     changes = Changes()
     done: list[str] = []
     try:
-        for text, apply in _steps(module, settings, changes, strict=strict, chunk=chunk):
+        for text, apply in _steps(module, settings, changes, strict=strict, chunk=chunk, context=context_parallel):
             apply()
             done.append(text)
     except Exception:  # whatever a step raises, the model is as it was before
@@ -69,7 +79,13 @@ def set_up(module: nn.Module, settings: Settings, *, strict: bool = False, chunk
 
 
 def _steps(
-    module: nn.Module, settings: Settings, changes: Changes, *, strict: bool, chunk: int | None
+    module: nn.Module,
+    settings: Settings,
+    changes: Changes,
+    *,
+    strict: bool,
+    chunk: int | None,
+    context: ContextParallel | None,
 ) -> list[tuple[str, Callable[[], None]]]:
     """Yield each setting that differs from the library's, in words, with its setter. Inner modules come first."""
     steps: list[tuple[str, Callable[[], None]]] = []
@@ -81,7 +97,7 @@ def _steps(
         )
     if settings.kernels == "liger":
         steps.append(("norms, rotation and gated activations: liger-kernel", lambda: set_kernels(module, changes)))
-    if settings.attention is not None or core:
+    if context is None and (settings.attention is not None or core):
         text = f"attention: {settings.attention or 'unchanged'}{', its core recomputed' if core else ''}"
         steps.append(
             (text, lambda: set_attention(module, settings.attention, changes, recompute_core=core, strict=strict))
@@ -107,6 +123,12 @@ def _steps(
         )
     if settings.loss != "library" and not is_layer(module):
         steps.append((f"loss: {settings.loss}", lambda: set_loss(module, settings.loss, changes, chunk=chunk)))
+    if context is not None:
+        if settings.graph:
+            raise SettingsError("CUDA graphs do not hold what devices exchange that share sequences")
+        text = f"context parallelism: {context.size} devices share each sequence, {context.layout.name}"
+        asked = settings.attention
+        steps.append((text, lambda: set_context_parallel(module, context, asked, changes, recompute_core=core)))
     if settings.compile:
         steps.append(("every decoder layer compiled", lambda: _compile(module, settings.experts, changes)))
     if not is_layer(module) and (steps or settings.graph):

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,8 @@ from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.compilation import new_seconds
 
 if TYPE_CHECKING:
+    from bexp.measure.nvml import Gpu
     from bexp.tune.micro_batches import MicroBatches
-from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,16 @@ On a GPU the first micro-batches of each length load kernels, ask for their algo
 """
 PRECISE, PRECISE_SECONDS = 0.04, 6.0
 """Where lengths are not known, steps are timed until the standard error is this share of the mean, or for so long."""
+BUSY = 0.9
+"""Below this share of the time in which the device runs kernels, it waits for the host, whose pace varies for seconds.
+
+Then steps are timed for PRECISE_SECONDS as well.
+"""
+SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
+"""The pace of spans of this length tells how far one part of a run differs from another, if there are enough spans.
+
+Micro-steps in a row are alike, so their own standard error is too small.
+"""
 FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
 """Before timing, so many micro-steps run with others than the longest micro-batch, within so many more steps."""
 LONG_SECONDS = 2.0
@@ -112,7 +122,9 @@ class Clock:
         self._first: float | None = None
         self._warm_up_steps = warm_up_steps
         self._num_steps = 0
+        self._gpu = _gpu_of(self._device)
         self._began: float | None = None
+        self._began_at = 0.0  # of time.time()
         self._ended = 0.0
         self._micro_steps: list[MicroStep] = []
         self._met: set[object] = set()
@@ -173,8 +185,8 @@ class Clock:
         enough = number >= fewest_steps and len(self._timed()) > 1 and elapsed >= LEAST_SECONDS
         if enough and len(self._timed()) < FEWEST_VARIED:
             enough = not self._varies()
-        enough = enough and (elapsed >= PRECISE_SECONDS or self._is_precise())
-        is_spent = number >= MOST_STEPS or elapsed >= MOST_SECONDS
+        enough = enough and (elapsed >= PRECISE_SECONDS or (self._is_precise() and not self._waits_for_host()))
+        is_spent = elapsed >= MOST_SECONDS or (number >= MOST_STEPS and (enough or not self._waits_for_host()))
         restarts = enough and not is_spent and self._num_restarts < MOST_RESTARTS and not self._has_settled()
         over = is_spent or (enough and not restarts)
         agreed = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
@@ -184,7 +196,7 @@ class Clock:
             self._num_restarts += agreed["restarts"]
             self._micro_steps = [replace(step, is_timed=False) for step in self._micro_steps]
             self._optimizer_steps.clear()
-            self._began = now
+            self._began, self._began_at = now, time.time()
         self.is_over = agreed["is_over"]
 
     def end_early(self) -> None:
@@ -225,8 +237,13 @@ class Clock:
             raise RuntimeError("the training ended by itself before two micro-steps could be timed")
         number = len(timed)
         expected = None if self.micro_batches is None else self.micro_batches.expect(self._micro_steps)
-        mean, error = expected or (statistics.fmean(timed), statistics.stdev(timed) / math.sqrt(number))
+        mean, error = statistics.fmean(timed), _standard_error(timed)
+        if expected is not None:
+            mean, error = expected.seconds, expected.error
         peak, reserved = peak_bytes(self._device)
+        paces = self._span_paces()
+        if len(paces) >= FEWEST_SPANS:
+            error = max(error, mean * _standard_error(paces))
         own: dict[str, float] = {
             "micro_step_seconds": mean,
             "optimizer_seconds": statistics.median(self._optimizer_steps or [0.0]),
@@ -234,8 +251,11 @@ class Clock:
             "peak_bytes": peak,
             "reserved_bytes": reserved,
         }
+        busy = self._busy_share()
         each = self._ranks.gather(
-            own | {"alone": statistics.quantiles(timed)[0], "accumulation": self.accumulation or 0}
+            own
+            | {"alone": statistics.quantiles(timed)[0], "accumulation": self.accumulation or 0}
+            | {"busy": 1.0 if busy is None else busy}
         )
         counts = [int(figures["accumulation"]) for figures in each]
         if len(set(counts)) > 1:
@@ -244,6 +264,10 @@ class Clock:
             **{name: max(figures[name] for figures in each) for name in own},
             "repeats": number,
             "compile_seconds": [step.compile_seconds for step in self._micro_steps if step.compile_seconds],
+            "busy_share": None if busy is None else min(figures["busy"] for figures in each),
+            "span_seconds": (mean * min(paces), mean * max(paces)) if len(paces) >= FEWEST_SPANS else None,
+            "new_width_seconds": expected and expected.new_width_seconds,
+            "new_width_share": expected and expected.new_width_share,
             "num_shapes": len({step.positions for step in self._micro_steps if step.positions}) or None,
             "data": {
                 "accumulation": self.accumulation,
@@ -257,6 +281,25 @@ class Clock:
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]
 
+    def _span_paces(self) -> list[float]:
+        """Return seconds per position of the timed spans, or per micro-step, over their mean."""
+        spans, seconds, positions = list[float](), 0.0, 0
+        for step in self._micro_steps:
+            if step.is_timed:
+                seconds, positions = seconds + step.seconds, positions + (step.positions or 1)
+                if seconds >= SPAN_SECONDS:
+                    spans.append(seconds / positions)
+                    seconds, positions = 0.0, 0
+        return [span / statistics.fmean(spans) for span in spans]
+
+    def _busy_share(self) -> float | None:
+        return None if self._gpu is None or self._began is None else self._gpu.mean_busy_share(self._began_at)
+
+    def _waits_for_host(self) -> bool:
+        """Return whether the device waits for the host, as far as that is known."""
+        share = self._busy_share()
+        return share is not None and share < BUSY
+
     def _has_settled(self) -> bool:
         """Return whether micro-steps are no longer getting faster, for each position where these are known."""
         paces = [step.seconds / (step.positions or 1) for step in self._micro_steps if step.is_timed]
@@ -266,8 +309,7 @@ class Clock:
     def _is_precise(self) -> bool:
         """Return whether the mean is known well enough. A fit judges the mean of known micro-batches instead."""
         timed = self._timed()
-        error = statistics.stdev(timed) / math.sqrt(len(timed))
-        return self.micro_batches is not None or error <= PRECISE * statistics.fmean(timed)
+        return self.micro_batches is not None or _standard_error(timed) <= PRECISE * statistics.fmean(timed)
 
     def _has_met_others(self) -> bool:
         """Return whether other micro-batches than the longest have run, so that no cost of new shapes is timed."""
@@ -305,6 +347,20 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     peak = _resident_peak()
     return peak, peak
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of independent values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _gpu_of(device: torch.device) -> Gpu | None:
+    """Return a CUDA device as its driver sees it, if the driver answers."""
+    if device.type != "cuda":
+        return None
+    from bexp.measure.nvml import Gpu  # noqa: PLC0415 - a CPU has no use for it
+
+    return Gpu.open(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def _spread(each: Sequence[dict[str, float]]) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +89,18 @@ def positions_of(batch: Any) -> int | None:
     return sum(texts) if len(texts) > 1 else max(sizes.values(), default=None)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """The mean seconds of a micro-step over a training with their standard error, and what new widths add to them."""
+
+    seconds: float
+    error: float
+    new_width_seconds: float
+    """Of a micro-step that is the first of its width, in addition."""
+    new_width_share: float
+    """The micro-steps of an epoch that are the first of their width."""
+
+
 class MicroBatches:
     """The longest micro-batch first, and then some of all lengths, in the shares that the training will see.
 
@@ -150,8 +163,8 @@ class MicroBatches:
         """Return the number of micro-batches that represent the training's, in all processes together."""
         return len(self._simulated)
 
-    def expect(self, steps: Sequence[MicroStep]) -> tuple[float, float] | None:
-        """Return the mean seconds of a micro-step over the training, and their standard error.
+    def expect(self, steps: Sequence[MicroStep]) -> Expected | None:
+        """Return what a micro-step of the training takes.
 
         None if too few were timed, or if no known padding explains their positions. Runs of the longest micro-batch
         before the clock count as well, if they were as fast as later ones.
@@ -174,23 +187,25 @@ class MicroBatches:
         population = self._work(self._simulated.reshape(-1, self._size), padding)
         seconds = np.array([step.seconds for step, *_ in used])
         mean, error = expect(self._work(places, padding), seconds, is_drawn, population)
-        return mean + self._new_width_seconds(steps, population[:, 0].reshape(-1, self._num_processes)), error
+        each, share = self._new_widths(steps, population[:, 0].reshape(-1, self._num_processes))
+        return Expected(mean + share * each, error, each, share)
 
     def widths_of_others(self, number: int) -> list[tuple[int, float]]:
         """Return the other processes, each with the longest row of its part of a micro-batch."""
         widths = self._widths[self._whole(number)].reshape(-1, self._size).max(axis=1)
         return [(rank, float(width)) for rank, width in enumerate(widths) if rank != self._rank]
 
-    def _new_width_seconds(self, steps: Sequence[MicroStep], positions: Figures) -> float:
-        """Return the least seconds that new widths add to a micro-step, in the mean over an epoch.
+    def _new_widths(self, steps: Sequence[MicroStep], positions: Figures) -> tuple[float, float]:
+        """Return the seconds that a new width adds to a micro-step, and the share of an epoch's that have one.
 
         `positions` are those of each process's part, a row for each micro-batch. Samples that were not read may have
         other widths.
 
         Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for that. The first
         micro-step of each width shows it, and repetitions do not. Early ones took up to three times as long on a GPU,
-        probably because they also load kernels, so the least difference counts. A size that is measured again meets
-        widths that are planned by then, so its first figure counts.
+        probably because they also load kernels, so the later half of them counts. Their median does not move with the
+        host's pace as the least of them does. A size that is measured again meets widths that are planned by then, so
+        its first figure counts.
         """
         firsts: dict[object, float] = {}
         later: dict[object, list[float]] = {}
@@ -202,13 +217,13 @@ class MicroBatches:
                 later.setdefault(width, []).append(step.seconds)
         longer = [seconds - statistics.median(later[width]) for width, seconds in firsts.items() if width in later]
         if len(longer) < FEWEST_PAIRS:
-            return 0.0
-        each = planned.setdefault(self._size, max(0.0, min(longer)))
+            return 0.0, 0.0
+        each = planned.setdefault(self._size, max(0.0, statistics.median(longer[len(longer) // 2 :])))
         whole = self._size * self._num_processes
         one_epoch = positions[: max(1, len(self._tokens) // whole)]
         number = max(len(one_epoch), (self.lengths.number or 0) // whole)
         new = {place for own in one_epoch.T for place in np.unique(own, return_index=True)[1]}
-        return len(new) / number * each
+        return each, len(new) / number
 
     def _places(self, number: int) -> Places:
         """The places of the samples of a micro-batch of this process."""

@@ -31,6 +31,8 @@ from bexp.explorer.trainers.registry import FILES
 TOTAL = "total"
 LEAST_GAIN = 1.01
 """The least gain over the best candidate with stock kernels that is stated."""
+SPEED_NOTES = {NoteCode.COMPILATION: "compilation", NoteCode.HOST_PACE: "pace"}
+"""Notes that have a row next to the speed, with its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def _rows(job: Explored, best: Recommendation, answer: Answer | None) -> Iterabl
     yield from alternative_rows(best)
     if request is not None:
         yield detail("allocator", request.allocator)
-    yield from (detail("note", note.text) for note in best.notes if note.code is not NoteCode.COMPILATION)
+    yield from (detail("note", note.text) for note in best.notes if note.code not in SPEED_NOTES)
     yield from next_rows(job.id, best, request)
 
 
@@ -180,7 +182,7 @@ def _speed_rows(best: Recommendation, request: ExplorationRequest | None) -> Ite
         composed = rate_text(whole.tokens_per_second / (1 + whole.step_error))
         yield part("composed", f"{composed} of measured blocks: {composed_off(whole)}")
     yield part("step", _step(best))
-    yield from (main("compilation", note.text) for note in best.notes if note.code is NoteCode.COMPILATION)
+    yield from (main(SPEED_NOTES[note.code], note.text) for note in best.notes if note.code in SPEED_NOTES)
 
 
 def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bexp.explorer.model.model import DType, LayerKind, ModelSpec
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.parts import ExploredModel, ModelParts
+from bexp.explorer.model.training import OptimizerSpec
 
 
 def count_norm(model: ModelSpec) -> int:
@@ -15,10 +17,9 @@ def count_attention(model: ModelSpec) -> int:
     """Return the parameters of one attention block: its norm, the QKV and output projections, and the QK norms."""
     query = model.num_attention_heads * model.head_size
     key = model.query_groups * model.head_size
-    projections = model.hidden_size * (query + 2 * key) + query * model.hidden_size
     biases = (query + 2 * key if model.qkv_bias else 0) + (model.hidden_size if model.attention_output_bias else 0)
     qk_norm = {"none": 0, "head": 2 * model.head_size, "full": query + key}[model.qk_norm]
-    return count_norm(model) + projections + biases + qk_norm
+    return count_norm(model) + _projections(model) + biases + qk_norm
 
 
 def repeated_in_attention(model: ModelSpec) -> int:
@@ -82,12 +83,34 @@ def count_parameters(model: ExploredModel) -> int:
     return count_embedding(model) + layers + count_head(model)
 
 
+def count_hidden_matrices(model: ModelSpec) -> int:
+    """Return the parameters of two dimensions in all layers: neither vectors nor experts, which are one tensor."""
+    ffn = {LayerKind.DENSE: _matrices(model, model.ffn_hidden_size)}
+    if model.moe is not None:
+        beside = repeated_in_moe_ffn(model) - count_norm(model)
+        ffn[LayerKind.MOE] = beside + _matrices(model, model.moe.shared_expert_ffn_hidden_size)
+    return sum(model.count_layers(kind) * (_projections(model) + size) for kind, size in ffn.items())
+
+
+def count_states(model: ModelSpec, optimizer: OptimizerSpec) -> int:
+    """Return the numbers in an optimizer's moments. Muon has one of each hidden matrix, and AdamW's two of the rest."""
+    fewer = count_hidden_matrices(model) if optimizer.name == MUON else 0
+    return optimizer.num_states * count_parameters(model) - fewer
+
+
 def master_bytes(model: ModelParts) -> int:
     """Return the bytes of a float32 copy of the trained parameters, which also exist in the model's dtype."""
     return model.trainable_bytes // model.dtype.itemsize * DType.FLOAT32.itemsize
 
 
+def _projections(model: ModelSpec) -> int:
+    return 2 * model.hidden_size * model.head_size * (model.num_attention_heads + model.query_groups)
+
+
+def _matrices(model: ModelSpec, hidden: int) -> int:
+    return (3 if model.gated_mlp else 2) * model.hidden_size * hidden
+
+
 def _mlp(model: ModelSpec, hidden: int) -> int:
-    matrices = (3 if model.gated_mlp else 2) * model.hidden_size * hidden
     biases = ((2 if model.gated_mlp else 1) * hidden + model.hidden_size) if model.mlp_bias else 0
-    return matrices + biases
+    return _matrices(model, hidden) + biases

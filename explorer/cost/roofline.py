@@ -19,6 +19,7 @@ from bexp.explorer.cost.parameters import (
     count_head,
     count_moe_ffn,
     count_parameters,
+    count_states,
     master_bytes,
 )
 from bexp.explorer.cost.part_costs import again_work, part_work
@@ -271,6 +272,6 @@ def _communicated_bytes(model: ExploredModel, request: ExplorationRequest) -> fl
 def _optimizer_bytes(model: ModelSpec, request: ExplorationRequest) -> float:
     spec = request.training.optimizer
     item = model.dtype.itemsize
-    states = 2 * spec.num_states * spec.moment_dtype(model.dtype).itemsize
+    states = 2 * count_states(model, spec) * spec.moment_dtype(model.dtype).itemsize
     master = 2 * FLOAT32_BYTES + item if spec.has_master(model.dtype) else 2 * item
-    return float(count_parameters(model)) * (states + master + 2 * spec.gradient_dtype(model.dtype).itemsize)
+    return float(count_parameters(model) * (master + 2 * spec.gradient_dtype(model.dtype).itemsize) + states)

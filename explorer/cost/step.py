@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bexp.explorer.cost.activation_memory import FLOAT32_BYTES
 from bexp.explorer.cost.collectives import CommunicationUnits, Unit, buffered_dtype
-from bexp.explorer.cost.parameters import count_parameters, master_bytes
+from bexp.explorer.cost.parameters import count_parameters, count_states, master_bytes
 from bexp.explorer.cost.request_texts import tokens_per_sequence
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.model.hardware import HardwareSpec
@@ -139,7 +139,7 @@ def _whole_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
         parameters=number * model.dtype.itemsize,
         gradients=number * spec.gradient_dtype(model.dtype).itemsize,
         master_weights=number * FLOAT32_BYTES if spec.has_master(model.dtype) else 0,
-        optimizer_states=number * spec.num_states * spec.moment_dtype(model.dtype).itemsize,
+        optimizer_states=count_states(model, spec) * spec.moment_dtype(model.dtype).itemsize,
     )
 
 

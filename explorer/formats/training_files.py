@@ -298,8 +298,8 @@ class StatedTraining:
         if launch is not None and launch.fsdp is not None:
             refuse_second_sharding(translation, (*launch.location, "distributed_type"), where)
         section = translation.section(config, self.source(Setting.FSDP_CONFIG))
-        version = self.said.get(Setting.FSDP_VERSION, file.fsdp_version)
-        return read_fsdp(switch, section, where, version), where
+        outer = self.said.get(Setting.FSDP_VERSION)
+        return read_fsdp(switch, section, where, file.fsdp_version, outer=outer), where
 
     def _put_unread(self, translation: Translation, path: str, devices: int) -> None:
         """Note or refuse the path of a JSON that no command has put into its place."""

@@ -20,6 +20,10 @@ Dimension = Annotated[int, Field(ge=1, le=1 << 20)]
 CapacityFactor = Annotated[float, Field(gt=0, le=MAX_EXPERTS)]
 
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in a config.json."""
+
+
 class DType(StrEnum):
     """Number format of parameters, activations, gradients or optimizer states."""
 

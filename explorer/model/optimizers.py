@@ -22,6 +22,7 @@ OptimizerName = Literal[
     "adamw_torch_8bit",
     "adamw_torch_4bit",
     "adamw_cpu_offload",
+    "muon",
 ]
 ALIASES: Mapping[str, OptimizerName] = {
     "adamw_torch": "adamw",
@@ -34,6 +35,7 @@ ALIASES: Mapping[str, OptimizerName] = {
 """Names that mean one of the others. AdamW is measured as torch's fused kernels compute it."""
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
+MUON: OptimizerName = "muon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,15 @@ class LibraryOptimizer:
     """An optimizer whose state is read from the real one.
 
     `maker` is the code of a script that makes it, and `package` its need in addition to torch and transformers. One
-    that `is_on_host` steps in the host's memory, and TrainingArguments have no name for it. One that `is_paged` may
-    move its state there; it is measured without that.
+    that `is_on_host` steps in the host's memory. One that `is_paged` may move its state there; it is measured without
+    that. `note` says how a Trainer is given one that TrainingArguments have no name for.
     """
 
     maker: str
     package: str | None = None
     is_on_host: bool = False
     is_paged: bool = False
+    note: str | None = None
 
     @property
     def compiles(self) -> bool:
@@ -56,6 +59,11 @@ class LibraryOptimizer:
         return self.package == TORCHAO and not self.is_on_host
 
 
+ON_HOST_NOTE = (
+    "optimizer: pass Trainer(optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer, "
+    '{"optimizer_class": torch.optim.AdamW, "lr": ...})) and max_grad_norm=0, because it takes gradients to the host '
+    "before they could be clipped"
+)
 LIBRARY: Mapping[str, LibraryOptimizer] = {
     "adafactor": LibraryOptimizer("transformers.Adafactor(..., scale_parameter=False, relative_step=False)"),
     "adagrad": LibraryOptimizer("torch.optim.Adagrad(...)"),
@@ -70,24 +78,22 @@ LIBRARY: Mapping[str, LibraryOptimizer] = {
     "adamw_torch_8bit": LibraryOptimizer("torchao.optim.AdamW8bit(...)", TORCHAO),
     "adamw_torch_4bit": LibraryOptimizer("torchao.optim.AdamW4bit(...)", TORCHAO),
     "adamw_cpu_offload": LibraryOptimizer(
-        "torchao.optim.CPUOffloadOptimizer(..., torch.optim.AdamW)", TORCHAO, is_on_host=True
+        "torchao.optim.CPUOffloadOptimizer(..., torch.optim.AdamW)", TORCHAO, is_on_host=True, note=ON_HOST_NOTE
+    ),
+    MUON: LibraryOptimizer(
+        "bexp.muon(model, ...)",
+        note="optimizer: pass Trainer(optimizers=(bexp.muon(model, lr=...), None)); TrainingArguments have no Muon",
     ),
 }
 """All but torch's fused AdamW and SGD, whose state follows from the number formats."""
 LIBRARY_NAMES: Mapping[str, str] = {
     name: "adamw_torch_fused" if name == "adamw" else name
     for name in NAMES
-    if name not in LIBRARY or not LIBRARY[name].is_on_host
+    if name not in LIBRARY or LIBRARY[name].note is None
 }
 """The transformers library's names of the measured optimizers, as far as it has names."""
 LIBRARY_ARGUMENTS: Mapping[str, str] = {"sgd": "momentum=0.9"}
 """The value of `TrainingArguments.optim_args` where the library's own choice differs from the measured one."""
-ON_HOST_NOTE = (
-    "optimizer: pass Trainer(optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer, "
-    '{"optimizer_class": torch.optim.AdamW, "lr": ...})) and max_grad_norm=0, because it takes gradients to the host '
-    "before they could be clipped"
-)
-"""The note on giving a Trainer an optimizer that steps in the host's memory."""
 PAGED_NOTE = (
     "optimizer: its pages are counted on the device, where they stay while there is room; larger micro-batches, for "
     "which they would have to leave it, are not tried"

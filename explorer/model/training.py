@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from bexp.explorer.model.base import Frozen, RuleError, is_false, is_null, is_zero
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.optimizers import LIBRARY, LibraryOptimizer, OptimizerName, read_name
+from bexp.explorer.model.optimizers import LIBRARY, MUON, LibraryOptimizer, OptimizerName, read_name
 
 
 class Sharding(StrEnum):
@@ -35,7 +35,8 @@ class OptimizerSpec(Frozen):
     name: Annotated[OptimizerName, BeforeValidator(read_name)] = Field(
         "adamw",
         description="torch's fused AdamW, fused SGD with momentum, or another optimizer by its name in transformers' "
-        "TrainingArguments (`optim`); those need target `transformers`, and their package.",
+        "TrainingArguments (`optim`); those need target `transformers`, and their package. `muon`, which the reference "
+        "layers have too, is torch's for matrices of hidden layers, with AdamW for all else.",
     )
     grad_dtype: DType | None = Field(None, description="Default: the model's dtype.")
     master_dtype: Literal[DType.FLOAT32] | None = Field(
@@ -47,13 +48,16 @@ class OptimizerSpec(Frozen):
 
     @property
     def of_library(self) -> LibraryOptimizer | None:
-        """The description of an optimizer whose state is read from the real one; None for AdamW and SGD."""
+        """The description of an optimizer whose state is read from the real one; None for AdamW and SGD.
+
+        The reference layers have Muon as well, whose state there follows from the number formats.
+        """
         return LIBRARY.get(self.name)
 
     @property
     def num_states(self) -> int:
-        """Number of moments a parameter, of AdamW and SGD."""
-        return 2 if self.name == "adamw" else 1
+        """Number of moments a parameter; of Muon, those of parameters that AdamW steps."""
+        return 2 if self.name in ("adamw", MUON) else 1
 
     def has_master(self, dtype: DType) -> bool:
         """Return whether master weights exist; parameters in float32 need none."""

@@ -95,7 +95,13 @@ class ComponentFigures(Frozen):
     )
     new_width_seconds: Seconds | None = Field(
         None,
-        description="The additional time when a process first runs rows of a width; other seconds leave it out.",
+        description="The additional time when a process first runs rows of a width. Other seconds leave it out; those "
+        "of a training command have it as often as `new_width_share` says.",
+        exclude_if=is_null,
+    )
+    new_width_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Of a training command: the share of an epoch's micro-batches that are the first of their width.",
         exclude_if=is_null,
     )
     grad_accum_steps: Annotated[int, Field(ge=1)] | None = Field(
@@ -111,6 +117,18 @@ class ComponentFigures(Frozen):
     )
     num_shapes: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Different shapes of the micro-batches of a training command that ran.", exclude_if=is_null
+    )
+    busy_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Of a training command: the share of the timed seconds in which the device ran a kernel, in the "
+        "samples of its driver.",
+        exclude_if=is_null,
+    )
+    span_seconds: tuple[Seconds, Seconds] | None = Field(
+        None,
+        description="Of a training command: the mean micro-step in the fastest and in the slowest second that was "
+        "timed.",
+        exclude_if=is_null,
     )
 
 

@@ -189,6 +189,7 @@ class NoteCode(StrEnum):
     LEFT_OUT = "left_out"
     MEASURED_LAYERS = "measured_layers"
     HOST_MEMORY = "host_memory"
+    HOST_PACE = "host_pace"
     COMMUNICATION = "communication"
     DEVICES = "devices"
     SHARDING = "sharding"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
-from bexp.explorer.model.model import DType, ModelSpec
+from bexp.explorer.model.model import EXPERT_COUNTS, DType, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,16 @@ class Explored:
     def may_have_experts(self) -> bool:
         """Whether a layer may have experts, as far as is known."""
         return self.shapes is None or self.shapes.has_experts
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether the description says that layers have experts."""
+        if self.shapes is not None:
+            return self.shapes.has_experts
+        config = self.config or {}
+        inner = config.get("text_config")
+        found = [each.get(name) for each in (config, inner) if isinstance(each, dict) for name in EXPERT_COUNTS]
+        return any(isinstance(count, int) and count > 1 for count in found)
 
     @property
     def dtype(self) -> DType | None:

@@ -15,12 +15,12 @@ from bexp.explorer.dimensions.expert_modes import ExpertMode
 from bexp.explorer.model.base import RuleError
 from bexp.explorer.model.extensions import extensions
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.optimizers import BITSANDBYTES
+from bexp.explorer.model.optimizers import BITSANDBYTES, MUON
 from bexp.explorer.model.quantization import PLAIN, Quantization, own_method
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.request.trainer_rules import check_trainer
+from bexp.explorer.request.trainer_rules import check_trainer, stepped_weights
 from bexp.explorer.trainers.keys import IN_A_COMMAND
 
 if TYPE_CHECKING:
@@ -221,14 +221,20 @@ def _check_master_weights(request: ExplorationRequest) -> None:
 
 
 def _check_library_optimizer(request: ExplorationRequest) -> None:
-    """Check that an optimizer of a library steps the whole parameters of a transformers model, in their own format."""
+    """Check that an optimizer of a library steps whole parameters in a format of its own, of a transformers model.
+
+    The reference layers have Muon as well, with master weights or without.
+    """
     field, name = "training.optimizer.name", request.training.optimizer.name
     known = request.training.optimizer.of_library
-    _need_library(request, f"optimizer '{name}' needs", field)
+    if name != MUON or request.target_name != BEXP:
+        _need_library(request, f"optimizer '{name}' needs", field)
+    if request.devices.share_model:
+        raise RuleError(f"optimizer '{name}' is measured on whole models", field, "parallelism")
     if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
         other = "num_devices" if request.num_devices > 1 else "device_kind"
         raise RuleError(f"optimizer '{name}' steps in the host's memory, next to one GPU", field, other)
-    if request.runner.lacks("optimizer", request.training.optimizer):
+    if request.runner.lacks("optimizer", stepped_weights(request)):
         return  # the trainer cannot express it, whatever its precision
     other = f"say adamw_torch_fused, or {IN_A_COMMAND}"
     if request.training.precision == "master":

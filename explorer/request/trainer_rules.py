@@ -13,7 +13,7 @@ from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import BEXP, TRANSFORMERS
 from bexp.explorer.model.training import OptimizerSpec, Precision
 from bexp.explorer.trainers.registry import TRAINERS
-from bexp.explorer.trainers.trainer import ShardedAdapters, Trainer
+from bexp.explorer.trainers.trainer import ShardedAdapters, SteppedWeights, Trainer
 
 if TYPE_CHECKING:
     from bexp.explorer.request.request import ExplorationRequest
@@ -77,6 +77,12 @@ def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str
     yield from _beyond_its_formats(request, trainer)
 
 
+def stepped_weights(request: ExplorationRequest) -> SteppedWeights:
+    """Return the optimizer, and whether it steps experts in one tensor: adapters are matrices."""
+    training = request.training
+    return SteppedWeights(training.optimizer, request.explored.names_experts and training.lora is None)
+
+
 def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]:
     """Yield the named values of a request, each with its field and the trainer's term for it."""
     training = request.training
@@ -85,7 +91,7 @@ def _named_values(request: ExplorationRequest) -> Iterator[tuple[str, str, Any]]
         yield from ((field, dimension.name, value) for field, value in dimension.named_for_trainer(place))
     if request.space.drops_tokens:
         yield "capacity_factors", "capacity_factor", True
-    yield "training.optimizer.name", "optimizer", training.optimizer
+    yield "training.optimizer.name", "optimizer", stepped_weights(request)
     yield "training.lora", "adapters", training.lora
     yield "batching" if request.batching else "lengths", "batching", request.batching_of_texts
     for field, level in SHARDING.named_for_trainer(place):

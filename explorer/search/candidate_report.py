@@ -36,6 +36,7 @@ from bexp.explorer.search.compilation import describe_compilation
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
 from bexp.explorer.search.event_messages import describe_noise
+from bexp.explorer.search.host_pace import describe_host_pace
 from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
@@ -79,6 +80,7 @@ def build_recommendation(
     by_role = {each.role: each for each in alternatives}
     notes = _Notes(candidate_notes(request, candidate, report, whole_model))
     notes.add(NoteCode.COMMUNICATION, *_communication_notes(posterior, candidate, seconds))
+    notes.add(NoteCode.HOST_PACE, *describe_host_pace(posterior, best.row))
     notes.add(NoteCode.COMPILATION, *describe_compilation(posterior, best.row))
     notes.add(NoteCode.SHARED_CORES, *_shared_cores(posterior))
     if (largest := by_role.get(Role.LARGEST_MICRO_BATCH)) is not None and largest.predicted:
@@ -353,18 +355,32 @@ def text_figures(posterior: Posterior, row: int) -> TextFigures | None:
 
 def _new_widths(posterior: Posterior, row: int) -> Iterator[str]:
     """Yield what the first micro-batches of each width take, if that is more than the tolerance."""
-    size, texts = posterior.table.candidates[row].micro_batch_size, posterior.surrogate.texts
-    batches = text_batches(posterior.request, size)
-    if texts is None or batches is None or not batches.new_width_share:
-        return
-    added, micro_step = float(texts.new_width_C[row]), posterior.seconds(row).micro_step
-    if added > posterior.request.tolerance * micro_step:
-        yield (
-            f"the first micro-batch of each width takes {added / batches.new_width_share:.2f} s longer, because "
-            f"attention plans its kernels for it: {added / micro_step:.0%} of an epoch, and of a short run more. A "
-            "collator with pad_to_multiple_of=64 makes few widths: to measure that, state lengths that are rounded up "
-            "to it"
+    each, share = _new_widths_of_command(posterior, row) if posterior.is_whole else _stated_new_widths(posterior, row)
+    micro_step = posterior.seconds(row).micro_step
+    if each * share > posterior.request.tolerance * micro_step:
+        text = (
+            f"the first micro-batch of each width takes {each:.2f} s longer, because attention plans its kernels for "
+            f"it: {each * share / micro_step:.0%} of an epoch, and of a short run more. A collator with "
+            "pad_to_multiple_of=64 makes few widths"
         )
+        stated = ": to measure that, state lengths that are rounded up to it"
+        yield text if posterior.is_whole else text + stated
+
+
+def _stated_new_widths(posterior: Posterior, row: int) -> tuple[float, float]:
+    """Return the seconds that a new width adds, and the share of micro-batches with one, with a request's lengths."""
+    texts = posterior.surrogate.texts
+    batches = text_batches(posterior.request, posterior.table.candidates[row].micro_batch_size)
+    if texts is None or batches is None or not batches.new_width_share:
+        return 0.0, 0.0
+    return float(texts.new_width_C[row]) / batches.new_width_share, batches.new_width_share
+
+
+def _new_widths_of_command(posterior: Posterior, row: int) -> tuple[float, float]:
+    """Return the same as the trials of a training command saw it."""
+    seen = [(run.new_width_seconds, run.new_width_share) for run in posterior.runs_of(row)]
+    each, share = np.array([pair for pair in seen if None not in pair] or [(0.0, 0.0)], np.float64).mean(axis=0)
+    return float(each), float(share)
 
 
 def _peaks(posterior: Posterior, row: int, batches: TextBatches) -> list[int]:

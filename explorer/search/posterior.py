@@ -17,6 +17,7 @@ from bexp.explorer.cost.step import StepBytes, StepSeconds, memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.records.device_report import EarlierRuns
+from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
@@ -184,6 +185,12 @@ class Posterior:
     def count_attempts(self, component: Component) -> int:
         """Return how often a component was run; often enough if a trial in flight is to measure it."""
         return sys.maxsize if component in self._expected else self.knowledge.log.count_attempts(component)
+
+    def runs_of(self, row: int) -> list[ComponentMeasurement]:
+        """Return the runs of a candidate's components."""
+        columns = self.table.columns_CP[row][self.table.used_CP[row]]
+        observed = [self.knowledge.log.runs.get(self.table.components[column]) for column in columns]
+        return [run for each in observed if each is not None for run in each.runs]
 
     def seconds(self, row: int) -> StepSeconds:
         """Expected seconds of a candidate's step, as its components compose it."""

@@ -16,6 +16,7 @@ from bexp.explorer.model.training import Precision, Sharding
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest, place_of
+from bexp.explorer.request.trainer_rules import stepped_weights
 from bexp.explorer.trainers.registry import TRAINERS
 from bexp.explorer.trainers.trainer import ShardedAdapters, Trainer
 
@@ -115,7 +116,7 @@ def find_missing(
     attention, sharding = asked[ATTENTION.name], asked[SHARDING.name]
     asked |= {
         "sharded_adapters": ShardedAdapters(request.training.lora, sharding),
-        "optimizer": request.training.optimizer,
+        "optimizer": stepped_weights(request),
     }
     if request.by_deepspeed and trainer.widens_shards:
         del asked[SHARDING.name]  # DeepSpeed has all levels

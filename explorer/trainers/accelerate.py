@@ -15,9 +15,10 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.model.translation import Location, Section
+from bexp.explorer.model.translation import Location, Section, is_unset
 from bexp.explorer.trainers.deepspeed import OFFLOADING, read_config, uses_deepspeed
 from bexp.explorer.trainers.document import (
     HALF_NAMES,
@@ -31,13 +32,14 @@ from bexp.explorer.trainers.fsdp import (
     RECOMPUTES,
     WRAP,
     Fsdp,
+    by_short_names,
     keep_recomputation,
     launched_config,
     read_fsdp,
     sharding_notes,
 )
 from bexp.explorer.trainers.keys import UNKNOWN_FIELD, Batch, Why, words
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_BESIDE_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
 
 FILE = "accelerate"
 """The field of a document that holds the configuration."""
@@ -96,7 +98,7 @@ _HARMLESS_OF_DEEPSPEED = words(
     offload_param_nvme_path deepspeed_moe_layer_cls_names seq_parallel_communication_data_type
     """
 )
-_HARMLESS_OF_COMPILER = words("dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation")
+_HARMLESS_OF_COMPILER = words("use_dynamic use_fullgraph use_regional_compilation")
 _OF_DEEPSPEED = "deepspeed_config_file"
 """The key of DeepSpeed's JSON, or of its path."""
 
@@ -148,23 +150,30 @@ def read_launch(config: Section) -> Launch:
         location=config.location,
         num_processes=1 if kind == "no" else config.integer("num_processes", largest=1 << 20),
         half=True if half == "bf16" else None,
-        fsdp=read_fsdp(True, sharded, config.at("distributed_type"), 1) if kind == "fsdp" else None,
+        fsdp=read_fsdp(True, sharded, config.at("distributed_type"), 1, launched=True) if kind == "fsdp" else None,
         deepspeed=_read_deepspeed(engine) if kind == "deepspeed" else None,
     )
 
 
 def _read_compiler(config: Section) -> None:
-    compiler = config.section("dynamo_config")
-    backend = str(compiler.get("dynamo_backend") or config.get("dynamo_backend") or "no").lower()
+    given = config.section("dynamo_config")
+    keys = by_short_names(given, "dynamo_")
+    compiler = config.translation.section({name: given.values[key] for name, key in keys.items()}, given.location)
+    backend, outer = compiler.get("backend"), config.get("dynamo_backend")
+    if None not in (backend, outer) and backend != outer:
+        config.refuse("dynamo_backend", "is another value of dynamo_config: keep one of them")
+    backend = str(outer or backend or "no").lower()
     if backend == "no":
         return
     if backend != "inductor":
-        compiler.refuse("dynamo_backend", "is measured with inductor alone")
-    if (mode := compiler.get("dynamo_mode", "default")) not in (None, "default"):
-        compiler.refuse("dynamo_mode", f"{shortened(mode)} is not measured: say default")
+        given.refuse(keys.get("backend", "dynamo_backend"), "is measured with inductor alone")
+    if (mode := compiler.get("mode", "default")) not in (None, "default"):
+        given.refuse(keys["mode"], f"{shortened(mode)} is not measured: say default")
     compiler.ignore(_HARMLESS_OF_COMPILER)
-    compiler.refuse_unread(UNKNOWN_FIELD)
-    config.translation.put(("execution",), "compile", compiler.at("dynamo_backend"))
+    for name, value in compiler.values.items():
+        if name not in compiler.read and not is_unset(value):
+            given.refuse(keys[name], UNKNOWN_FIELD)
+    config.translation.put(("execution",), "compile", given.at(keys.get("backend", "dynamo_backend")))
 
 
 def _read_deepspeed(engine: Section) -> Section:
@@ -214,7 +223,7 @@ ACCELERATE = Trainer(
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         execution={Execution.EAGER, Execution.COMPILE},
-        optimizer={OTHER_LIBRARIES},
+        optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS},
     ),
     targets=LIBRARY_RUNS_IT,
     widens_shards=True,

@@ -11,6 +11,7 @@ from typing import Any
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.model import DType
+from bexp.explorer.model.optimizers import LIBRARY_NAMES, MUON
 from bexp.explorer.model.training import LINEAR_MODULES, Sharding
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, yaml_export
@@ -82,6 +83,10 @@ def _modules(value: Any) -> Any:
     return None if value == LINEAR_MODULES else value if isinstance(value, str) else list(value)
 
 
+def _optimizer(settings: TrainerSettings) -> str | None:
+    return None if settings.is_own_code else LIBRARY_NAMES.get(settings.optimizer, settings.optimizer)
+
+
 def _adapter(settings: TrainerSettings) -> str | None:
     if settings.lora is None:
         return None
@@ -100,12 +105,6 @@ def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
     return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key not in others}}
 
 
-def _fsdp(settings: TrainerSettings) -> list[str] | None:
-    """Return the strategy of version 1 where it is not the default."""
-    is_other = settings.widens_shards and settings.sharding is Sharding.ZERO2 and fsdp_config(settings)
-    return ["shard_grad_op", "auto_wrap"] if is_other else None
-
-
 KEYS = {
     "base_model": Key(Setting.MODEL),
     "micro_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
@@ -115,7 +114,7 @@ KEYS = {
     "bf16": Key(Setting.HALF, _half, lambda settings: settings.dtype is DType.BFLOAT16),
     "bfloat16": Key(Setting.HALF, _half),
     "fp16": Key(write=lambda settings: settings.dtype is DType.FLOAT16 or None),
-    "optimizer": key(Setting.OPTIMIZER),
+    "optimizer": Key(Setting.OPTIMIZER, write=_optimizer),
     "optim_args": Key(write=optimizer_arguments),
     "sequence_len": key(Setting.SEQ_LENGTH),
     "sample_packing": key(Setting.PACKING, flag),
@@ -156,7 +155,7 @@ KEYS = {
     "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
     "deepspeed": DEEPSPEED_KEY,
-    "fsdp": Key(Setting.FSDP, lambda value: value or None, _fsdp),
+    "fsdp": Key(Setting.FSDP, lambda value: value or None),
     "fsdp_version": Key(Setting.FSDP_VERSION, one_of({"1": 1, "2": 2}), _fsdp_version),
     "fsdp_config": replace(FSDP_CONFIG, write=_fsdp_config),
     "accelerator_config": ACCELERATOR_CONFIG,
@@ -245,6 +244,8 @@ FILE = TrainerFile(
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the part of a configuration that an exploration decides, as YAML."""
     notes = [f"add base_model, datasets {WHAT_ELSE}", *sharding_notes(settings)]
+    if settings.optimizer == MUON:
+        notes.append("optimizer: Axolotl's Muon trains no norms and biases, for which the measured one has AdamW")
     notes += _precision_notes(settings)
     return yaml_export(settings, fields_of(KEYS, settings), notes)
 
@@ -261,7 +262,8 @@ def _precision_notes(settings: TrainerSettings) -> list[str]:
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
         return []
     if settings.widens_shards:
-        return []
+        is_other = settings.sharding is Sharding.ZERO2 and fsdp_config(settings)
+        return ["sharding: zero2 was measured; FSDP1, which keeps float32 weights, runs as zero3"] if is_other else []
     if settings.precision != "upcast":
         return [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
     if settings.training.precision == "upcast":
@@ -280,7 +282,7 @@ AXOLOTL = Trainer(
     expresses=expresses(
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
-        optimizer={OTHER_LIBRARIES},
+        optimizer={OTHER_LIBRARIES, MUON},
         adapters={ADAPTERS, SINGLE_PARAMETERS},
     ),
     targets=LIBRARY_RUNS_IT,

@@ -11,7 +11,7 @@ from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, OUR_EXPERTS
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, LAYER_GROUPS, Recompute
 from bexp.explorer.model.lengths import PACKED
-from bexp.explorer.model.optimizers import LIBRARY, ON_HOST_NOTE
+from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import (
@@ -22,7 +22,7 @@ from bexp.explorer.trainers.document import (
     python_export,
     quantization_config,
 )
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, ON_HOST, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_BESIDE_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
 
 _CODE = '''\
 import json
@@ -66,8 +66,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     batch = "" if size is None else f" that keep the batch of {size} sequences"
     text = json.dumps(_recommendation(settings), indent=1, allow_nan=False, ensure_ascii=True)
     known = LIBRARY.get(settings.optimizer)
-    if known is not None and known.is_on_host:
-        notes.append(ON_HOST_NOTE)
+    if known is not None and known.note is not None:
+        notes.append(known.note)
     return python_export(
         settings, _CODE.format(recommendation=text, seq_length=settings.seq_length, batch=batch), notes
     )
@@ -112,7 +112,7 @@ BEXP_APPLY = Trainer(
         experts=LIBRARY_EXPERTS | {*OUR_EXPERTS, *(f"bexp_{name}" for name in OUR_EXPERTS)},
         sharding=Sharding,
         **{choice.name: choice.values for choice in CHOICES},
-        optimizer={OTHER_LIBRARIES, ON_HOST},
+        optimizer={OTHER_LIBRARIES, MUON_BESIDE_EXPERTS, *(LIBRARY.keys() - LIBRARY_NAMES.keys())},
         batching={"padded", "grouped", *PACKED},
     ),
     targets=LIBRARY_RUNS_IT,

@@ -7,7 +7,7 @@ forward, and `zero2` keeps them (`reshard_after_forward`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,14 @@ from bexp.explorer.trainers.keys import IN_A_COMMAND, Key, Setting, Why, because
 
 PREFIX = "fsdp_"
 RECOMPUTES = "activation_checkpointing"
+RESHARDS = "reshard_after_forward"
+STRATEGY = "sharding_strategy"
 KEPT = "fsdp"
 """The name by which a request keeps what an answer must know of these keys."""
 WRAP = "TRANSFORMER_BASED_WRAP"
 STRATEGIES = {"full_shard": Sharding.ZERO3, "shard_grad_op": Sharding.ZERO2, "no_shard": Sharding.NONE}
 """FSDP1's names of the levels; accelerate also takes their numbers, from 1 on."""
+_OF_FSDP2 = ("full_shard", "shard_grad_op")
 _HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 _BY_NUMBER = dict(enumerate((*STRATEGIES, *_HYBRID), start=1))
 _REFUSED = because(
@@ -45,9 +48,7 @@ _HARMLESS = words(
     """
 )
 """Files, the order of exchanges in FSDP1, and the classes of the decoder layers."""
-_READ = words(
-    "version reshard_after_forward sharding_strategy activation_checkpointing auto_wrap_policy mixed_precision_policy"
-)
+_READ = words(f"version {RESHARDS} {STRATEGY} {RECOMPUTES} auto_wrap_policy mixed_precision_policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +61,54 @@ class Fsdp:
     """Whether FSDP recomputes every layer itself."""
 
 
-def read_fsdp(switch: Any, config: Section, at: Location, version: int) -> Fsdp:
+def read_fsdp(
+    switch: Any, config: Section, at: Location, version: int, *, outer: int | None = None, launched: bool = False
+) -> Fsdp:
     """Read `fsdp`, which stands `at` a location, and `fsdp_config`; `version` is the trainer's own default.
 
-    What is not measured is refused at its key.
+    `outer` is the version that stands next to them. `launched` says that `accelerate launch` reads them, and no
+    TrainingArguments. What is not measured, or what these refuse, is refused at its key.
     """
     translation = config.translation
-    keys = {key.removeprefix(PREFIX): key for key in config.values}
+    keys = by_short_names(config, PREFIX)
     given = {name: value for name, key in keys.items() if (value := _plain(config.values[key])) is not None}
     for name, value in given.items():
         if name in _REFUSED and not is_unset(value):
             config.refuse(keys[name], _REFUSED[name])
-    stated = str(given.get("version", version))
+    stated = str(given.get("version", version if outer is None else outer))
+    if outer is not None and stated != str(outer):
+        config.refuse(keys["version"], "is another value of fsdp_version: keep one of them")
     if stated not in ("1", "2"):
         config.refuse(keys["version"], "must be 1 or 2")
-    if str(given.get("auto_wrap_policy", WRAP)).upper() != WRAP:
-        config.refuse(keys["auto_wrap_policy"], f"only one decoder layer at a time is measured: say {WRAP}")
+    found = 1 if stated == "1" else 2
+    policy = str(given.get("auto_wrap_policy", "NO_WRAP" if launched else WRAP))
+    if (policy.upper() if launched else policy) != WRAP:
+        key = keys.get("auto_wrap_policy", f"{PREFIX}auto_wrap_policy")
+        config.refuse(key, f"only one decoder layer at a time is measured: say {WRAP}")
     if str(given.get("mixed_precision_policy", "bf16")) not in ("bf16", "bfloat16"):
         config.refuse(keys["mixed_precision_policy"], "is measured with bf16 alone")
+    if found == 2 and "LOCAL" in str(given.get("state_dict_type")).upper():
+        config.refuse(keys["state_dict_type"], "FSDP2 does not save it: say SHARDED_STATE_DICT")
+    if launched and given.get("sync_module_states") is False and given.get("cpu_ram_efficient_loading", True):
+        config.refuse(keys["sync_module_states"], f"say true, or {PREFIX}cpu_ram_efficient_loading: false")
     unread = [keys[name] for name in given if name not in _READ | _HARMLESS | _REFUSED.keys()]
     translation.note_unknown([".".join(map(str, config.at(key))) for key in unread])
-    found = [
-        _level_of(given[name], translation, config.at(keys[name]))
-        for name in ("reshard_after_forward", "sharding_strategy")
-        if name in given
-    ]
-    words_found = [_level_of(word, translation, at) for word in _words_of(switch)]
-    before = found[:1] if "reshard_after_forward" in given else []
-    level = next((each for each in [*before, *words_found, *found] if each is not None), Sharding.ZERO3)
-    return Fsdp(level, 1 if stated == "1" else 2, given.get(RECOMPUTES) is True)
+    said = [("fsdp", at, word) for word in _words_of(switch)]
+    said += [(name, config.at(keys[name]), given[name]) for name in (RESHARDS, STRATEGY) if name in given]
+    return Fsdp(_level_of(said, found, translation, launched=launched), found, given.get(RECOMPUTES) is True)
+
+
+def by_short_names(config: Section, prefix: str) -> dict[str, str]:
+    """Return the keys of a mapping by their names without `prefix`. Two values of one name are refused.
+
+    accelerate takes the later one, and TrainingArguments the one with the prefix.
+    """
+    keys: dict[str, str] = {}
+    for key, value in config.values.items():
+        name = key.removeprefix(prefix)
+        if str(config.values[keys.setdefault(name, key)]).lower() != str(value).lower():
+            config.refuse(key, f"is another value of {keys[name]}: keep one of them")
+    return keys
 
 
 def _plain(value: Any) -> Any:
@@ -102,19 +122,47 @@ def _words_of(switch: Any) -> list[str]:
     return [str(word) for word in given if str(word).lower() not in ("auto_wrap", "true")]
 
 
-def _level_of(value: Any, translation: Translation, where: Location) -> Sharding | None:
-    """Return the level of a strategy, or of whether parameters are freed after forward."""
-    if isinstance(value, bool):
+def _level_of(
+    said: Sequence[tuple[str, Location, Any]], version: int, translation: Translation, *, launched: bool
+) -> Sharding:
+    """Return the level at which accelerate shards; `said` are the names, locations and values that speak of it.
+
+    FSDP2 reads `reshard_after_forward`, or else the words of `fsdp`. FSDP1 reads `sharding_strategy`, which is the
+    launcher's alone: without a launcher accelerate shards by full_shard.
+    """
+    levels: list[tuple[str, Location, Sharding]] = []
+    for name, where, value in said:
+        try:
+            levels.append((name, where, _read_level(name, value, version, launched=launched)))
+        except ValueError as error:
+            translation.refuse(where, str(error))
+    deciding = (RESHARDS, "fsdp") if version == 2 else (STRATEGY,) if launched else ()
+    ranked = [level for decides in deciding for name, _, level in levels if name == decides]
+    level = ranked[0] if ranked else Sharding.ZERO3
+    measured = next(strategy for strategy, each in STRATEGIES.items() if each is level)
+    for _, where, other in levels:
+        if other is not level:
+            named = ".".join(map(str, where))
+            translation.notes.append(f"{named}: changes nothing in FSDP{version}, which is measured as {measured}")
+    return level
+
+
+def _read_level(name: str, value: Any, version: int, *, launched: bool) -> Sharding:
+    """Return the level of a strategy, or of whether parameters are freed after forward. Raises ValueError."""
+    if name == RESHARDS and isinstance(value, bool) and (launched or version == 2):
         return Sharding.ZERO3 if value else Sharding.ZERO2
-    name = str(_BY_NUMBER.get(int(value)) if str(value).isdecimal() else value).lower()
-    if name == "offload":
-        translation.refuse(where, f"{Why.OFFLOADING}: leave offload out")
-    elif name in _HYBRID:
-        translation.refuse(where, f"{name}: {Why.HYBRID}: say full_shard")
-    elif name not in STRATEGIES:
-        supported = ", ".join((*STRATEGIES, "auto_wrap"))
-        translation.refuse(where, f"{shortened(name)} is not supported; supported: {supported}")
-    return STRATEGIES.get(name)
+    if name == RESHARDS and (version == 2 or isinstance(value, bool)):
+        raise ValueError("FSDP2 takes true or false" if version == 2 else "FSDP1 takes no truth value: remove it")
+    strategy = str(_BY_NUMBER.get(int(value)) if str(value).isdecimal() else value).lower()
+    if strategy == "offload":
+        raise ValueError(f"{Why.OFFLOADING}: leave offload out")
+    if strategy in _HYBRID:
+        raise ValueError(f"{strategy}: {Why.HYBRID}: say full_shard")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"{shortened(strategy)} is not supported; supported: {', '.join((*STRATEGIES, 'auto_wrap'))}")
+    if name == "fsdp" and version == 2 and value not in _OF_FSDP2:
+        raise ValueError(f"{shortened(value)} is not of FSDP2: say {' or '.join(_OF_FSDP2)}")
+    return STRATEGIES[strategy]
 
 
 def shards_by_fsdp(settings: TrainerSettings) -> bool:
@@ -152,7 +200,7 @@ def launched_config(settings: TrainerSettings) -> dict[str, Any] | None:
     """Return the fields of FSDP2; `zero2` keeps the parameters whole after forward."""
     if not shards_by_fsdp(settings):
         return None
-    config = {"version": 2, "reshard_after_forward": settings.sharding is Sharding.ZERO3}
+    config = {"version": 2, RESHARDS: settings.sharding is Sharding.ZERO3}
     return {**config, RECOMPUTES: True} if recomputes_by_fsdp(settings) else config
 
 

@@ -185,7 +185,7 @@ _VALUES: Mapping[Setting, Write] = {
     Setting.MICRO_BATCH_SIZE: lambda settings: settings.micro_batch_size,
     Setting.STEPS: lambda settings: settings.grad_accum_steps,
     Setting.SEQ_LENGTH: lambda settings: settings.seq_length if settings.states_length else None,
-    Setting.OPTIMIZER: lambda settings: None if settings.is_own_code else LIBRARY_NAMES[settings.optimizer],
+    Setting.OPTIMIZER: lambda settings: None if settings.is_own_code else LIBRARY_NAMES.get(settings.optimizer),
     **{setting: _of_adapters(setting) for setting in LORA_FIELDS},
     Setting.BITS: lambda settings: settings.lora and settings.quantization and settings.quantization.bits,
     Setting.PACKING: lambda settings: None if settings.batching is None else settings.batching == "packed",

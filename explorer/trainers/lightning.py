@@ -6,6 +6,7 @@ from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, SHARES, Recompute
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.trainers.document import (
     HALF_NAMES,
@@ -17,7 +18,7 @@ from bexp.explorer.trainers.document import (
     optimizer_notes,
     python_export,
 )
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, MUON_BESIDE_EXPERTS, OTHER_LIBRARIES, Trainer, expresses
 
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 """torch's names of the kernels that can be pinned."""
@@ -118,7 +119,7 @@ LIGHTNING = Trainer(
         experts=LIBRARY_EXPERTS,
         recompute={Recompute.NONE, Recompute.FULL, *SHARES, FIRST_LAYERS, DIFFERENT_LAYERS},
         execution={Execution.EAGER, Execution.COMPILE},
-        optimizer={OTHER_LIBRARIES},
+        optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS},
         sharded_adapters=(),  # its FSDP makes one tensor of a layer's parameters
     ),
     targets=LIBRARY_RUNS_IT,

@@ -6,6 +6,7 @@ from typing import Any
 
 from bexp.explorer.dimensions.attention import TORCH_CHOICE
 from bexp.explorer.model.model import DType
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.training import LINEAR_MODULES
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
 from bexp.explorer.trainers.document import (
@@ -35,7 +36,14 @@ from bexp.explorer.trainers.keys import (
     without_exports,
     words,
 )
-from bexp.explorer.trainers.trainer import LIBRARY_RUNS_IT, LORA, OTHER_LIBRARIES, Trainer, expresses
+from bexp.explorer.trainers.trainer import (
+    LIBRARY_RUNS_IT,
+    LORA,
+    MUON_BESIDE_EXPERTS,
+    OTHER_LIBRARIES,
+    Trainer,
+    expresses,
+)
 from bexp.explorer.trainers.transformers import (
     AUTOCAST,
     BATCH,
@@ -103,6 +111,7 @@ KEYS = {
     ),
     "use_reentrant_gc": Key(write=lambda settings: False),
     **OPTIMIZER,
+    "use_muon": Key(Setting.OPTIMIZER, if_on(MUON), lambda settings: settings.optimizer == MUON or None),
     **AUTOCAST,
     **FSDP,
     "deepspeed": DEEPSPEED_KEY,
@@ -164,7 +173,7 @@ FILE = TrainerFile(
                 Why.OTHER_WEIGHTS: "fp8 upcast_layernorm upcast_lmhead_output",
                 Why.OTHER_ADAPTERS: "adapter_name_or_path oft_*",
                 Why.PART_OF_WEIGHTS: "freeze_trainable_modules freeze_extra_modules use_llama_pro",
-                Why.OTHER_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini use_muon",
+                Why.OTHER_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini",
                 Why.KERNELS: "use_unsloth use_unsloth_gc enable_liger_kernel shift_attn use_v1_kernels",
                 Why.OTHER_MODEL: "rope_scaling mixture_of_depths",
             }
@@ -207,7 +216,9 @@ LLAMAFACTORY = Trainer(
     title="LLaMA-Factory",
     formats={"llamafactory": render},
     file=FILE,
-    expresses=expresses(attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES}, adapters={LORA}),
+    expresses=expresses(
+        attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES, MUON, MUON_BESIDE_EXPERTS}, adapters={LORA}
+    ),
     widens_shards=True,
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
     lists_linear=True,

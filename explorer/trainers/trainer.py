@@ -16,6 +16,7 @@ from bexp.explorer.dimensions.dimension import Term, present, unless_null
 from bexp.explorer.dimensions.loss import LOSSES, Loss
 from bexp.explorer.dimensions.recompute import AskedPolicy, Recompute
 from bexp.explorer.model.model import DType
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import LoRASpec, OptimizerSpec, Precision, Sharding
 from bexp.explorer.trainers.document import Render
@@ -23,8 +24,10 @@ from bexp.explorer.trainers.keys import ReadSideFile, TrainerFile
 
 LORA, SINGLE_PARAMETERS, FRACTIONAL_ALPHA = "LoRA", "LoRA of single parameters", "a LoRA alpha that is no whole number"
 """Adapters; those of single parameters, such as experts in one tensor; an alpha that is no whole number."""
-OTHER_LIBRARIES, ON_HOST = "of other libraries", "in the host's memory"
-"""Optimizers that are not torch's AdamW and SGD; one that steps in the host's memory."""
+OTHER_LIBRARIES = "of other libraries"
+"""Optimizers that are not torch's AdamW and SGD; those without a name in TrainingArguments are asked for one by one."""
+MUON_BESIDE_EXPERTS = "of a model with experts in one tensor"
+"""Muon of all weights where some have three dimensions, which it cannot step."""
 CAPACITY = "a capacity factor of experts"
 MODEL_PARALLELISM = "a mesh of devices"
 
@@ -36,6 +39,13 @@ class ShardedAdapters(NamedTuple):
     level: Sharding
 
 
+class SteppedWeights(NamedTuple):
+    """An optimizer, and whether it steps experts in one tensor."""
+
+    optimizer: OptimizerSpec
+    has_experts: bool
+
+
 def _adapters_ask(lora: LoRASpec | None) -> Iterable[Hashable]:
     if lora is not None:
         yield LORA
@@ -45,9 +55,12 @@ def _adapters_ask(lora: LoRASpec | None) -> Iterable[Hashable]:
             yield FRACTIONAL_ALPHA
 
 
-def _optimizer_asks(optimizer: OptimizerSpec) -> Iterable[Hashable]:
-    if (known := optimizer.of_library) is not None:
-        yield ON_HOST if known.is_on_host else OTHER_LIBRARIES
+def _optimizer_asks(stepped: SteppedWeights) -> Iterable[Hashable]:
+    name, known = stepped.optimizer.name, stepped.optimizer.of_library
+    if known is not None:
+        yield OTHER_LIBRARIES if known.note is None else name
+    if name == MUON and stepped.has_experts:
+        yield MUON_BESIDE_EXPERTS
 
 
 TERMS: Mapping[str, Term] = {
@@ -57,7 +70,12 @@ TERMS: Mapping[str, Term] = {
         lambda asked: () if asked.lora is None or asked.level is Sharding.NONE else (LORA,),
         frozenset({LORA}),
     ),
-    "optimizer": Term(lambda optimizer, lacking: f"the optimizer '{optimizer.name}'", _optimizer_asks),
+    "optimizer": Term(
+        lambda stepped, lacking: (
+            f"the optimizer '{stepped.optimizer.name}'{f' {lacking}' if lacking == MUON_BESIDE_EXPERTS else ''}"
+        ),
+        _optimizer_asks,
+    ),
     "adapters": Term(
         lambda lora, lacking: f"{lacking} ({lora.alpha:g})" if lacking is FRACTIONAL_ALPHA else str(lacking),
         _adapters_ask,

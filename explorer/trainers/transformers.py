@@ -13,7 +13,7 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.optimizers import ALIASES, LIBRARY, LIBRARY_ARGUMENTS
+from bexp.explorer.model.optimizers import ALIASES, LIBRARY_ARGUMENTS, LIBRARY_NAMES
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY, read_config
@@ -165,7 +165,7 @@ _REFUSED_ARGUMENTS = {
     "neftune_noise_alpha": "noise on embeddings is not supported",
     "galore_config": "optimizers other than AdamW and SGD are not supported",
 }
-_OPTIMIZERS = {**ALIASES, "sgd": "sgd", **{name: name for name in LIBRARY}}
+_OPTIMIZERS = {**ALIASES, **{theirs: name for name, theirs in LIBRARY_NAMES.items()}}
 
 
 def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Batch:

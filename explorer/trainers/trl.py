@@ -13,6 +13,7 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.model import DType
 from bexp.explorer.trainers.document import TrainerSettings, plain_expert_notes
+from bexp.explorer.trainers.fsdp import WRAP
 from bexp.explorer.trainers.keys import (
     Formats,
     Key,
@@ -71,11 +72,12 @@ def _launched(value: Any) -> Any:
 
 _EIGHT = {"num_processes": 8, "mixed_precision": "bf16"}
 _BY_FSDP = {**_EIGHT, "distributed_type": "FSDP"}
+_WRAPPED = {"fsdp_auto_wrap_policy": WRAP}
 LAUNCHES: Mapping[str, Mapping[str, Any]] = {
     "single_gpu": {"num_processes": 1, "distributed_type": "NO"},
     "multi_gpu": {**_EIGHT, "distributed_type": "MULTI_GPU"},
-    "fsdp1": {**_BY_FSDP, "fsdp_config": {"fsdp_version": 1}},
-    "fsdp2": {**_BY_FSDP, "fsdp_config": {"fsdp_version": 2}},
+    "fsdp1": {**_BY_FSDP, "fsdp_config": {"fsdp_version": 1, **_WRAPPED}},
+    "fsdp2": {**_BY_FSDP, "fsdp_config": {"fsdp_version": 2, **_WRAPPED}},
     **{
         f"zero{stage}": {**_EIGHT, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
         for stage in (1, 2, 3)

@@ -12,17 +12,26 @@ import pytest
 
 from benchmarks import real_trainers
 from benchmarks.real_trainers import ModelRun, describe, main
-from benchmarks.result_rows import trainers
-from benchmarks.trainer_contenders import Run, answered, divisors, document_of, gain, next_size, variants_of
+from benchmarks.result_rows import other_experts, trainers
+from benchmarks.trainer_contenders import (
+    OTHER_EXPERTS,
+    Run,
+    answered,
+    divisors,
+    document_of,
+    gain,
+    next_size,
+    variants_of,
+)
 from benchmarks.trainer_runs import OUT_OF_MEMORY, batch_seconds, micro_steps_of
 
 EXPLORED = ["execution=explore", "losses=[library,chunked]"]
 OURS = {"micro_batch_size": 16, "bta_tile": None, "expert_backend": "bexp_fused", "loss": "chunked"}
 OURS |= {"execution": "compile"}
 STOCK = {**OURS, "expert_backend": "grouped_mm"}
-IN_TURN = ["unchanged", "compiled", "stock", "library_loss", "recommended"]
-NUM_SIZING = 4 + 1 + 2 + 2 + 2
-"""Of the unchanged Trainer, Liger, `compiled`, `stock`, `library_loss`."""
+IN_TURN = ["unchanged", "compiled", "stock", "library_loss", "experts", "recommended"]
+NUM_SIZING = 4 + 1 + 2 + 2 + 2 + 2 * len(OTHER_EXPERTS)
+"""Of the unchanged Trainer, Liger, `compiled`, `stock`, `library_loss`, `experts`."""
 TINY = {"model_type": "gpt2", "n_positions": 16}
 
 
@@ -76,6 +85,8 @@ def test_contenders_differ_from_the_recommended_one_by_one_thing_each() -> None:
     assert variants["library_loss"] == [{"candidate": {**STOCK, "loss": "library"}}]
     assert variants["compiled"] == [{"torch_compile": True}]
     assert variants["liger"][1] == {"use_liger_kernel": True, "torch_compile": True}
+    assert variants["experts grouped_mm"] == [{"candidate": STOCK}]
+    assert variants["experts bexp_liger"] == [{"candidate": {**OURS, "expert_backend": "bexp_liger"}}]
     dense = {**OURS, "expert_backend": None, "loss": "library"}
     assert set(variants_of(row_of({"candidate": dense}, fields=["execution=eager"]))) == {"unchanged", "liger"}
     assert set(variants_of(row_of(None))) == {"unchanged", "liger", "compiled"}
@@ -149,6 +160,41 @@ def test_contenders_run_in_turns_at_their_best_sizes_and_a_second_start_goes_on(
     for made in [*row["sizes"]["stock"], *row["sizes"]["library_loss"], row["rounds"][0]["recommended"]]:
         assert made["candidate"]["micro_batch_size"] == made["micro_batch_size"]
     assert trainer.num_runs == NUM_SIZING + 3 * len(IN_TURN) + 1
+
+
+def test_the_fastest_of_the_other_experts_runs_in_turns_and_each_has_its_best_or_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed, asked_for = {"grouped_mm": 10.0, "eager": 1.0, "bexp_liger": 12.0}, []
+
+    def train(_: ModelRun, asked: Run, __: float) -> Run:
+        name, size = asked["candidate"]["expert_backend"], asked["micro_batch_size"]
+        asked_for.append((name, size))
+        if name in speed or name == "bexp_fused":
+            return {**asked, **run(size, speed.get(name, 15.0) * (1 + (size == 16))), "device_name": "a card"}
+        if name == "deepgemm":
+            return {**asked, "error": "ended after 300 s"}
+        return {**asked, "error": "ImportError", "message": f"{name} is not installed"}
+
+    config, out = tmp_path / "tiny.json", tmp_path / "out.json"
+    config.write_text(json.dumps(TINY))
+    monkeypatch.setattr(real_trainers, "subprocess", SimpleNamespace(Popen=Process, PIPE=None))
+    monkeypatch.setattr(ModelRun, "_explore", lambda _: row_of({"candidate": OURS})["exploration"])
+    monkeypatch.setattr(ModelRun, "_train", train)
+    others = ["unchanged", "compiled", "liger", "stock", "library_loss"]
+    main([str(config), "--gpus", "", "--out", str(out), "--without", *others])
+    written = json.loads(out.read_text())
+    (row,) = trainers(written)
+    assert row["experts"] == {"text": "m=16, bexp_liger, compile: 0.0k tokens/s (spread 0.0%)"}
+    assert (row["over"]["experts"], row["card"]) == (15 / 12, "a card")
+    assert [size for name, size in asked_for if name == "eager"] == [16], "far behind at its first size"
+    assert [size for name, size in asked_for if name == "grouped_mm"] == [16, 32]
+    found = {row["experts"]: row for row in other_experts(written)}
+    assert {name: row["best"]["tokens_per_second"] for name, row in found.items() if "best" in row} == {
+        name: 2 * each for name, each in speed.items()
+    }
+    assert found["sonicmoe"]["failed"] == "ImportError sonicmoe is not installed"
+    assert found["deepgemm"]["failed"] == "ended after 300 s "
 
 
 def test_a_row_in_turns_shows_medians_spreads_and_reasons_and_one_of_one_run_shows_that() -> None:

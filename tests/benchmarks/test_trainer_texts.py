@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.trainer_recipes import ON_HOST, fields_of, recipe_of
+from benchmarks.trainer_recipes import fields_of, recipe_of
 from benchmarks.trainer_runs import varied_seconds
 from benchmarks.trainer_texts import IGNORED, Collator, Texts, longest_text, pack
 
@@ -67,7 +67,13 @@ def test_a_recipe_is_what_the_exploration_was_asked_for() -> None:
     assert fields_of({"optimizer": "adamw"}) == {"optim": "adamw_torch_fused"}
 
 
-@pytest.mark.parametrize("request_", [{"batching": "token_budget"}, {"training": {"optimizer": {"name": ON_HOST}}}])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"batching": "token_budget"},
+        *({"training": {"optimizer": {"name": name}}} for name in ("adamw_cpu_offload", "muon")),
+    ],
+)
 def test_what_no_trainer_can_be_told_is_not_judged_as_something_else(request_: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="neither token budgets"):
         recipe_of({"job": {"request": request_}})

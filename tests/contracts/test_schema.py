@@ -40,7 +40,7 @@ def upgrade():
         batch.add_column(sa.Column("note", sa.String(8), nullable=False, server_default="none"))
 """
 
-READ_BY_WORKERS = ("0001", "bb54c7e9387b575a")
+READ_BY_WORKERS = ("0001", "16681d6bb4406849")
 """The revision since which workers read requests and trials in their present form, and the digest of that form."""
 
 

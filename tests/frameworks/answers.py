@@ -5,7 +5,7 @@ from __future__ import annotations
 from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.training import Sharding
-from tests.explorer.exports.samples import SHARDED, candidate, exploration
+from tests.explorer.exports.samples import CONFIG, SHARDED, candidate, exploration
 from tests.explorer.exports.simulated import simulated
 from tests.explorer.exports.test_meshes import planned
 
@@ -33,6 +33,7 @@ ANSWERS = {
     ),
     "lora_experts": exploration(training={"lora": {"r": 8, "target_parameters": ["experts.down_proj"]}}),
     "sgd": exploration(training={"optimizer": {"name": "sgd"}}),
+    "muon": exploration(hf_config={**CONFIG, "num_experts": 1}, training={"optimizer": {"name": "muon"}}),
     "no_batch": exploration(batch_size=None),
     "recomputed": exploration(candidate(recompute=Recompute.FULL)),
     "partial": exploration(candidate(recompute=Recompute.PARTIAL_25)),

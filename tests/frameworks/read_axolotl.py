@@ -15,11 +15,11 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     assert found.micro_batch_size == values["micro_batch_size"]
     assert found.sequence_len == values["sequence_len"]
     assert (found.bf16, found.bfloat16) == (True, None), path.name
-    assert found.optimizer == ("sgd" if path.suffix == ".sgd" else "adamw_torch_fused")
+    assert found.optimizer == {".sgd": "sgd", ".muon": "muon"}.get(path.suffix, "adamw_torch_fused")
     assert found.optim_args == ("momentum=0.9" if path.suffix == ".sgd" else None)
-    assert found.gradient_checkpointing is (path.suffix in {".recomputed", ".partial", ".selective", ".zero3"}), (
-        path.name
-    )
+    assert found.gradient_checkpointing is (path.suffix in {".recomputed", ".partial", ".selective"}), path.name
+    if path.suffix == ".zero3":
+        assert found.fsdp_config.activation_checkpointing
     if "lora" in path.suffix:
         assert (found.adapter, found.lora_r) == ("qlora" if path.suffix == ".qlora" else "lora", 8)
         assert (found.load_in_4bit, found.load_in_8bit) == (path.suffix == ".qlora", path.suffix == ".lora_8bit")

@@ -19,6 +19,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     autocast = path.suffix in {".autocast", ".master"} or "lora" in path.suffix
     assert (training.bf16, tuning.pure_bf16) == (autocast, not autocast), path.name
     assert training.optim.value == ("sgd" if path.suffix == ".sgd" else "adamw_torch_fused")
+    assert tuning.use_muon is (path.suffix == ".muon")
     assert training.optim_args == ("momentum=0.9" if path.suffix == ".sgd" else None)
     if "lora" in path.suffix:
         assert (tuning.finetuning_type, tuning.lora_rank) == ("lora", 8)

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "workers" / "targets" / "transformers"
 TESTS = [str(FOLDER / f"test_{name}.py") for name in ("optimizers", "quantized", "adapters")]
+TESTS.append(str(ROOT / "tests" / "bexp" / "trainer" / "test_muon_optimizer.py"))
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))

@@ -19,7 +19,7 @@ from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.head import Head
-from bexp.workers.training.optimizer import TrainingOptimizer
+from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 from tests.bexp.kernels.references import relative_error
 from tests.gpu.needs import one_gpu
 from tests.workers.targets.reference import references
@@ -203,3 +203,23 @@ def test_optimizer_on_cuda_equals_that_on_cpu(name: str, grad_dtype: str | None)
             optimizer.zero_grad()
         results.append(parameter.detach().cpu())
     assert relative_error(results[0], results[1]) <= 1e-3
+
+
+def test_muon_on_cuda_equals_that_on_cpu() -> None:
+    """The change is compared, which is rounded to bfloat16 in five iterations; small weights resolve it."""
+    spec, generator = OptimizerSpec(name="muon"), torch.Generator().manual_seed(0)
+    shapes = ((192, 64), (64, 192), (64,), (4, 64, 32))
+    start = [(2**-6 * torch.randn(shape, generator=generator)).to(torch.bfloat16) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+    results = []
+    for device in (CUDA, CPU):
+        parameters = [torch.nn.Parameter(one.to(device, copy=True)) for one in start]
+        optimizer = build_optimizer(parameters, spec, DType.BFLOAT16)
+        for _ in range(40):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.to(device)
+            optimizer.step()
+        results.append([parameter.detach().cpu() for parameter in parameters])
+    for found, wanted, before in zip(*results, start, strict=True):
+        assert not torch.equal(wanted, before)
+        assert relative_error(found.float() - before.float(), wanted.float() - before.float()) <= 0.1

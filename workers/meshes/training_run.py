@@ -42,7 +42,7 @@ from bexp.workers.targets.reference.ffn_block import MoEFFN
 from bexp.workers.targets.reference.head import Embedding, Head
 from bexp.workers.targets.reference.weights import device_routes
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess, data_parallel, spread_parameters
-from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
+from bexp.workers.training.optimizer import TrainingOptimizer
 
 
 class MeshTrainingRun:
@@ -123,7 +123,7 @@ class MeshTrainingRun:
             self.stages.append(stage)
             self._modules.append(parallel.wrap(stage))
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
-        self.optimizer: TrainingOptimizer = build_optimizer(parameters, training.optimizer, model.dtype)
+        self.optimizer = TrainingOptimizer(parameters, training.optimizer, model.dtype)
         shape = (self._number * candidate.micro_batch_size, model.seq_length)
         drawn = instruments.generator(request.seed + 1 + replica)
         self.batch = tuple(random_tokens(model, shape, instruments.device, drawn) for _ in range(2))

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.model.model import DType
+from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.training import OptimizerSpec
+from bexp.trainer.muon_optimizer import hidden_matrices
+from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 BUCKET_BYTES = 256 << 20
@@ -107,9 +110,7 @@ class TrainingOptimizer:
     @torch.no_grad()
     def zero_grad(self) -> None:
         """Set the gradients to zero in place, so that their memory stays the same from step to step."""
-        present = [gradient for gradient in self.gradients if gradient is not None]
-        if present:
-            torch._foreach_zero_(present)
+        _set_to_zero(self.gradients)
 
     def _plan(self, bucket_bytes: int | None) -> list[list[_Slice]]:
         working_tensors = self._converted_gradients + self.spec.num_states * self._converted_moments
@@ -213,12 +214,73 @@ class _Accumulate:
             parameter.grad = None
 
 
+def _set_to_zero(gradients: list[Tensor | None]) -> None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if present:
+        torch._foreach_zero_(present)
+
+
 def own(tensor: Tensor) -> Tensor:
     """Return this device's share of a tensor that may be sharded over several, without a copy."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, whose import takes long
     return local
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec, dtype: DType) -> TrainingOptimizer:
-    """Return the optimizer of `spec` for parameters in `dtype`, with its states and master weights allocated."""
-    return TrainingOptimizer(parameters, spec, dtype)
+class MuonOptimizer:
+    """torch's Muon for matrices of hidden layers, and fused AdamW for the rest.
+
+    Weights and moments have the formats of `TrainingOptimizer`. Each matrix is stepped alone, so that only one gradient
+    is converted at a time.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], outer: Iterable[nn.Module], spec: OptimizerSpec, dtype: DType
+    ) -> None:
+        self.parameters = list(parameters)
+        matrices, others = hidden_matrices(self.parameters, outer)
+        self._others = TrainingOptimizer(others, spec.model_copy(update={"name": "adamw"}), dtype)
+        self._muons: list[tuple[nn.Parameter, nn.Parameter, torch.optim.Optimizer]] = []
+        for matrix in matrices:
+            weight = nn.Parameter(matrix.detach().float()) if spec.has_master(dtype) else matrix
+            muon = torch.optim.Muon([weight], lr=OptimizerSettings.learning_rate)
+            muon.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            self._muons.append((matrix, weight, muon))
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients that `step` reads, one for each parameter; None before the first backward."""
+        return [parameter.grad for parameter in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        self._others.step()
+        for matrix, weight, muon in self._muons:
+            if weight is matrix:
+                muon.step()
+            elif matrix.grad is not None:
+                weight.grad = matrix.grad.float()
+                muon.step()
+                weight.grad = None
+                matrix.copy_(weight)
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero in place, so that their memory stays the same from step to step."""
+        _set_to_zero(self.gradients)
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], spec: OptimizerSpec, dtype: DType, outer: Iterable[nn.Module] = ()
+) -> TrainingOptimizer | MuonOptimizer:
+    """Return the optimizer of `spec` for parameters in `dtype`, with its states and master weights allocated.
+
+    `outer` are the embedding and the head, which Muon leaves to AdamW.
+
+    Raises:
+        UnsupportedTrialError: this torch has no Muon.
+    """
+    if spec.name != MUON:
+        return TrainingOptimizer(parameters, spec, dtype)
+    if not hasattr(torch.optim, "Muon"):
+        raise UnsupportedTrialError(f"optimizer '{MUON}' needs torch 2.9, and this is {torch.__version__}")
+    return MuonOptimizer(parameters, outer, spec, dtype)

@@ -34,6 +34,11 @@ class ContextParallel:
         return self._ring.size
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share sequences."""
+        return self._ring.group
+
+    @property
     def rank(self) -> int:
         """The rank of this process within the group."""
         return self._ring.rank
@@ -56,6 +61,12 @@ class ContextParallel:
         dist.all_gather(parts, x.detach().contiguous(), group=self._ring.group)
         positions = torch.cat([self._positions(seq_length, rank) for rank in range(self.size)])
         return torch.cat(parts, dim).index_select(dim, positions.argsort().to(x.device))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of all ranks' x. Its gradient is that of this rank's x. All ranks must call it."""
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return x + (total / self.size - x.detach())
 
     def attention(
         self,

@@ -311,8 +311,8 @@ def test_the_configuration_of_the_launcher_is_an_option(files: Path, bexp: Run) 
     after = yaml.safe_load(text)
     assert after["per_device_train_batch_size"] == 8
     assert after.keys().isdisjoint({"fsdp", "fsdp_config", "deepspeed"}), "the launcher has them"
-    recomputed = {**FSDP2_LAUNCH, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": "true"}}
-    launch.write_text(yaml.safe_dump(recomputed))
+    recomputed = {**FSDP2_LAUNCH["fsdp_config"], "fsdp_activation_checkpointing": "true"}
+    launch.write_text(yaml.safe_dump({**FSDP2_LAUNCH, "fsdp_config": recomputed}))
     asked = build_request(model, read_document(model), {"batch_size": 64, "trainer": "trl"}, launch=launch)
     said = export("trl", replace(exploration(PLAIN), request=asked)).header
     assert "in the configuration of accelerate launch: fsdp_activation_checkpointing: false" in said

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import bexp
+from bexp.explorer.model.optimizers import LIBRARY
 from bexp.step.results import StepRecommendation
 from bexp.trainer.recommended_setup import RecommendationError
 from tests.bexp.trainer.recommendations import document, told_of_a_config
@@ -58,6 +59,12 @@ def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_clips_nothing(capl
     caplog.clear()
     bexp.training_arguments(told_of_a_config({"optimizer": {"name": "adamw_cpu_offload"}}), max_grad_norm=1.0)
     assert "gradients are clipped at 1.0, which the measured optimizer never sees" in caplog.text
+
+
+def test_muon_is_given_to_the_trainer_which_has_no_name_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    fields = bexp.training_arguments(told_of_a_config({"optimizer": {"name": "muon"}}))
+    assert fields.keys().isdisjoint({"optim", "optim_args", "max_grad_norm"})
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [LIBRARY["muon"].note]
 
 
 def test_accumulation_is_left_to_the_trainer_where_no_batch_was_stated() -> None:

@@ -24,6 +24,8 @@ _COMMON: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
+    "mistral": _COMMON,
+    "qwen3": {**_COMMON, "head_dim": 8},
     "olmoe": {**_COMMON, **_EXPERTS},
     "qwen3_moe": {**_COMMON, **_EXPERTS, "moe_intermediate_size": 24, "head_dim": 8},
     "gpt2": {

@@ -39,10 +39,10 @@ def run(folder: Path, rank: int) -> None:
     for wrap in WRAPPERS:
         model = models.tiny("olmoe")
         bexp.apply(model, document())
-        wrapped = DistributedDataParallel(model) if wrap == "ddp" else _sharded(model)
+        wrapped = DistributedDataParallel(model) if wrap == "ddp" else sharded(model)
         wrapped(**halves).loss.backward()
         found[wrap] = max(
-            float((_whole(p.grad) - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-12))
+            float((whole(p.grad) - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-12))
             for name, p in model.named_parameters()
         )
         assert bexp.restore(wrapped)
@@ -50,7 +50,8 @@ def run(folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _sharded(model: Any) -> Any:
+def sharded(model: Any) -> Any:
+    """The model with its parameters spread over the ranks."""
     from torch.distributed.fsdp import fully_shard  # takes seconds, in each process that collects tests
 
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
@@ -59,7 +60,8 @@ def _sharded(model: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def _whole(gradient: Any) -> torch.Tensor:
+def whole(gradient: Any) -> torch.Tensor:
+    """All of a gradient that may be sharded."""
     found: torch.Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return found
 

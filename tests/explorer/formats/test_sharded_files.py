@@ -64,11 +64,9 @@ STEPS = {"axolotl": 4, "llamafactory": 4, "trl": 16, "arguments": 4}
         (True, {"version": 2, "reshard_after_forward": True}, "zero3"),
         (True, {"reshard_after_forward": "false", "fsdp_version": "2"}, "zero2"),
         ("full_shard auto_wrap", {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}, "zero3"),
-        (["shard_grad_op", "auto_wrap"], {}, "zero2"),
-        ("no_shard", None, "none"),
-        ("full_shard", {"fsdp_sharding_strategy": "2", "fsdp_backward_prefetch": "BACKWARD_PRE"}, "zero3"),
-        (True, {"fsdp_sharding_strategy": 2}, "zero2"),
-        (True, {"reshard_after_forward": "SHARD_GRAD_OP", "fsdp_version": 1}, "zero2"),
+        (["shard_grad_op", "auto_wrap"], {"version": 2}, "zero2"),
+        ("shard_grad_op", {"version": "2", "fsdp_version": 2, "reshard_after_forward": True}, "zero3"),
+        ("full_shard", {"fsdp_sharding_strategy": "1", "fsdp_backward_prefetch": "BACKWARD_PRE"}, "zero3"),
     ],
 )
 def test_fsdp_is_read_alike_for_all_trainers(trainer: str, switch: Any, config: Any, level: str) -> None:
@@ -81,7 +79,7 @@ def test_fsdp_is_read_alike_for_all_trainers(trainer: str, switch: Any, config: 
     ("trainer", "changes", "precision"),
     [
         ("axolotl", {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, "pure"),
-        ("axolotl", {"fsdp_config": {"reshard_after_forward": True}}, "master"),  # version 1, which makes them float32
+        ("axolotl", {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, "master"),  # version 1, in float32
         ("axolotl", {"fsdp_config": {"version": 2}}, "pure"),
         ("trl", {"fsdp": True}, "master"),
         ("trl", {"fsdp": True, "dtype": "bfloat16"}, "master"),
@@ -180,6 +178,27 @@ OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
         ({"fsdp": "full_shard offload"}, "fsdp", "leave offload out"),
         ({"fsdp": "hybrid_shard"}, "fsdp", "hybrid_shard: hierarchical sharding"),
         ({"fsdp": "half_shard"}, "fsdp", "half_shard is not supported"),
+        *(
+            ({"fsdp": True, "fsdp_config": {"version": version, key: value}}, f"fsdp_config.{key}", words)
+            for version, key, value, words in (
+                (1, "reshard_after_forward", True, "FSDP1 takes no truth value"),
+                (1, "fsdp_reshard_after_forward", "false", "FSDP1 takes no truth value"),
+                (2, "reshard_after_forward", "SHARD_GRAD_OP", "FSDP2 takes true or false"),
+                (2, "reshard_after_forward", 2, "FSDP2 takes true or false"),
+                (2, "state_dict_type", "LOCAL_STATE_DICT", "say SHARDED_STATE_DICT"),
+                (2, "auto_wrap_policy", "transformer_based_wrap", "say TRANSFORMER_BASED_WRAP"),
+                (2, "fsdp_version", 1, "is another value of version"),
+            )
+        ),
+        *(
+            ({"fsdp": word, "fsdp_config": {"version": 2}}, "fsdp", "say full_shard or shard_grad_op")
+            for word in ("no_shard", "SHARD_GRAD_OP")
+        ),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_reshard_after_forward": True, "reshard_after_forward": "false"}},
+            "fsdp_config.reshard_after_forward",
+            "is another value of fsdp_reshard_after_forward: keep one of them",
+        ),
         ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "fsdp_config.cpu_offload", "bexp tune -- COMMAND"),
         ({"fsdp": True, "fsdp_config": {"fsdp_offload_params": "true"}}, "fsdp_config.fsdp_offload_params", "host"),
         (
@@ -227,6 +246,19 @@ def test_what_is_not_measured_is_refused_at_its_key(
         ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "parallelism_config", "share a sequence"),
         ({"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, "parallelism_config", "hierarchical"),
         ({"an_invention": 1}, "an_invention", "not a known field"),
+        *(
+            ({"fsdp_config": {**FSDP2_LAUNCH["fsdp_config"], key: value}}, f"fsdp_config.{key}", words)
+            for key, value, words in (
+                ("reshard_after_forward", False, "is another value of fsdp_reshard_after_forward"),
+                ("fsdp_reshard_after_forward", "FULL_SHARD", "FSDP2 takes true or false"),
+                ("fsdp_state_dict_type", "LOCAL_STATE_DICT", "say SHARDED_STATE_DICT"),
+                ("fsdp_sync_module_states", False, "fsdp_cpu_ram_efficient_loading: false"),
+                ("fsdp_auto_wrap_policy", None, "one decoder layer at a time"),
+            )
+        ),
+        ({"dynamo_config": {"dynamo_backend": "no", "backend": "inductor"}}, "dynamo_config.backend", "keep one of"),
+        ({"dynamo_backend": "INDUCTOR", "dynamo_config": {"backend": "NO"}}, "dynamo_backend", "keep one of them"),
+        ({"dynamo_config": {"backend": "INDUCTOR", "an_invention": 1}}, "dynamo_config.an_invention", "not a known"),
         ({"dynamo_config": {"dynamo_backend": "TENSORRT"}}, "dynamo_config", "inductor alone"),
         (
             {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}},
@@ -279,6 +311,50 @@ def test_neither_a_file_nor_its_launcher_counts_where_both_shard(
     assert any("keep one of them" in message for message in errors.values()), errors
 
 
+@pytest.mark.parametrize(
+    ("config", "level", "changes_nothing"),
+    [
+        ({"version": 1, "sharding_strategy": 2, "reshard_after_forward": True}, "zero2", "reshard_after_forward"),
+        ({"version": 1, "sharding_strategy": "no_shard"}, "none", None),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, "zero3", "reshard_after_forward"),
+        ({"version": 2, "sharding_strategy": "SHARD_GRAD_OP"}, "zero3", "sharding_strategy"),
+        ({"version": 2, "reshard_after_forward": False, "sharding_strategy": "SHARD_GRAD_OP"}, "zero2", None),
+    ],
+)
+def test_what_accelerate_does_not_read_is_named(
+    config: dict[str, Any], level: str, changes_nothing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    named = {f"fsdp_{key}": value for key, value in config.items()} | {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"
+    }
+    asked = read("arguments", None, launch={**FSDP2_LAUNCH, "fsdp_config": named})
+    assert asked.training.sharding == level
+    noted = [notice for notice in asked.notices if "changes nothing in FSDP" in notice]
+    assert [f"fsdp_{changes_nothing}" in notice for notice in noted] == [True] * (changes_nothing is not None)
+    for key, value in {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": "true", **config}.items():
+        monkeypatch.setenv(f"FSDP_{key}".upper(), str(value).lower())  # as accelerate launch sets them
+    plugin = accelerate.FullyShardedDataParallelPlugin()
+    read_by_it = plugin.sharding_strategy or plugin.reshard_after_forward
+    levels = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "none", True: "zero3", False: "zero2"}
+    assert levels[getattr(read_by_it, "name", read_by_it)] == level
+
+
+@pytest.mark.parametrize("trainer", EVERY)
+@pytest.mark.parametrize(("switch", "config"), [("shard_grad_op", {}), (True, {"reshard_after_forward": "NO_SHARD"})])
+def test_version_1_without_a_launcher_shards_all_whatever_is_said(
+    trainer: str, switch: Any, config: dict[str, Any]
+) -> None:
+    asked = read(trainer, fsdp=switch, fsdp_config={**config, "version": 1})
+    assert asked.training.sharding == "zero3"
+    assert any("changes nothing in FSDP1, which is measured as full_shard" in notice for notice in asked.notices)
+
+
+def test_versions_of_axolotl_agree() -> None:
+    errors = refusal(document("axolotl", fsdp_version=2, fsdp_config={"fsdp_version": 1}), num_devices=2)
+    assert "is another value of fsdp_version" in errors["axolotl", "fsdp_config", "fsdp_version"]
+
+
 def test_two_engines_of_training_arguments_are_refused() -> None:
     errors = refusal(document("arguments", fsdp=True, deepspeed=ZERO3), num_devices=2)
     assert "shards as training_arguments.fsdp does" in errors["training_arguments", "deepspeed"]
@@ -287,7 +363,7 @@ def test_two_engines_of_training_arguments_are_refused() -> None:
 
 
 def test_keys_of_fsdp_without_its_switch_shard_nothing() -> None:
-    config = {"reshard_after_forward": True}
+    config = {"version": 2, "reshard_after_forward": True}
     asked = read("trl", fsdp_config=config)
     assert asked.training.sharding == "none"
     assert any("fsdp_config does nothing without fsdp: true" in notice for notice in asked.notices)

@@ -265,7 +265,7 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
         ),
         ("trl", {"deepspeed": {"fp16": {"enabled": True}}}, "deepspeed.fp16.enabled", "contradicts the number formats"),
         ("axolotl", {"adapter": "llama-adapter"}, "adapter", "is not measured; these are: lora, qlora"),
-        ("axolotl", {"optimizer": "muon"}, "optimizer", "any other optimizer is measured in your own command"),
+        ("axolotl", {"optimizer": "dion"}, "optimizer", "any other optimizer is measured in your own command"),
         ("axolotl", {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "host's memory"),
         ("axolotl, QLoRA", {"torch_compile": True}, "torch_compile", "Axolotl cannot express execution 'compile'"),
         ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "a whole number from 1 on"),

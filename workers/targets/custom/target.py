@@ -34,6 +34,8 @@ PASSES = 3
 """A backward pass takes twice the operations of the forward pass."""
 COMPARE_SHARE = 0.1
 """The share of the budget that a command may spend on the comparison of its gradients."""
+MICRO_STEP_FIGURES = ("num_shapes", "busy_share", "span_seconds", "new_width_seconds", "new_width_share")
+"""What a training command also says of its micro-steps, if it knows it."""
 OPEN_SECONDS = 150.0
 """The longest that importing, building and describing may take; a profiler that reports has a deadline of 180 s."""
 
@@ -138,7 +140,7 @@ class CustomTarget:
             backward_peak_bytes=activations,
             grad_accum_steps=figures.get("grad_accum_steps"),
             compile_seconds=() if optimizer else tuple(figures.get("compile_seconds", ())),
-            num_shapes=None if optimizer else figures.get("num_shapes"),
+            **({} if optimizer else {name: figures.get(name) for name in MICRO_STEP_FIGURES}),
         )
 
     def rest(self) -> None:

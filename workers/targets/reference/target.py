@@ -35,7 +35,7 @@ from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
 from bexp.workers.targets.target import Miniature, OptimizerPart
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel, require_captured
-from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
+from bexp.workers.training.optimizer import MuonOptimizer, TrainingOptimizer, build_optimizer
 
 
 class BlockPasses(ModulePasses):
@@ -235,6 +235,11 @@ class _SteppedTogether:
     components: tuple[Component, ...]
     count: int
 
+    @property
+    def is_outer(self) -> bool:
+        """Whether these are the embedding and the head, and no layer."""
+        return self.components[0].kind is ComponentKind.EMBEDDING
+
 
 def optimizer_parts(
     instruments: Instruments, model: ModelSpec, candidate: Candidate, request: ExplorationRequest
@@ -242,9 +247,10 @@ def optimizer_parts(
     """Yield embedding with head, and one layer of each kind, each with the request's optimizer."""
     for part in _parts(model, candidate):
 
-        def build(part: _SteppedTogether = part) -> TrainingOptimizer:
+        def build(part: _SteppedTogether = part) -> TrainingOptimizer | MuonOptimizer:
             parameters = _parameters(instruments, model, part, request)
-            optimizer = build_optimizer(parameters, request.training.optimizer, model.dtype)
+            outer = [nn.ParameterList(parameters)] if part.is_outer else []
+            optimizer = build_optimizer(parameters, request.training.optimizer, model.dtype, outer)
             if all(gradient is None for gradient in optimizer.gradients):
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
@@ -350,9 +356,10 @@ class ReferenceTrainingRun:
         self._graphed: GraphedLoss | None = None
         if self._trains and request.execution_of(candidate).replays:
             self._graphed = GraphedLoss(decoder, decoder.forward)
-        self.optimizer: TrainingOptimizer | None = None
+        self.optimizer: TrainingOptimizer | MuonOptimizer | None = None
         if self._trains:
-            self.optimizer = build_optimizer(decoder.parameters(), training.optimizer, model.dtype)
+            outer = [decoder.embedding, decoder.head]
+            self.optimizer = build_optimizer(decoder.parameters(), training.optimizer, model.dtype, outer)
         shape = (candidate.micro_batch_size, model.seq_length)
         drawn = instruments.generator(request.seed + 1 + group.rank // size) if group.size > 1 else generator
 

@@ -28,6 +28,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.builds import Experts
 from bexp.kernels.shapes import ExpertsShape
+from bexp.trainer.muon_optimizer import outer_modules
 from bexp.transformers.experts import OURS, kernel_shapes
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
@@ -66,7 +67,6 @@ from bexp.workers.targets.transformers.shrink import num_layers_for
 from bexp.workers.targets.transformers.training_run import (
     TrainerOptimizer,
     TransformersTrainingRun,
-    embeddings_of,
 )
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel
 
@@ -339,8 +339,8 @@ class TransformersTarget:
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             name, master = self._request.training.optimizer.name, self._build.keeps_master_weights
-            embeddings = embeddings_of(self._parts().shell(1).model) if of_shell else ()
-            return TrainerOptimizer(trained, name, master_weights=master, keeps_gradients=True, embeddings=embeddings)
+            outer = outer_modules(self._parts().shell(1).model) if of_shell else ()
+            return TrainerOptimizer(trained, name, master_weights=master, keeps_gradients=True, outer=outer)
 
         return build
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.optimizers import LIBRARY, TORCHAO, OptimizerName
+from bexp.explorer.model.optimizers import LIBRARY, MUON, TORCHAO, OptimizerName
 from bexp.explorer.model.training import OptimizerSpec
 from bexp.measure.timestamps import Mark, mark_of, synchronize
+from bexp.trainer.muon_optimizer import MuonWithAdamW, outer_modules
 from bexp.transformers.graph import graphed
 from bexp.transformers.recompute import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
@@ -29,14 +30,21 @@ BLOCK_SIZE = 256
 
 
 def make_optimizer(
-    name: str, parameters: list[nn.Parameter], learning_rate: float, embeddings: Sequence[nn.Embedding] = ()
+    name: str, parameters: list[nn.Parameter], learning_rate: float, outer: Sequence[nn.Module] = ()
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of LIBRARY. As in the Trainer, eight-bit ones keep 32 bits for weights of `embeddings`.
+    """Return an optimizer of LIBRARY, which may treat weights of the embeddings and the output layer otherwise.
+
+    As in the Trainer, eight-bit ones keep 32 bits for weights of embeddings. `outer` are those modules.
 
     Raises:
         UnsupportedTrialError: its package is missing, or does not work here.
     """
     package = LIBRARY[name].package
+    if name == MUON:
+        try:
+            return MuonWithAdamW(parameters, outer, lr=learning_rate)
+        except RuntimeError as error:
+            raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {error}") from error
     if package is None:
         return _of_torch(name, parameters, learning_rate)
     try:
@@ -63,7 +71,7 @@ def make_optimizer(
         kind = module.Lion if name.startswith("lion") else module.AdamW
         made = kind(parameters, lr=learning_rate, betas=BETAS, weight_decay=0.0, optim_bits=bits)
     if bits == 8:  # by their places, because the manager would hold on to a registered module
-        kept = {id(each.weight) for each in embeddings}
+        kept = {id(each.weight) for each in outer if isinstance(each, nn.Embedding)}
         places = (place for place, parameter in enumerate(parameters) if id(parameter) in kept)
         module.GlobalOptimManager.get_instance().index2config.update({(0, i): {"optim_bits": 32} for i in places})
     return made
@@ -117,11 +125,6 @@ LEARNING_RATE = 5e-5
 texts, while layers that are measured alone keep theirs."""
 
 
-def embeddings_of(model: nn.Module) -> list[nn.Embedding]:
-    """Return the embeddings of a model, whose states some optimizers keep in more bits."""
-    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
-
-
 class TrainerOptimizer:
     """The Trainer's optimizer: gradients are clipped by their norm, then fused AdamW, SGD or one of LIBRARY steps.
 
@@ -142,7 +145,7 @@ class TrainerOptimizer:
         *,
         master_weights: bool = False,
         keeps_gradients: bool = False,
-        embeddings: Sequence[nn.Embedding] = (),
+        outer: Sequence[nn.Module] = (),
     ) -> None:
         self.parameters = parameters
         self._keeps_gradients = keeps_gradients
@@ -155,7 +158,7 @@ class TrainerOptimizer:
                 parameters, spec, DType.BFLOAT16, hyperparameters=settings, bucket_bytes=None
             )
         elif name in LIBRARY:
-            self._optimizer = make_optimizer(name, parameters, LEARNING_RATE, embeddings)
+            self._optimizer = make_optimizer(name, parameters, LEARNING_RATE, outer)
         elif name == "adamw":
             self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
         else:
@@ -221,7 +224,7 @@ class TransformersTrainingRun:
         if build.training:
             trained = [p for p in model.parameters() if p.requires_grad]
             self._optimizer = TrainerOptimizer(
-                trained, optimizer_name, master_weights=build.keeps_master_weights, embeddings=embeddings_of(model)
+                trained, optimizer_name, master_weights=build.keeps_master_weights, outer=outer_modules(model)
             )
 
     @property

@@ -1,11 +1,14 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from bexp.explorer.cost.components import Component, ComponentKind
-from bexp.explorer.cost.parameters import count_embedding, count_head, count_layer
+from bexp.explorer.cost.parameters import count_embedding, count_head, count_layer, count_parameters, count_states
+from bexp.explorer.cost.step import static_parts
 from bexp.explorer.model.model import DType, ModelSpec
+from bexp.explorer.model.training import OptimizerSpec, TrainingSpec
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.measure.passes import Passes
@@ -14,7 +17,7 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.trials.component import measure_optimizer
 from bexp.workers.targets.reference.target import ReferenceTarget
-from bexp.workers.training.optimizer import TrainingOptimizer
+from bexp.workers.training.optimizer import MuonOptimizer, TrainingOptimizer
 from tests.workers.profiler.samples import MODEL, candidate
 
 OPTIMIZER = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_query_groups=2)
@@ -56,6 +59,33 @@ def test_a_step_allocates_what_it_converts() -> None:
     half = MODEL.model_copy(update={"dtype": DType.BFLOAT16})
     largest = 4 * max(count_embedding(half) + count_head(half), *(count_layer(half, k) for k in set(half.layer_kinds)))
     assert measure(half).backward_peak_bytes == pytest.approx(largest, rel=0.01), "its gradients in float32"
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"tie_embeddings": True, "qk_norm": "head", "qkv_bias": True, "mlp_bias": True, "norm": "layernorm"},
+    {"gated_mlp": False, "position": "learned", "max_position_embeddings": 256},
+    {"moe": {**MODEL.model_dump()["moe"], "shared_expert_ffn_hidden_size": 32, "shared_expert_gate": True}},
+]
+
+
+@pytest.mark.parametrize("changed", [{}, *SHAPES])
+def test_muons_states_are_as_many_as_the_parts_and_the_whole_model_have(changed: dict[str, Any]) -> None:
+    model = ModelSpec.model_validate({**MODEL.model_dump(), **changed})
+    spec = OptimizerSpec(name="muon")
+    request = ExplorationRequest(model=model, training=TrainingSpec(optimizer=spec))
+    target = ReferenceTarget(request, Instruments(torch.device("cpu")))
+
+    def numbers(optimizer: Any) -> int:
+        assert isinstance(optimizer, MuonOptimizer)
+        matrices = sum(matrix.numel() for matrix, *_ in optimizer._muons)
+        return matrices + 2 * sum(parameter.numel() for parameter in optimizer._others.parameters)
+
+    parts = sum(part.count * numbers(part.build()) for part in target.optimizer_parts(candidate(), model, request))
+    assert parts == count_states(model, spec) < 2 * count_parameters(model)
+    with target.training_run(candidate(), model, request) as run:
+        run.begin()
+        assert numbers(run.optimizer) == parts
+    assert static_parts(model, request).optimizer_states == 4 * parts
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.training import OptimizerSpec
-from bexp.workers.training.optimizer import OptimizerSettings, TrainingOptimizer, build_optimizer
+from bexp.workers.instruments.failures import UnsupportedTrialError
+from bexp.workers.training.optimizer import MuonOptimizer, OptimizerSettings, TrainingOptimizer, build_optimizer
 from tests.bexp.kernels.references import relative_error
 
 H = OptimizerSettings()
@@ -95,6 +96,52 @@ def test_master_weights_take_steps_that_bfloat16_would_lose(name: str, bucket_by
         same = parameter.detach() == wanted.to(torch.bfloat16)
         assert same.double().mean() >= 0.97  # a weight midway between two bfloat16 numbers may round either way
         assert relative_error(parameter, wanted) <= 2**-8
+
+
+MUON = OptimizerSpec(name="muon")
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_muon_steps_matrices_and_adamw_the_rest_on_master_weights(dtype: DType) -> None:
+    """The step is that of torch's own optimizers on the master weights, whose rounded values the parameters are."""
+    kept = torch.float32 if dtype is DType.FLOAT32 else torch.bfloat16
+    parameters, (first, *rest) = make(kept), make(kept)
+    embedding = nn.Parameter(torch.ones(6, 2, dtype=kept))
+    parameters.append(embedding)
+    masters = [nn.Parameter(p.detach().float()) for p in (first, *rest, embedding)]
+    settings: dict[str, Any] = {"lr": H.learning_rate}
+    matrix = torch.optim.Muon([masters[0]], **settings)
+    others = torch.optim.AdamW(masters[1:], **settings, weight_decay=H.weight_decay)
+    optimizer = build_optimizer(parameters, MUON, dtype, [nn.ParameterList([embedding])])
+    assert isinstance(optimizer, MuonOptimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        given = [*gradient(step), torch.full((6, 2), 0.1 * step)]
+        accumulate(parameters, given)
+        for master, one in zip(masters, given, strict=True):
+            master.grad = one.to(kept).float()
+        for each in (optimizer, matrix, others):
+            each.step()
+    for parameter, master in zip(parameters, masters, strict=True):
+        wanted = master.detach().to(kept)
+        same = (parameter.detach() == wanted).double().mean() if kept is torch.bfloat16 else 0.0
+        assert same >= 0.97 or relative_error(parameter, wanted) <= 1e-5
+    before = [p.grad.data_ptr() for p in parameters if p.grad is not None]
+    optimizer.zero_grad()
+    assert [p.grad.data_ptr() for p in parameters if p.grad is not None] == before
+    assert all(gradient is not None and not gradient.any() for gradient in optimizer.gradients)
+
+
+def test_muon_without_gradients_moves_nothing_and_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = make(torch.bfloat16)
+    start = [p.detach().clone() for p in parameters]
+    optimizer = build_optimizer(parameters, MUON, DType.BFLOAT16)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(p, before) for p, before in zip(parameters, start, strict=True))
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(UnsupportedTrialError, match=r"optimizer 'muon' needs torch 2\.9, and this is 2"):
+        build_optimizer(parameters, MUON, DType.BFLOAT16)
 
 
 def test_buckets_bound_what_a_step_allocates(monkeypatch: pytest.MonkeyPatch) -> None:

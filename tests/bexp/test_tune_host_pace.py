@@ -1,0 +1,63 @@
+"""How long a trial of a training command is timed, and what its error is, while the host sets the pace."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from bexp.tune import measuring
+from bexp.tune.measuring import BUSY, LEAST_SECONDS, MOST_STEPS, PRECISE_SECONDS, WARM_UP_SECONDS, Clock, Ranks
+
+
+class Gpu:
+    """A device that was busy for a share of the time."""
+
+    def __init__(self, share: float | None) -> None:
+        self.share = share
+
+    def mean_busy_share(self, since: float) -> float | None:
+        return self.share
+
+
+def run(monkeypatch: pytest.MonkeyPatch, share: float | None, seconds: Iterable[float]) -> tuple[dict[str, Any], float]:
+    """The figures of a training with these micro-steps, one in each optimizer step, and how long they were timed."""
+    at = [0.0]
+    monkeypatch.setattr(measuring, "_gpu_of", lambda device: Gpu(share))
+    monkeypatch.setattr(Clock, "_now", lambda clock: at[0])
+    clock = Clock(torch.device("cpu"), Ranks(), 1)
+    clock.begin_micro_step()
+    for each in seconds:
+        at[0] += each
+        clock.end_micro_step()
+        clock.end_step()
+        if clock.is_over:
+            return clock.figures(), at[0]
+    raise AssertionError("it ends")
+
+
+@pytest.mark.parametrize("share", [0.0, BUSY - 0.01, BUSY, 1.0, None])
+@pytest.mark.parametrize("step", [0.2, 0.5 * PRECISE_SECONDS / MOST_STEPS])
+def test_a_training_that_waits_for_the_host_is_timed_for_longer(
+    monkeypatch: pytest.MonkeyPatch, share: float | None, step: float
+) -> None:
+    figures, took = run(monkeypatch, share, itertools.repeat(step))
+    waits = share is not None and share < BUSY
+    assert took == pytest.approx(WARM_UP_SECONDS + (PRECISE_SECONDS if waits else LEAST_SECONDS), abs=0.5)
+    assert figures["busy_share"] == share
+    assert figures["micro_step_seconds"] == pytest.approx(step)
+    assert (figures["span_seconds"] is not None) == waits, "there were enough spans"
+
+
+def test_phases_of_seconds_count_as_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast, number = 0.06, 0.04, 22
+    phases = itertools.cycle([slow] * number + [fast] * (number * 3 // 2))
+    figures, _ = run(monkeypatch, 0.5, phases)
+    low, high = figures["span_seconds"]
+    assert fast <= low < high <= slow
+    alone = statistics.stdev([slow, fast] * 60) / figures["repeats"] ** 0.5
+    assert figures["standard_error_seconds"] > 2 * alone, "micro-steps in a row are alike"
