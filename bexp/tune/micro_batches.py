@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +33,10 @@ CYCLE = 13
 
 This number of them is spread most evenly.
 """
-planned: dict[int, float] = {}
-"""Additional seconds of the first micro-step of a width in this process, by the size."""
-FEWEST_PAIRS = 3
-"""The very first micro-batches have so much more to do that they show nothing of their widths."""
-MEDIANS = (np.pi / 2) ** 0.5
-"""The standard error of a median over that of a mean."""
-CLEAR = 2.0
-"""A new width takes longer if it takes so many standard errors longer: else a host whose pace varies would say so."""
+planned: dict[int, list[float]] = {}
+"""Additional seconds of first micro-steps of a width in this process, by the size."""
+FEWEST_PAIRS = 2
+"""One pair is not enough: the very first micro-batch has so much more to do that it shows nothing of its width."""
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly, however many of them there are."""
 
@@ -210,9 +207,10 @@ class MicroBatches:
 
         Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for that. The first
         micro-step of each width shows it, and repetitions do not. Early ones took up to three times as long on a GPU,
-        probably because they also load kernels, so the later half of them counts, if its median is clear of its error.
-        The median does not move with the host's pace as the least of them does. A size that is measured again meets
-        widths that are planned by then, so its first figure counts.
+        probably because they also load kernels, so the later half of them counts. Their median over all sizes of this
+        process does not move with the host's pace as the least of them does. If a quarter of them is no longer than
+        later ones, nothing is planned. A size that is measured again meets widths that are planned by then, so its
+        first figures count.
         """
         firsts: dict[object, float] = {}
         later: dict[object, list[float]] = {}
@@ -225,9 +223,9 @@ class MicroBatches:
         longer = [seconds - statistics.median(later[width]) for width, seconds in firsts.items() if width in later]
         if len(longer) < FEWEST_PAIRS:
             return 0.0, 0.0
-        late = longer[len(longer) // 2 :]
-        middle, error = statistics.median(late), MEDIANS * statistics.stdev(late) / len(late) ** 0.5
-        each = planned.setdefault(self._size, middle if middle > CLEAR * error else 0.0)
+        planned.setdefault(self._size, longer[len(longer) // 2 :])
+        pool = sorted(itertools.chain.from_iterable(planned.values()))
+        each = statistics.median(pool) if pool[len(pool) // 4] > 0.0 else 0.0
         whole = self._size * self._num_processes
         one_epoch = positions[: max(1, len(self._tokens) // whole)]
         number = max(len(one_epoch), (self.lengths.number or 0) // whole)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from bexp.explorer.answers.rows import Row, detail, main, part
 from bexp.explorer.answers.text import joined
+from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.parallelism import expert_sharing
 from bexp.explorer.model.amounts import bytes_text, rate_text, slower_text
 from bexp.explorer.records.recommendation import WITHIN, Alternative, NoteCode, Recommendation, Role, WholeModelCheck
@@ -74,13 +75,20 @@ def _steps(count: int, request: ExplorationRequest | None) -> str:
 
 
 def memory_rows(best: Recommendation) -> Iterable[Row]:
-    """Yield the fastest candidate and the smallest peaks near it."""
+    """Yield the fastest candidate and the smallest peaks near it; a smaller size that is level with it is named."""
     fastest = best.alternative(Role.FASTEST)
     if fastest is None:
         return
-    chosen = f"memory is preferred: the fastest is {fastest.candidate.describe()}" if best.prefer == "memory" else None
+    label, near = fastest.role.label, best.alternative(Role.WITHIN_1_PERCENT)
     fast = f"{bytes_text(fastest.expected_peak_bytes)} at {rate_text(fastest.tokens_per_second, best.rate_unit)}"
-    yield detail(fastest.role.label, f"{chosen}, {fast}" if chosen else f"{fast} is the fastest")
+    if best.prefer == "memory":
+        yield detail(label, f"memory is preferred: the fastest is {fastest.candidate.describe()}, {fast}")
+    elif near is not None and _is_smaller_size(near.candidate, fastest.candidate):
+        level = f"{near.candidate.micro_batch_size} and {fastest.candidate.micro_batch_size} are level"
+        smaller = f"{bytes_text(near.expected_peak_bytes)} in place of {fast}"
+        yield main(label, f"{level}: {smaller}; `--prefer memory` takes the smaller peak")
+    else:
+        yield detail(label, f"{fast} is the fastest")
     before = fastest.candidate
     for role in WITHIN:
         choice = best.alternative(role)
@@ -92,6 +100,12 @@ def memory_rows(best: Recommendation) -> Iterable[Row]:
         peak, loss = bytes_text(choice.expected_peak_bytes), max(0.0, 1.0 - fastest.ratio / choice.ratio)
         yield part(role.label, f"{peak}, {slower_text(loss)}: {choice.candidate.describe()}")
         before = choice.candidate
+
+
+def _is_smaller_size(candidate: Candidate, other: Candidate) -> bool:
+    """Return whether two candidates differ in their size alone, and the first has the smaller one."""
+    size = candidate.micro_batch_size
+    return size < other.micro_batch_size and candidate == other.model_copy(update={"micro_batch_size": size})
 
 
 def alternative_rows(best: Recommendation) -> Iterable[Row]:

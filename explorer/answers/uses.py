@@ -18,17 +18,28 @@ def is_provisional(confidence: int, request: ExplorationRequest) -> bool:
 def surer_text(best: Recommendation, request: ExplorationRequest, served: int, *, for_program: bool = False) -> str:
     """Return a way to make a provisional answer surer. Answers up to the confidence `served` are given again.
 
-    A person gets options of commands. A program gets fields of a request, with the options behind them.
+    A person gets options of commands. A program gets fields of a request, with the options behind them. Where more
+    trials do not help, the tolerance is named for which the answer is sure as it is.
     """
     if best.says(NoteCode.NOISE):
-        return "explore again when nothing else runs here: runs differ too much for more trials to help"
+        text = "explore again when nothing else runs here: runs differ too much for more trials to help"
+        return f"{text}{_sure_within(best, request)}"
     budget = request.budget
     if served >= budget.confidence_target:  # a larger budget would get this answer again
-        return "nothing that is left to measure is expected to change the answer"
+        return f"nothing that is left to measure is expected to change the answer{_sure_within(best, request)}"
     limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
     fields = "budget.max_seconds or budget.max_trials (options --max-seconds, --max-trials)"
     higher = fields if for_program else "--max-seconds or --max-trials"
     return f"explore again with a higher {higher}: the budget was {limits}"
+
+
+def _sure_within(best: Recommendation, request: ExplorationRequest) -> str:
+    """Return the least wider tolerance for which the confidence reaches the target, if there is one."""
+    levels = {float(level): score for level, score in best.confidences.items() if float(level) > request.tolerance}
+    sure = [level for level, score in levels.items() if score >= request.budget.confidence_target]
+    if not sure:
+        return ""
+    return f". It is {levels[min(sure)]} for {min(sure):.0%}, which `tolerance: {min(sure):g}` asks for"
 
 
 def next_rows(job_id: str, best: Recommendation, request: ExplorationRequest | None) -> Iterable[Row]:

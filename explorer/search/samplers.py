@@ -165,7 +165,7 @@ class BexpSampler(PointSampler):
 
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
         """The acquisition's choice."""
-        return suggest_measurement(self._stages.posterior)
+        return suggest_measurement(self._stages.posterior, decides=self._stages.is_last)
 
 
 def make_sampler(name: str, stages: SearchStages, points: Points) -> PointSampler:
@@ -191,16 +191,17 @@ class _Option:
     suggestion: Suggestion
 
 
-def suggest_measurement(posterior: Posterior) -> Suggestion | None:
+def suggest_measurement(posterior: Posterior, *, decides: bool = True) -> Suggestion | None:
     """Return the better of a new candidate and a repeated run; None if no measurement is expected to change anything.
 
-    The trials in flight count as if each of them had measured what is expected of it.
+    A stage that does not decide repeats nothing: the difference of two candidates matters only if one of them is the
+    best of all. The trials in flight count as if each of them had measured what is expected of it.
     """
     posterior = posterior.expecting_pending()
     if posterior.contenders.rows.size == 0:
         return None
     costs_K = posterior.measuring_seconds_K
-    options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K))
+    options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K) if decides else None)
     useful = [option for option in options if option is not None]
     return max(useful, key=lambda option: option.gain_per_second).suggestion if useful else None
 

@@ -40,10 +40,11 @@ def test_every_figure_of_a_component_is_recorded() -> None:
     table = table_of(recorded)
     times: dict[str, Any] = {name: 0.5 for name in ComponentFigures.model_fields if name.endswith("seconds")}
     sizes = {name: 7 for name in ComponentFigures.model_fields if name.endswith("bytes")}
-    times["compile_seconds"] = (0.5,)  # of each new shape
+    times |= {"compile_seconds": (0.5,), "span_seconds": (0.4, 0.5)}  # of each new shape; of the extreme spans
     batch = {name: 0.5 if name.endswith("seconds") else 7 for name in BatchFigures.model_fields}
     figures = {**times, **sizes, "batches": (BatchFigures.model_validate(batch),)}
-    counts = {"repeats": 3, "slowdown": 0.25, "grad_accum_steps": 4, "num_shapes": 2}
+    counts = {"repeats": 3, "slowdown": 0.25, "grad_accum_steps": 4, "num_shapes": 2, "busy_share": 0.5}
+    counts["new_width_share"] = 0.5
     found = ComponentMeasurement(component=table.components[0], **counts, **figures)
     assert found.model_fields_set >= ComponentFigures.model_fields.keys(), "no figure is left out of this test"
     trial = Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,))

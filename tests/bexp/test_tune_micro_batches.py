@@ -166,6 +166,36 @@ def test_what_a_new_width_takes_is_alike_on_a_host_whose_pace_varies(longer: flo
     assert abs(np.mean([each > 0.0 for each in found]) - (longer > 0.0)) <= 0.1
 
 
+def test_noise_is_no_new_width() -> None:
+    lengths, rng, found = texts(), np.random.default_rng(4), []
+    for _ in range(40):
+        tune_micro_batches.planned.clear()
+        micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+        known = timed(micro_batches, lengths, lambda *_: np.array(rng.uniform(0.9, 1.1)), rng, WORST_TIMES + 26, 1)
+        met = [step.positions for step in known]
+        steps = [replace(step, is_first=step.positions not in met[:i]) for i, step in enumerate(known)]
+        expected = micro_batches.expect([replace(step, is_timed=i >= WORST_TIMES) for i, step in enumerate(steps)])
+        assert expected is not None
+        found.append(expected.new_width_seconds)
+    assert np.mean(found) < 0.01
+
+
+def test_what_a_new_width_takes_is_told_by_all_sizes_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one was measured while the host was slow."""
+    lengths, rng = texts(), np.random.default_rng(4)
+    monkeypatch.setattr(tune_micro_batches, "planned", {SIZE // 2: [0.2] * 6, 2 * SIZE: [0.21] * 7})
+    micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+    known = timed(micro_batches, lengths, linear, rng, WORST_TIMES + 26, 1)
+    met = [step.positions for step in known]
+    steps = [
+        replace(step, is_first=step.positions not in met[:i], is_timed=i >= WORST_TIMES) for i, step in enumerate(known)
+    ]
+    steps = [replace(step, seconds=step.seconds + 0.9 * step.is_first) for step in steps]
+    expected = micro_batches.expect(steps)
+    assert expected is not None
+    assert expected.new_width_seconds == pytest.approx(0.21, rel=0.05)
+
+
 def test_a_width_that_is_new_to_another_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "PRECISE_SECONDS", 0)
     lengths, rng = texts(), np.random.default_rng(2)

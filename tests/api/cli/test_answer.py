@@ -10,6 +10,7 @@ from bexp.api.examples import RUN_REPORT
 from bexp.explorer.answers.lines import render_run_report
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.model.target import OWN_ATTENTION
@@ -184,6 +185,18 @@ def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
     none = without(UNDIVIDED, Role.DIVIDING, dividing_batch_sizes=(20, 28))
     text = said_of(answer_of(none), REQUEST)
     assert "no micro-batch that fits divides batch_size 24; the nearest batch sizes with one are 20 and 28" in text
+
+
+def test_a_smaller_size_that_is_level_is_named() -> None:
+    def text(smaller: Candidate) -> str:
+        near = alternative(Role.WITHIN_1_PERCENT, smaller, 1.003, measured_peak_bytes=2 * GIB)
+        return said_of(with_alternatives(RECOMMENDATION, near), REQUEST)
+
+    level = "2 and 4 are level: 2.0 GiB in place of 5.0 GiB at 11,500 tokens/s; `--prefer memory` takes"
+    alike = RECOMMENDATION.candidate.model_copy(update={"micro_batch_size": 2})
+    assert f"memory or speed {level}" in text(alike)
+    assert "are level" not in text(alike.model_copy(update={"recompute": Recompute.FULL}))
+    assert "are level" not in text(RECOMMENDATION.candidate)
 
 
 def test_what_a_request_prefers_and_leaves_free_is_said() -> None:
@@ -393,6 +406,12 @@ def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
     noisy = RECOMMENDATION.model_copy(update={"notes": (Note(code=NoteCode.NOISE, text="so noisy"),)})
     assert "when nothing else runs here" in summary(noisy, asked)
     assert "--max-trials" not in summary(noisy, asked)
+    sure = ". It is 96 for 5%, which `tolerance: 0.05` asks for"
+    for best, completed in ((noisy, None), (RECOMMENDATION, 95)):
+        levels = best.model_copy(update={"confidences": {"0.01": 94, "0.05": 96, "0.10": 99}})
+        assert sure in summary(levels, asked, completed_target=completed)
+        assert sure not in summary(levels, asked.model_copy(update={"tolerance": 0.05}), completed_target=completed)
+    assert "which `tolerance" not in summary(noisy, asked)
 
 
 def test_speed_in_time_of_the_processor_says_so() -> None:

@@ -97,6 +97,12 @@ def test_a_rival_that_is_hardly_ever_better_is_not_run_again(better: float, sugg
         assert found.reason == f"another run: a rival is better with probability {better:.2f}"
 
 
+def test_a_stage_that_does_not_decide_repeats_nothing() -> None:
+    state = rival_pair((100.0, 99.0), 0.3)
+    assert suggest_measurement(state, decides=True) is not None
+    assert suggest_measurement(state, decides=False) is None
+
+
 def test_another_run_measures_what_most_blurs_the_difference() -> None:
     state = rival_pair((100.0, 99.0), 0.3)
     noisy = next(c for c in state.table.decompositions[state.contenders.rows[1]].components if c.kind.value == "head")

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.records.measurement import WholeModelMeasurement
+from bexp.explorer.records.measurement import ComponentFigures, WholeModelMeasurement
 from bexp.workers.targets.custom.command import CommandProcess
-from bexp.workers.targets.custom.target import MICRO_STEP_FIGURES
 from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.waits import PATIENCE_SECONDS
 
@@ -32,5 +31,5 @@ def open_(process: CommandProcess, **choice: Any) -> dict[str, Any]:
 
 def measure(process: CommandProcess, size: int, seconds: float = PATIENCE_SECONDS) -> WholeModelMeasurement:
     figures = process.ask("measure", seconds, micro_batch_size=size)
-    own = {"grad_accum_steps", "compile_seconds", *MICRO_STEP_FIGURES}
+    own = ComponentFigures.model_fields.keys() - WholeModelMeasurement.model_fields.keys()
     return WholeModelMeasurement.model_validate({k: v for k, v in figures.items() if k not in own})
