@@ -1,5 +1,5 @@
 """The service that the client talks to, with its queue and a scripted worker."""
 
-from tests.api.cli.conftest import queue, service, stored_at, worker
+from tests.api.cli.conftest import ending, queue, service, stored_at, worker
 
-__all__ = ["queue", "service", "stored_at", "worker"]
+__all__ = ["ending", "queue", "service", "stored_at", "worker"]
