@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_environment, write_results
+from bexp.child_process import end_with_parent
 from bexp.transformers.settings import Settings
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.model import BuildSettings
@@ -43,12 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="micro-batch sizes")
     parser.add_argument("--helpers", type=int, nargs="+", default=[1, 4, 8], help="numbers of processes that compile")
+    parser.add_argument("--places", nargs="+", help="what processes compile for; default: the device, and the CPU")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--role", choices=("compile", "helper"), help="what a process of this command does")
+    parser.add_argument("--parent", type=int, help="the process with which such a one ends")
     options = parser.parse_args(arguments)
     if options.role is not None:
-        work(options)
+        if end_with_parent(options.parent):
+            work(options)
         return 0
     results: dict[str, Any] = {"environment": describe_environment(), "rows": []}
     for row in measure(options):
@@ -64,7 +68,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for size in options.sizes:
             yield compile_apart(options, size, Path(folder))
-    for place in dict.fromkeys((options.device, "cpu")):
+    for place in dict.fromkeys(options.places or (options.device, "cpu")):
         for number in options.helpers:
             yield from time_beside(options, place, number)
 
@@ -117,6 +121,7 @@ def work(options: argparse.Namespace) -> None:
 def start(options: argparse.Namespace, role: str, size: int, device: str, folder: Path) -> subprocess.Popen[str]:
     """Start a process of this command, which keeps what it compiles in `folder`."""
     command = [sys.executable, "-m", "benchmarks.compile_beside", str(options.config), "--role", role]
+    command += ["--parent", str(os.getpid())]
     command += ["--device", device, "--seq-length", str(options.seq_length), "--sizes", str(size)]
     environment = {**os.environ, **dict.fromkeys(FOLDERS, str(folder))}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
