@@ -20,7 +20,6 @@ compute the same. A row that fails has its error. A second start goes on after t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import tempfile
@@ -35,8 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.environment import describe_commit
-from benchmarks.rank_runs import Row, Rows, join_ranks, largest, peak_bytes, slowest_seconds
+from benchmarks.rank_runs import Row, Rows, join_ranks, largest, parser_of, peak_bytes, slowest_seconds
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
@@ -218,13 +216,8 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.expert_sharding", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to try this out")
+    parser = parser_of("expert_sharding", __doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--until", type=float, default=170.0, help="begin no row after these seconds")
     options = parser.parse_args(arguments)
     device = join_ranks(options.device)
     length = TINY_LENGTH if options.tiny else LENGTH

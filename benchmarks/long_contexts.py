@@ -26,7 +26,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +35,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.environment import describe_commit
-from benchmarks.rank_runs import Row, Rows, join_ranks, largest, peak_bytes, slowest_seconds
+from benchmarks.rank_runs import Row, Rows, join_ranks, largest, parser_of, peak_bytes, slowest_seconds
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import ring_group
 from bexp.transformers.set_up import set_up
@@ -278,16 +276,11 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_contexts", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this out")
+    parser = parser_of("long_contexts", __doc__)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--short", type=int, default=SHORT)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--until", type=float, default=170.0, help="begin no row after these seconds")
     options = parser.parse_args(arguments)
     device = join_ranks(options.device)
     setting = {"commit": options.commit, "layers": options.layers, "sizes": TINY if options.tiny else SIZES}

@@ -52,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = Steps()
     # Imports are steps.
     with steps.step("import torch"):
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - a step
     with steps.step("import the profiler"):
-        from bexp.explorer.formats.document import load_document  # noqa: PLC0415
-        from bexp.explorer.formats.request import parse_request  # noqa: PLC0415
-        from bexp.workers.instruments.device_instruments import Instruments  # noqa: PLC0415
-        from bexp.workers.instruments.kernel_builder import KernelBuilder  # noqa: PLC0415
-        from bexp.workers.profiler.hardware import measure_hardware  # noqa: PLC0415
-        from bexp.workers.targets.choice import import_target, open_target  # noqa: PLC0415
+        from bexp.explorer.formats.document import load_document  # noqa: PLC0415 - a step
+        from bexp.explorer.formats.request import parse_request  # noqa: PLC0415 - a step
+        from bexp.workers.instruments.device_instruments import Instruments  # noqa: PLC0415 - a step
+        from bexp.workers.instruments.kernel_builder import KernelBuilder  # noqa: PLC0415 - a step
+        from bexp.workers.profiler.hardware import measure_hardware  # noqa: PLC0415 - a step
+        from bexp.workers.targets.choice import import_target, open_target  # noqa: PLC0415 - a step
     overrides = {"hf_seq_length": options.seq_length, "batch_size": 32, "target": "transformers"}
     request = parse_request(load_document(options.config.read_text()), overrides=overrides)
     device = torch.device(options.device)
