@@ -39,12 +39,12 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_commit() -> str | None:
-    """The commit that runs, marked if files differ from it; None outside of a repository."""
+    """The commit that runs, marked if files differ from it; outside of a repository what BENCHMARKED_COMMIT says."""
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("BENCHMARKED_COMMIT")
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

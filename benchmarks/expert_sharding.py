@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.environment import describe_commit
 from benchmarks.rank_runs import Row, Rows, join_ranks, largest, parser_of, peak_bytes, slowest_seconds
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.set_up import set_up
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = join_ranks(options.device)
     length = TINY_LENGTH if options.tiny else LENGTH
-    rows = Rows(options.out, device, options.until, summarize, commit=options.commit, seq_length=length)
+    rows = Rows(options.out, device, options.until, summarize, commit=describe_commit(), seq_length=length)
     for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as own:
             folder = Path(rows.same([own]))

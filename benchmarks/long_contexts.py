@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 -m benchmarks.long_contexts --out benchmarks/results/NAME.json
     torchrun --nproc-per-node 2 -m benchmarks.long_contexts --tiny --device cpu --out FILE
 
-The model is a Llama of 8 layers with the widths of Llama-3.2-1B, in bfloat16, with AdamW, the loss in chunks, and no
-recomputation; every rank holds all of it. `ring`, `zigzag` and `striped` are what `bexp.apply` sets up with
-`context_parallel`. `torch` is torch.distributed.tensor.experimental.context_parallel, which rotates keys by all-gather,
-its default, or by all-to-all. `flash` and `cudnn` name the kernel of attention in all of them.
+The model is a Llama of 8 layers with the widths of Llama-3.2-1B, in bfloat16, with AdamW and the loss in chunks; every
+rank holds all of it. With `--recompute`, each layer is recomputed in the backward. `ring`, `zigzag` and `striped` are
+what `bexp.apply` sets up with `context_parallel`. `torch` is torch.distributed.tensor.experimental.context_parallel,
+which rotates keys by all-gather, its default, or by all-to-all. `flash` and `cudnn` name the kernel of attention in all
+of them.
 
 A step is forward, backward, the mean of the gradients over the ranks, and the optimizer. Contenders take turns; seconds
 are those of the slowest rank, and peaks those of the fullest.
@@ -35,6 +36,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.environment import describe_commit
 from benchmarks.rank_runs import Row, Rows, join_ranks, largest, parser_of, peak_bytes, slowest_seconds
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import ring_group
@@ -199,6 +201,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.device, self.short = device, options.short
         self.model = build(options, options.layers, device)
+        if options.recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         self._warm: set[tuple[str, int]] = set()
 
@@ -279,18 +283,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("long_contexts", __doc__)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--short", type=int, default=SHORT)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     options = parser.parse_args(arguments)
     device = join_ranks(options.device)
-    setting = {"commit": options.commit, "layers": options.layers, "sizes": TINY if options.tiny else SIZES}
+    setting = {
+        "commit": describe_commit(),
+        "layers": options.layers,
+        "recompute": options.recompute,
+        "sizes": TINY if options.tiny else SIZES,
+    }
     rows = Rows(options.out, device, options.until, summarize, **setting)
+    chosen = {name: CONTENDERS[name] for name in options.contenders}
     gradients = Gradients(options, device)
     found = {
         name: rows.measure(partial(gradients.error, contender), contender=name, gradients_of=options.short)
-        for name, contender in {"alone, flash": ours("flash", None), **CONTENDERS}.items()
+        for name, contender in {"alone, flash": ours("flash", None), **chosen}.items()
     }
-    names = rows.same([choose({name: found[name].get("gradient_error") for name in CONTENDERS})])
+    names = rows.same([choose({name: found[name].get("gradient_error") for name in chosen})])
     del gradients
     bench = Bench(options, device)
     for seq_length in options.seq_lengths:

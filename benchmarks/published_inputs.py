@@ -129,7 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case-seconds", type=float, default=130.0, help="of an input in all")
     parser.add_argument("--end-after", type=float, default=570.0, help="begin no input that could end after these")
     parser.add_argument("--steps", type=int, default=20, help="that are timed")
-    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
     parser.add_argument("--tiny", action="store_true", help="tiny models and short texts, to try this out")
     options = parser.parse_args(arguments)
     began = time.monotonic()
@@ -141,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench.make_models()
         for name in options.names or INPUTS:
             left = options.end_after - (time.monotonic() - began)
-            row: Row = {"commit": options.commit, "environment": environment}
+            row: Row = {"commit": describe_commit(), "environment": environment}
             results["inputs"][name] = row
             try:
                 if left < options.case_seconds / 2:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.environment import describe_commit, describe_environment, write_results
+from benchmarks.environment import describe_environment, write_results
 from bexp.measure.timestamps import synchronize
 
 TIMEOUT = timedelta(minutes=3)
@@ -26,7 +26,6 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command over several ranks, with the options that each has."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this out")
     parser.add_argument("--until", type=float, default=170.0, help="begin no row after these seconds")

@@ -63,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned_commands", description=__doc__)
     parser.add_argument("commands", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda:0", help="cuda:0 or cpu")
     parser.add_argument("--processes", type=int, default=1)
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in options.commands or BATCHES:
             key = name if options.processes == 1 else f"{name}, {options.processes} processes"
-            fresh = {"batch_size": BATCHES[name], "commit": options.commit, "sweep": []}
+            fresh: Row = {"batch_size": BATCHES[name], "commit": describe_commit(), "sweep": []}
             row = results["commands"].setdefault(key, fresh)
             for part, measure in parts(name, row, options, Path(folder)):
                 if time.monotonic() > ends_at:

@@ -99,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_devices", description=__doc__)
     parser.add_argument("runs", nargs="*", metavar="NAME", help=f"of {', '.join(NEEDS)}; all without one")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
     parser.add_argument("--device", default="cuda:0", help="cuda:0, which stands for both, or cpu")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this out")
     parser.add_argument("--start-until", type=float, default=380.0, help="begin no part after these seconds")
@@ -109,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends_at = time.monotonic() + options.start_until
     with tempfile.TemporaryDirectory() as folder:
         for how in options.runs or NEEDS:
-            row = results["runs"].setdefault(how, {"batch_size": BATCH_SIZE, "commit": options.commit})
+            row = results["runs"].setdefault(how, {"batch_size": BATCH_SIZE, "commit": describe_commit()})
             for part, measure in parts(how, row, options, Path(folder)):
                 if time.monotonic() > ends_at:
                     return 1
