@@ -39,12 +39,14 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_commit() -> str | None:
-    """The commit that runs, marked if files differ from it; outside of a repository what BENCHMARKED_COMMIT says."""
+    """The commit that runs, marked if files differ from it: what BENCHMARKED_COMMIT says, else the repository."""
+    if given := os.environ.get("BENCHMARKED_COMMIT"):
+        return given
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("BENCHMARKED_COMMIT")
+        return None
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

@@ -3,42 +3,69 @@
     python -m benchmarks.start benchmarks/published/llama-3.2-1b.json --device cuda:0 --out FILE
 
 Steps are those of `bexp.workers.profiler`: imports, the device, its peak rates, and the report on a model's settings.
-Of the report, the functions of this project that take longest are listed, with all that they call; a profile of
-Python's calls makes it longer by a little. Empty the caches of Triton and inductor for a first start.
+Of each step, the functions and the modules' own code that take longest are listed, with all that they call: the process
+is looked at every few milliseconds. Empty the caches of Triton and inductor for a first start.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from benchmarks.environment import describe_commit, describe_environment, write_results
 
-LISTED = 40
-PROJECT = "bexp."
+LISTED = 30
+EVERY_SECONDS = 0.005
 
 
 class Steps:
-    """Seconds of steps, by the clock and of this process's threads."""
+    """Seconds of steps, by the clock and of this process's threads, with what took longest in this thread."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._own = threading.get_ident()
+        self._seconds: Counter[str] = Counter()
+        threading.Thread(target=self._look, daemon=True).start()
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Count a step."""
+        self._seconds = Counter()
         clock, busy = time.perf_counter(), time.process_time()
         yield
-        row = {"step": name, "seconds": time.perf_counter() - clock, "cpu_seconds": time.process_time() - busy}
+        row: dict[str, Any] = {"step": name, "seconds": time.perf_counter() - clock}
+        row["cpu_seconds"] = time.process_time() - busy
+        row["longest"] = dict(self._seconds.most_common(LISTED))
         self.rows.append(row)
         print(f"{name:24} {row['seconds']:6.2f} s by the clock, {row['cpu_seconds']:6.2f} s of processors", flush=True)
+        for function, seconds in row["longest"].items():
+            print(f"    {seconds:6.2f} s of {function}", flush=True)
+
+    def _look(self) -> None:
+        """Add the time since the last look to each function that this process's first thread is in."""
+        before = time.perf_counter()
+        while True:
+            time.sleep(EVERY_SECONDS)
+            now = time.perf_counter()
+            functions = set(_functions(sys._current_frames().get(self._own)))
+            self._seconds.update(dict.fromkeys(functions, now - before))
+            before = now
+
+
+def _functions(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if not module.startswith(("importlib", "contextlib", "runpy")):
+            yield f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,9 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import_target(request.target_name)
     with steps.step("open the target"):
         target = open_target(request, instruments)
-    profile = cProfile.Profile()
     with steps.step("report"):
-        report = profile.runcall(target.report, hardware)
+        report = target.report(hardware)
     instruments.kernels.close()
     found = {
         "environment": describe_environment(),
@@ -85,25 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": options.device,
         "refusal": report.refusal,
         "steps": steps.rows,
-        "functions": functions(profile),
     }
-    for row in found["functions"]:
-        print(f"{row['seconds']:7.2f} s in {row['calls']:5} of {row['function']}", flush=True)
     if options.out is not None:
         write_results(options.out, found)
     return 0
-
-
-def functions(profile: cProfile.Profile) -> list[dict[str, Any]]:
-    """Return the functions of this project that take longest, with what they call."""
-    stats: dict[tuple[str, int, str], Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]  # not in its stubs
-    modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
-    rows = [
-        {"function": f"{modules[file]}.{name}", "calls": calls, "seconds": together}
-        for (file, _, name), (calls, _, _, together, _) in stats.items()
-        if (modules.get(file) or "").startswith(PROJECT)
-    ]
-    return sorted(rows, key=lambda row: -float(row["seconds"]))[:LISTED]
 
 
 if __name__ == "__main__":

@@ -172,6 +172,11 @@ def observe(module: Any) -> None:
                 sys.stdout.flush()
                 os._exit(0)
 
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            """A training that is shorter than the least seconds has ended."""
+            if len(training.steps) >= WARM_UP + TIMED:
+                training.write()
+
     @functools.wraps(init)  # Axolotl reads the source
     def make(self: Any, *given: Any, **named: Any) -> None:
         init(self, *given, **named)

@@ -9,6 +9,7 @@ from bexp.explorer.dimensions.dimension import Point
 from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.experts import WAITING_EXPERTS
 from bexp.explorer.dimensions.kernels import Kernels
+from bexp.explorer.dimensions.loss import LOSSES
 from bexp.explorer.dimensions.recompute import Recompute
 
 
@@ -63,6 +64,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         lambda point, runs: (
             f"execution '{runs}' with expert back end '{point['expert_backend']}', which waits for "
             "the device to count tokens"
+        ),
+    ),
+    Exclusion(
+        frozenset({"loss", "execution"}),
+        lambda point, runs: point["loss"] is not None and LOSSES[point["loss"]].waits and runs.replays,
+        lambda point, runs: (
+            f"execution '{runs}' with the {point['loss']} loss, which waits for the device to count targets"
         ),
     ),
 )

@@ -30,6 +30,8 @@ class LossFunction:
     """Whether it is tried on the model before the search: a package may be missing, or not know the model."""
     is_explored: bool = True
     """Whether it is explored where no loss is named."""
+    waits: bool = False
+    """Whether the host waits for the device in it, so that no CUDA graph can hold it."""
     reads: Callable[[float, ModelParts], int] = lambda tokens, parts: 1
     """How often a pass over so many tokens reads the weights of the head."""
 
@@ -49,7 +51,7 @@ def _liger_chunks(tokens: float, parts: ModelParts) -> int:
 LOSSES: Mapping[Loss, LossFunction] = {
     "library": LossFunction(holds_logits=True),
     "chunked": LossFunction(),
-    "liger": LossFunction(is_tried=True, reads=_liger_chunks),
+    "liger": LossFunction(is_tried=True, waits=True, reads=_liger_chunks),
     "torch": LossFunction(is_tried=True, is_explored=False),
 }
 if tuple(LOSSES) != get_args(Loss):

@@ -144,10 +144,14 @@ class Failures:
         """Rule out the candidates whose whole model is unsupported if that of `candidate` is."""
         self._unsupported.setdefault(candidate.support, reason)
 
-    def none_runs_whole(self, table: Composition) -> bool:
-        """Return whether no whole model is supported: all are ruled out, or two unlike ones failed for one reason."""
+    def none_runs_whole(self, table: Composition, ran: Collection[int] = ()) -> bool:
+        """Return whether no whole model is supported: all are ruled out, or two unlike ones failed for one reason.
+
+        Where the rows that `ran` whole are some, others may as well.
+        """
         reasons = list(self._unsupported.values())
-        return len(set(reasons)) < len(reasons) or all(c.support in self._unsupported for c in table.candidates)
+        alike = not ran and len(set(reasons)) < len(reasons)
+        return alike or all(c.support in self._unsupported for c in table.candidates)
 
     def too_large(self, table: Composition) -> list[int]:
         """Return the rows whose whole model ran out of memory."""
@@ -170,7 +174,7 @@ class Failures:
             rejected_C |= required_C >= required_C[too_large].min()
             rejected_C[list(ran)] = False
         rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
-        if self._unsupported and not self.none_runs_whole(table):
+        if self._unsupported and not self.none_runs_whole(table, ran):
             rejected_C |= np.array([c.support in self._unsupported for c in table.candidates])
         return rejected_C
 

@@ -19,7 +19,7 @@ TIMED_PASSES = 8
 
 WHOLE_OVERHEAD_SECONDS = 2.0
 """Seconds to build a whole model, and what its quickest steps take."""
-MICRO_STEPS, WHOLE_MICRO_STEPS = 2, 13
+MICRO_STEPS, WHOLE_MICRO_STEPS = 2, 7
 """Micro-steps of a step of a whole model, and of all its steps, warm-up included."""
 LONG_STEP_SECONDS = {"cuda": 5.0, "cpu": 2.0}
 LONG_MICRO_STEPS = 5

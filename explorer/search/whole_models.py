@@ -147,7 +147,8 @@ class WholeModels:
     def is_impossible(self) -> bool:
         """Whether no whole model can be run here, or not in time."""
         timed_out = any(trial.measurement.outcome is Outcome.TIMED_OUT for trial in self.trials)
-        return timed_out or self._posterior.knowledge.failures.none_runs_whole(self._posterior.table)
+        knowledge = self._posterior.knowledge
+        return timed_out or knowledge.failures.none_runs_whole(self._posterior.table, knowledge.whole_models.by_row)
 
     @property
     def ends_search(self) -> bool:

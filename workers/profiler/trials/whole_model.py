@@ -30,7 +30,7 @@ from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 
-MIN_STEPS = 3
+MIN_STEPS = 2
 MAX_STEPS = 10
 TIMED_SECONDS = {"cuda": 1.5, "cpu": 3.0}
 """Steps are timed for so long. On a GPU two runs of a model differ by more than the steps of one run of this length."""
@@ -149,12 +149,18 @@ def run_steps(
             step_seconds = _step_seconds(instruments, training)
     (step_seconds,) = instruments.rank_group.all_reduce_max(step_seconds)
     timed_seconds = TIMED_SECONDS[instruments.device.type]
-    num_steps = 1 if is_long else max(MIN_STEPS, min(most_steps, int(timed_seconds / step_seconds)))
     with clock.phase("timed"), instruments.monitor.watch() as watch, collector_paused():
-        marks = []
-        for _ in range(num_steps):
-            marks.append(training.step())
-            watch.poll()  # between the marks of two steps
+        marks = [training.step()] if is_long else []
+        if cuda and is_long:  # or its first micro-step alone, in which code is compiled
+            instruments.synchronize()
+            (step_seconds,) = instruments.rank_group.all_reduce_max(marks[0][0].seconds_until(marks[0][-1]))
+            is_long = step_seconds > LONG_STEP_SECONDS["cuda"]
+        if not is_long:
+            num_steps = max(MIN_STEPS, min(most_steps, int(timed_seconds / step_seconds)))
+            marks = []
+            for _ in range(num_steps):
+                marks.append(training.step())
+                watch.poll()  # between the marks of two steps
         training.finish()
     reserved = peak
     if cuda:
