@@ -121,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published_inputs", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(INPUTS)}")
     parser.add_argument("--inputs", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of a command with its answer")
     parser.add_argument("--libraries", type=Path, help="has a folder of packages for each NAME that needs others")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="an empty folder for models and outputs; default: a temporary one")
@@ -183,12 +184,15 @@ class Bench:
             observed = Path(folder) / "observed.json"
             wanted = {"OBSERVED": str(observed), "OBSERVED_STEPS": str(self._options.steps)}
             row["command"] = [self._plain(each) for each in command]
-            try:
-                self._start(command, own | wanted)
-            finally:
-                if observed.exists():
-                    row["observed"] = json.loads(observed.read_text())
-        row["agreement"] = agreement(row["promise"], row["observed"])
+            row["rounds"] = []
+            for _ in range(self._options.rounds):
+                try:
+                    self._start(command, own | wanted)
+                finally:
+                    if observed.exists():
+                        row["rounds"].append(json.loads(observed.read_text()))
+                        observed.unlink()
+        row["agreement"] = agreement(row["promise"], row["rounds"])
 
     def _place(self, published: Published) -> Row:
         """Put the file of an input into the folder, and describe it."""
@@ -317,15 +321,21 @@ def promise_of(document: Row, format_of: str) -> Row:
     }
 
 
-def agreement(promise: Row, observed: Row) -> Row:
-    """Return for each promise whether the observed run keeps it, and its figures as shares of those promised."""
+def agreement(promise: Row, rounds: Sequence[Row]) -> Row:
+    """Return for each promise whether the observed runs keep it, and their figures as shares of those promised.
+
+    The speed is that of all rounds in the mean. `rounds_differ` is how far the fastest is from the slowest, as a share
+    of that. All else is that of the first.
+    """
+    observed, *_ = rounds
     formats = dict(observed["products"])
     if promise["format_of"] == "trained weights":
         formats = observed["trained_bytes"]
     peak = None if observed["peak_bytes"] is None else observed["peak_bytes"] / promise["peak_bytes"]
-    speed = observed[f"{promise['unit']}_per_second"] / promise["rate"]
+    speeds = [each[f"{promise['unit']}_per_second"] / promise["rate"] for each in rounds]
+    speed = statistics.fmean(speeds)
     steps = promise["grad_accum_steps"] or 1
-    of_widths = speed * rate_of_widths(promise, observed)
+    of_widths = speed * statistics.fmean(rate_of_widths(promise, each) for each in rounds)
     return {
         "batch": observed["micro_steps_of_a_step"] == steps
         and observed["samples_of_a_step"] == steps * promise["micro_batch_size"],
@@ -337,6 +347,7 @@ def agreement(promise: Row, observed: Row) -> Row:
         "speed": abs(of_widths - 1) <= SPEED,
         "speed_of_promised": speed,
         "speed_of_promised_for_its_widths": of_widths,
+        "rounds_differ": (max(speeds) - min(speeds)) / speed,
     }
 
 

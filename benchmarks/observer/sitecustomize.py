@@ -49,7 +49,7 @@ class Training:
         self.micro_steps: list[dict[str, Any]] = []
         self.products: Counter[str] = Counter()
         self.samples: Samples | None = None
-        self.began = self.away = 0.0
+        self.began = self.away = self.issued = 0.0
         self.model: dict[str, Any] = {}
 
     def now(self) -> float:
@@ -95,14 +95,14 @@ class Training:
             torch.cuda.reset_peak_memory_stats()
 
     def end_step(self) -> bool:
-        """Note a step, and return whether there were enough."""
+        """Note a step, and return whether there were enough. `issued` are the host's seconds of its micro-steps."""
         import torch  # noqa: PLC0415 - likewise
 
         now = self.now()
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        figures: dict[str, Any] = {"seconds": now - self.began - self.away, "peak_bytes": peak}
+        figures: dict[str, Any] = {"seconds": now - self.began - self.away, "peak_bytes": peak, "issued": self.issued}
         self.steps.append(figures | self._micro_steps())
-        self.began, self.away, self.micro_steps = now, 0.0, []
+        self.began, self.away, self.issued, self.micro_steps = now, 0.0, 0.0, []
         timed = [step["seconds"] for step in self.steps[WARM_UP:]]
         enough = len(timed) >= TIMED and sum(timed) >= LEAST_SECONDS
         if enough:
@@ -188,7 +188,10 @@ def observe(module: Any) -> None:
         ids = [value for name, value in inputs.items() if name.endswith("input_ids")]
         tokens = sum((mask != 0).sum() for mask in masks) if masks else sum(each.numel() for each in ids)
         training.micro_steps.append({"tokens": tokens, "shape": [tuple(each.shape) for each in ids]})
-        return micro_step(self, model, inputs, *given, **named)
+        began = time.perf_counter()
+        loss = micro_step(self, model, inputs, *given, **named)
+        training.issued += time.perf_counter() - began
+        return loss
 
     def elsewhere(work: Any) -> Any:
         @functools.wraps(work)

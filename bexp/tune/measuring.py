@@ -68,8 +68,11 @@ Where the device waits for the host, whose pace varies for seconds, they are alw
 SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
 """The pace of spans of this length tells how far one part of a run differs from another, if there are enough spans.
 
-Micro-steps in a row are alike, so their own standard error is too small.
+Micro-steps in a row are alike, so their own standard error is too small. The typical pace is that of the median span:
+a host may stand still for seconds.
 """
+UNSTEADY_SECONDS = 15.0
+"""Where the device waits for the host, and spans differ so much that their mean is not PRECISE: for so long."""
 FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
 """Before timing, so many micro-steps run with others than the longest micro-batch, within so many more steps."""
 LONG_SECONDS = 2.0
@@ -184,7 +187,10 @@ class Clock:
         enough = number >= fewest_steps and len(self._timed()) > 1 and elapsed >= LEAST_SECONDS
         if enough and len(self._timed()) < FEWEST_VARIED:
             enough = not self._varies()
-        enough = enough and (elapsed >= PRECISE_SECONDS or (self._is_precise() and not self._waits_for_host()))
+        if self._waits_for_host():
+            enough = enough and elapsed >= (PRECISE_SECONDS if self._is_steady() else UNSTEADY_SECONDS)
+        else:
+            enough = enough and (elapsed >= PRECISE_SECONDS or self._is_precise())
         is_spent = elapsed >= MOST_SECONDS or (number >= MOST_STEPS and (enough or not self._waits_for_host()))
         restarts = enough and not is_spent and self._num_restarts < MOST_RESTARTS and not self._has_settled()
         over = is_spent or (enough and not restarts)
@@ -241,10 +247,11 @@ class Clock:
         if expected is not None:
             mean, error = expected.seconds, expected.error
         peak, reserved = peak_bytes(self._device)
-        steps = [(step.seconds, float(step.positions or 1)) for step in self._micro_steps if step.is_timed]
-        paces = span_paces(steps if expected is None else expected.timed)
+        paces = span_paces(self._work() if expected is None else expected.timed)
         if len(paces) >= FEWEST_SPANS:
             error = max(error, mean * _standard_error(paces))
+            typical = statistics.median(paces)
+            mean, paces = mean * typical, [pace / typical for pace in paces]
         own: dict[str, float] = {
             "micro_step_seconds": mean,
             "optimizer_seconds": statistics.median(self._optimizer_steps or [0.0]),
@@ -278,6 +285,15 @@ class Clock:
                 "processes": _spread(each),
             },
         }
+
+    def _work(self) -> list[tuple[float, float]]:
+        """Return the seconds of each timed micro-step, and its positions as far as they are known."""
+        return [(step.seconds, float(step.positions or 1)) for step in self._micro_steps if step.is_timed]
+
+    def _is_steady(self) -> bool:
+        """Return whether the spans' mean is known well enough."""
+        paces = span_paces(self._work())
+        return len(paces) >= FEWEST_SPANS and _standard_error(paces) <= PRECISE
 
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]

@@ -31,7 +31,7 @@ OBSERVED: dict[str, Any] = {
 
 
 def test_a_training_that_runs_as_promised_agrees() -> None:
-    found = agreement(PROMISE, OBSERVED)
+    found = agreement(PROMISE, [OBSERVED])
     assert all(found[name] for name in ("batch", "format", "parameters", "weights", "peak", "speed"))
     assert found["peak_of_promised"] == pytest.approx(1.029)
 
@@ -51,7 +51,7 @@ def test_a_training_that_runs_as_promised_agrees() -> None:
     ],
 )
 def test_what_is_otherwise_than_promised_is_told(changed: dict[str, Any], broken: str) -> None:
-    found = agreement(PROMISE, OBSERVED | changed)
+    found = agreement(PROMISE, [OBSERVED | changed])
     assert [name for name, kept in found.items() if kept is False] == [broken]
     assert found["peak"] is (broken != "peak")
 
@@ -61,16 +61,16 @@ def test_a_training_whose_first_steps_have_new_widths_is_held_against_a_promise_
     promise = PROMISE | {"rate": 100 / 1.25, "new_widths": [[0.5, 0.5]]}
     new = [{"micro_steps": 2, "tokens": 200, "shapes": [[[1, i]], [[1, -i]]]} for i in range(1, 5)]
     first = OBSERVED | {"steps": new, "timed_steps": 3, "tokens_per_second": 100 / 1.5}
-    found = agreement(promise, first)
+    found = agreement(promise, [first])
     assert found["speed"]
     assert found["speed_of_promised"] == pytest.approx(1.25 / 1.5)
     assert found["speed_of_promised_for_its_widths"] == pytest.approx(1.0)
     known = [{**new[0], "shapes": new[0]["shapes"]}] * 4
-    later = agreement(promise, OBSERVED | {"steps": known, "timed_steps": 3, "tokens_per_second": 100.0})
+    later = agreement(promise, [OBSERVED | {"steps": known, "timed_steps": 3, "tokens_per_second": 100.0}])
     assert later["speed_of_promised_for_its_widths"] == pytest.approx(1.0)
 
 
 def test_the_format_of_a_tuned_command_is_that_of_its_trained_weights() -> None:
     promise = PROMISE | {"format_of": "trained weights", "format": "float32"}
-    assert agreement(promise, OBSERVED)["format"]
-    assert not agreement(promise, OBSERVED | {"trained_bytes": {"bfloat16": 20}})["format"]
+    assert agreement(promise, [OBSERVED])["format"]
+    assert not agreement(promise, [OBSERVED | {"trained_bytes": {"bfloat16": 20}}])["format"]

@@ -12,7 +12,15 @@ import torch
 
 from bexp.explorer.search.host_pace import BUSY
 from bexp.tune import measuring
-from bexp.tune.measuring import LEAST_SECONDS, MOST_STEPS, PRECISE_SECONDS, WARM_UP_SECONDS, Clock, Ranks
+from bexp.tune.measuring import (
+    LEAST_SECONDS,
+    MOST_STEPS,
+    PRECISE_SECONDS,
+    UNSTEADY_SECONDS,
+    WARM_UP_SECONDS,
+    Clock,
+    Ranks,
+)
 
 
 class Gpu:
@@ -60,6 +68,25 @@ def test_phases_of_seconds_count_as_few_values(monkeypatch: pytest.MonkeyPatch) 
     phases = itertools.cycle([slow] * number + [fast] * (number * 3 // 2))
     figures, _ = run(monkeypatch, 0.5, phases)
     low, high = figures["span_seconds"]
-    assert fast <= low < high <= slow
+    assert 0.999 * fast <= low < high <= 1.001 * slow
     alone = statistics.stdev([slow, fast] * 60) / figures["repeats"] ** 0.5
     assert figures["standard_error_seconds"] > 2 * alone, "micro-steps in a row are alike"
+
+
+def test_a_host_that_stands_still_for_seconds_does_not_change_the_typical_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, stall = 0.1, 5.0
+    figures, took = run(monkeypatch, 0.2, [*[usual] * 20, stall, *[usual] * 300])
+    assert figures["micro_step_seconds"] == pytest.approx(usual, rel=0.05)
+    assert figures["standard_error_seconds"] > usual, "it is far from sure"
+    assert took == pytest.approx(WARM_UP_SECONDS + UNSTEADY_SECONDS, abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("spread", "seconds"), [(0.0, PRECISE_SECONDS), (0.02, PRECISE_SECONDS), (0.4, UNSTEADY_SECONDS)]
+)
+def test_a_pace_that_varies_from_second_to_second_is_timed_for_longer(
+    monkeypatch: pytest.MonkeyPatch, spread: float, seconds: float
+) -> None:
+    spans = itertools.cycle([0.1 * (1 + spread)] * 10 + [0.1 * (1 - spread)] * 10)
+    _, took = run(monkeypatch, 0.5, spans)
+    assert took == pytest.approx(WARM_UP_SECONDS + seconds, abs=1.0)
