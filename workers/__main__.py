@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="end with this exploration; it is cancelled when standard input is closed",
     )
     parser.add_argument("--name", default="", help="with --job: run what is stored for a worker of this name alone")
-    parser.add_argument("--target", default="", help="with --job: its target, whose modules are imported meanwhile")
     options = parser.parse_args(arguments)
     if (options.job is None) != (not options.name):
         parser.error("--job and --name go together")
@@ -109,7 +108,7 @@ def _profilers(options: argparse.Namespace, settings: WorkerSettings) -> dict[st
         environment = process_environment(given, devices)
         device_key(devices[0], environment)  # raises if there is no such device
         with suppress(OSError):  # the profiler tries again, with pauses
-            started[devices] = StartedProcess(devices, environment, options.target)
+            started[devices] = StartedProcess(devices, environment)
     from bexp.workers.process.profiler import Profiler  # noqa: PLC0415 - while the other one imports
 
     profilers: dict[str, DeviceProfiler] = {}

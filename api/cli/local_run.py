@@ -77,7 +77,7 @@ class LocalRun:
         self._again = shlex.join(["bexp", "resume", job_id, *parts])
         if local_target is not None:
             self._again = f"bexp tune --resume {job_id} -- COMMAND"
-        self._options = [*chosen, *(["--group"] if group else []), "--target", request.target_name]
+        self._options = [*chosen, *(["--group"] if group else [])]
         self._more_environment = {} if file is None else {"BEXP_LOCAL_TARGET": file}
         self._is_shared = is_shared
         self._has_started = False

@@ -50,12 +50,13 @@ class RunnerUp:
     """That of the whole model to fit."""
 
 
-def find_runner_up(posterior: Posterior) -> RunnerUp | None:
+def find_runner_up(posterior: Posterior, least_gain: float = 0.0) -> RunnerUp | None:
     """Return the candidate whose whole model is expected to improve the answer most; None if there is none to run.
 
-    It is the contender with the highest expected gain over the recommended candidate (MOST_GAIN), or the faster one of
-    two equal ones. The gain counts all that is not known: the error of composition, whether it fits, components that
-    were predicted, and the noise of whole models that ran.
+    It is the contender with the highest expected gain over the recommended candidate (MOST_GAIN) for the seconds of its
+    whole model, or the faster one of two equal ones. Those with less than `least_gain` are left out, unless all have
+    less. The gain counts all that is not known: the error of composition, whether it fits, components that were
+    predicted, and the noise of whole models that ran.
 
     The recommended candidate itself is returned if the contender was run whole more often, because another run of it
     tells more. Without a recommended candidate, the contender that is most likely to fit is returned.
@@ -73,7 +74,9 @@ def find_runner_up(posterior: Posterior) -> RunnerUp | None:
         best = max(others, key=lambda i: (contenders.runs_A[i], contenders.tokens_NA[:, i].mean()))
         return RunnerUp(int(rows[best]), fits := float(contenders.runs_A[best]), 1.0, fits)
     gain, rank = contenders.expected_gains(recommended), contenders.expected_gains(recommended, MOST_GAIN)
-    best = max(others, key=lambda i: (rank[i], contenders.mean_A[i]))
+    others = [i for i in others if gain[i] >= least_gain] or others
+    seconds = {i: posterior.whole_model_seconds(int(rows[i])) for i in others}
+    best = max(others, key=lambda i: (rank[i] / seconds[i], contenders.mean_A[i]))
     faster = contenders.probability_faster(recommended, posterior.request.tolerance * MATTERS)
     row = recommended if number_A[best] > number_A[recommended] else best
     return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]), float(contenders.runs_A[row]))
@@ -98,7 +101,7 @@ ATTEMPTS = 40
 """The most whole models of one variant. Before, the confidence in the answer or the budget usually ends them."""
 LEAST_CHANCE = 0.02
 """While nothing can be recommended, each whole model is at least so likely to fit."""
-NEGLIGIBLE = 0.02
+NEGLIGIBLE = 0.005
 """A runner-up whose expected gain is below this share of the tolerance is not run."""
 CONSIDERABLE = 0.1
 """Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
@@ -222,8 +225,8 @@ class WholeModels:
             return self._likeliest_to_fit()
         if self._history.exhausted(self._variant):
             return None
-        rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
+        rival = find_runner_up(posterior, least * posterior.request.tolerance)
         if rival is not None and self._is_sure(best):
             least = max(least, RUN_WORTH * worth(posterior.whole_model_seconds(rival.row)))
         if rival is None or rival.gain < least * posterior.request.tolerance:

@@ -26,10 +26,10 @@ class StartedProcess:
     """`python -m bexp.workers.profiler`, in a session of its own, so that it ends together with all its children.
 
     Several devices take `bexp.workers.profiler.distributed`, whose ranks lead process groups of their own. The kernel
-    ends the process with the thread that made this object. Modules that a job of the `target` needs are imported ahead.
+    ends the process with the thread that made this object.
     """
 
-    def __init__(self, devices: Sequence[str], environment: Mapping[str, str], target: str = "") -> None:
+    def __init__(self, devices: Sequence[str], environment: Mapping[str, str]) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.popen = subprocess.Popen(
@@ -38,7 +38,6 @@ class StartedProcess:
                     *("--devices", ",".join(devices)),
                     *("--socket", str(theirs.fileno())),
                     *("--parent", str(os.getpid())),
-                    *(("--target", target) if target else ()),
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -29,7 +29,7 @@ from bexp.workers.profiler.hardware import identify, used_bytes
 from bexp.workers.profiler.parent import CommandQueue, Parent, end_group
 from bexp.workers.profiler.session import Session
 from bexp.workers.settings import read_settings
-from bexp.workers.targets.choice import ImportsAhead, target_imports
+from bexp.workers.targets.choice import target_imports
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,6 @@ def serve_device(parent: Parent) -> int:
     (name,) = parent.devices
     device = torch.device(name)
     freeze_imports()
-    ahead = None if parent.target is None else ImportsAhead(parent.target)
     wait_for_open(parent.commands)
     used_before = _settled_bytes(device) if device.type == "cuda" else None
     gpu = open_gpu(name, read_settings().environment)
@@ -132,8 +131,6 @@ def serve_device(parent: Parent) -> int:
         reserved = partial(torch.cuda.memory_reserved, device)
         instruments.monitor = DeviceMonitor(gpu, GpuProcessMonitor(gpu, reserved, used_before, processes_before))
     instruments.kernels = KernelBuilder(device)
-    if ahead is not None:
-        ahead.finish()
     freeze_imports()
     session = Session(instruments, used_before, parent.send)
     device_name, versions = identify(device)

@@ -23,15 +23,11 @@ CommandQueue = queue.SimpleQueue[Command]
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The parent's orders to this process: `devices` to own, `commands` to answer, and `send` for the answers.
-
-    `target` names the target of the only job that will come, if the parent knows.
-    """
+    """The parent's orders to this process: `devices` to own, `commands` to answer, and `send` for the answers."""
 
     devices: tuple[str, ...]
     commands: CommandQueue
     send: Callable[[Frozen], None]
-    target: str | None = None
 
 
 def connect_to_parent(program: str) -> Parent:
@@ -43,7 +39,6 @@ def connect_to_parent(program: str) -> Parent:
     parser.add_argument("--devices", required=True)
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--target")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     os.set_inheritable(arguments.socket, False)
@@ -52,7 +47,6 @@ def connect_to_parent(program: str) -> Parent:
         devices=tuple(arguments.devices.split(",")),
         commands=_read_commands(connection),
         send=lambda message: connection.sendall(encode(message)),
-        target=arguments.target,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -77,32 +76,6 @@ def import_target(name: str) -> None:
     Nothing happens where a library is missing or broken in any way, because the job itself says so.
     """
     _import_all((*_NEEDED_BY.get(name, ()), *EXTENSIONS))
-
-
-class ImportsAhead:
-    """Imports what a target's jobs need in a thread of its own, while this one opens a GPU.
-
-    The driver leaves the interpreter to the imports. Nothing may be timed before `finish`.
-    """
-
-    def __init__(self, name: str) -> None:
-        gpu = (partial(_import_all, modules) for modules in _NEEDED_ON_GPUS)
-        self._steps: tuple[Callable[[], None], ...] = (partial(import_target, name), *gpu)
-        self._is_awaited = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="imports", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for the target's modules; of the others, those that are not begun are left for later."""
-        self._is_awaited.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        first, *others = self._steps
-        first()
-        for step in others:
-            if not self._is_awaited.is_set():
-                step()
 
 
 def _import_all(modules: Iterable[str]) -> None:

@@ -175,7 +175,7 @@ def test_a_worker_owns_what_it_is_told_or_as_many_devices_as_can_be_used(
     with run:
         environment = {} if target is None else {"BEXP_LOCAL_TARGET": str(Path(target).absolute())}
         named = {"database_url": queue.database.url, "more_environment": environment}
-        assert given == ["job", run.worker_name, [*options, "--target", "bexp"], named]
+        assert given == ["job", run.worker_name, options, named]
     assert run._again == f"bexp resume job{'' if device is None else f' --device {device}'}{again}"
 
 

@@ -137,3 +137,15 @@ def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() ->
     assert base_candidates(request(**named, execution=both), without, parts())[0].execution is Execution.EAGER
     with pytest.raises(EmptySpaceError, match="no graphs here"):
         tried(without, execution="graph")
+
+
+def test_a_loss_that_waits_for_the_device_is_not_replayed() -> None:
+    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+    named = {**own, "micro_batch_size": 2, "recompute": ["none"]}
+    usable = tuple(BackendSupport(name=name, usable=True) for name in ("library", "liger"))
+    found = report().model_copy(update={"choices": {"loss": usable}})
+    asked = request(**named, execution=["eager", "graph", "compile+graph"], losses=["library", "liger"])
+    tried = {(one.loss, one.execution) for one in enumerate_candidates(asked, found, parts()).candidates}
+    assert tried == {("library", "eager"), ("library", "graph"), ("library", "compile+graph"), ("liger", "eager")}
+    with pytest.raises(EmptySpaceError, match="'graph' with the liger loss, which waits for the device"):
+        enumerate_candidates(request(**named, execution="graph", losses=["liger"]), found, parts())

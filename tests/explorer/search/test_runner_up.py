@@ -41,6 +41,26 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
     assert find_runner_up(state) is None
 
 
+def test_of_runner_ups_that_are_worth_it_the_one_that_gains_most_for_its_seconds_is_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = small_state()
+    know(state, candidate(1), candidate(2), candidate(4))
+    contend(state, np.tile([100.0, 101.0, 100.4], (10, 1)), mean_A=np.array([102.0, 101.0, 100.4]))
+    rows = state.contenders.rows
+    seconds = {int(rows[0]): 1.0, int(rows[1]): 30.0, int(rows[2]): 5.0}
+    monkeypatch.setattr(state, "whole_model_seconds", seconds.__getitem__)
+
+    def chosen(least_gain: float) -> int:
+        found = find_runner_up(state, least_gain)
+        assert found is not None
+        return found.row
+
+    assert chosen(0.0) == rows[2]
+    assert chosen(0.006) == rows[1], "the other gains too little"
+    assert chosen(0.02) == rows[2], "both do"
+
+
 def test_above_the_limit_the_chance_to_fit_and_the_gain_if_it_does_decide() -> None:
     state = small_state()
     know(state, candidate(1), candidate(2), candidate(4))
