@@ -11,8 +11,9 @@ for those of `benchmarks.published_models`. FOLDER has the files that no package
 - `qwen3_lora_sft.yaml`: LLaMA-Factory v0.9.5, examples/train_lora
 
 `bexp tune` measures a script, and `bexp explore` and `bexp best --into` change a YAML. Then the trainer runs with the
-answer, without bexp, and `benchmarks/observer` counts and times it from within. An input that fails is recorded with
-the end of its output, and the next one is tried. Rows of other inputs in an existing FILE are kept.
+answer, without bexp, and `benchmarks/observer` counts and times it from within. Before all that it runs as published,
+which also brings its files into memory. An input that fails is recorded with the end of its output, and the next one is
+tried. Rows of other inputs in an existing FILE are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -179,20 +180,36 @@ class Bench:
         row["input"] = self._place(published)
         with tempfile.TemporaryDirectory(dir=self._work) as folder:
             own = {"BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", **given}
+            row["own"] = self._observe(self._own_command(published), own, Path(folder))
             explore = self._tune if published.trainer is None else self._explore
             row["promise"], command = explore(published, own)
-            observed = Path(folder) / "observed.json"
-            wanted = {"OBSERVED": str(observed), "OBSERVED_STEPS": str(self._options.steps)}
             row["command"] = [self._plain(each) for each in command]
             row["rounds"] = []
             for _ in range(self._options.rounds):
-                try:
-                    self._start(command, own | wanted)
-                finally:
-                    if observed.exists():
-                        row["rounds"].append(json.loads(observed.read_text()))
-                        observed.unlink()
+                row["rounds"].append(self._observe(command, own, Path(folder)))
         row["agreement"] = agreement(row["promise"], row["rounds"])
+        unit = f"{row['promise']['unit']}_per_second"
+        row["agreement"]["over_own"] = row["rounds"][0][unit] / row["own"][unit]
+
+    def _observe(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Row:
+        """Run a command, and return what was observed of it."""
+        observed = folder / "observed.json"
+        self._start(command, {**environment, "OBSERVED": str(observed), "OBSERVED_STEPS": str(self._options.steps)})
+        found: Row = json.loads(observed.read_text())
+        observed.unlink()
+        return found
+
+    def _own_command(self, published: Published) -> list[str]:
+        """Return the command as it was published, but for the lines of a YAML that its run must lack."""
+        if published.trainer is None:
+            return self._script(published)
+        own = self._work / f"own-{published.file}"
+        own.write_text(_without((self._work / published.file).read_text(), published.dropped))
+        return [sys.executable, *published.program, own.name]
+
+    def _script(self, published: Published) -> list[str]:
+        tiny = published.tiny if self._options.tiny else ()
+        return [sys.executable, published.file, *published.arguments, *tiny]
 
     def _place(self, published: Published) -> Row:
         """Put the file of an input into the folder, and describe it."""
@@ -215,8 +232,7 @@ class Bench:
         """Return what `bexp tune` promises for a script, and its command with the answer."""
         from bexp.api.cli.tuned_command import TunedCommand  # noqa: PLC0415 - late: a machine may lack its packages
 
-        tiny = published.tiny if self._options.tiny else ()
-        command = [sys.executable, published.file, *published.arguments, *tiny]
+        command = self._script(published)
         asked = ["--max-seconds", str(self._options.max_seconds), "--device", self._options.device]
         self._start([*CLIENT, "tune", *asked, "--", *command], environment)
         promise = self._promise(environment, format_of="trained weights")
@@ -236,8 +252,7 @@ class Bench:
         into = ["--format", published.trainer, "--into", published.file]
         text = self._start([*CLIENT, "best", "latest", *into], environment)
         tuned = self._work / f"tuned-{published.file}"
-        lines = text.splitlines(keepends=True)
-        tuned.write_text("".join(line for line in lines if line.partition(":")[0] not in published.dropped))
+        tuned.write_text(_without(text, published.dropped))
         before, after = (yaml.safe_load(each) for each in ((self._work / published.file).read_text(), text))
         changes = {name: value for name, value in after.items() if name not in before or before[name] != value}
         promise |= {"changes": changes, "removed": sorted(before.keys() - after.keys())}
@@ -367,6 +382,11 @@ def rate_of_widths(promise: Row, observed: Row) -> float:
     timed = is_new[-sum(step["micro_steps"] for step in observed["steps"][-observed["timed_steps"] :]) :]
     amount = statistics.fmean(step[promise["unit"]] / step["micro_steps"] for step in observed["steps"])
     return float(1.0 + (statistics.fmean(timed) - share) * each * promise["rate"] / amount)
+
+
+def _without(text: str, dropped: Collection[str]) -> str:
+    """Return a YAML's text without the lines of some keys."""
+    return "".join(line for line in text.splitlines(keepends=True) if line.partition(":")[0] not in dropped)
 
 
 def _read(file: Any) -> str:

@@ -55,8 +55,8 @@ LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 FEWEST_VARIED = 13
 """The least micro-steps that are timed if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
-SETTLED, MOST_RESTARTS = 1.06, 4
-"""Timing begins anew while the first half of the micro-steps is slower than the second by this, and at most so often.
+SETTLED, UNSETTLED_SECONDS = 1.06, 60.0
+"""While the first half of the micro-steps is slower than the second by this, timing begins anew, within so long.
 
 On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
 """
@@ -132,7 +132,6 @@ class Clock:
         self._met: set[object] = set()
         self._optimizer_steps: list[float] = []
         self._step_ends: list[int] = []  # the number of micro-steps at the end of each optimizer step
-        self._num_restarts = 0
         self.is_over = False
         self.micro_batches: MicroBatches | None = None
         """Those of the steps, if they vary in length and are known."""
@@ -192,17 +191,18 @@ class Clock:
         else:
             enough = enough and (elapsed >= PRECISE_SECONDS or self._is_precise())
         is_spent = elapsed >= MOST_SECONDS or (number >= MOST_STEPS and (enough or not self._waits_for_host()))
-        restarts = enough and not is_spent and self._num_restarts < MOST_RESTARTS and not self._has_settled()
+        restarts = enough and not is_spent and ran < UNSETTLED_SECONDS and not self._has_settled()
         over = is_spent or (enough and not restarts)
         agreed = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
         if agreed is None:
             return
         if agreed["restarts"] or (agreed["is_warm"] and self._began is None):  # all by the first process's word
-            self._num_restarts += agreed["restarts"]
             self._micro_steps = [replace(step, is_timed=False) for step in self._micro_steps]
             self._optimizer_steps.clear()
             self._began, self._began_at = now, time.time()
         self.is_over = agreed["is_over"]
+        if over:
+            self._drop_unsettled()
         self._ended = self._now()  # what the clock asks of the driver and of other processes is no part of a step
 
     def end_early(self) -> None:
@@ -308,9 +308,19 @@ class Clock:
 
     def _has_settled(self) -> bool:
         """Return whether micro-steps are no longer getting faster, for each position where these are known."""
-        paces = [step.seconds / (step.positions or 1) for step in self._micro_steps if step.is_timed]
+        paces = [seconds / work for seconds, work in self._work()]
         half = len(paces) // 2
         return half < 2 or statistics.median(paces[:half]) <= SETTLED * statistics.median(paces[half:])
+
+    def _drop_unsettled(self) -> None:
+        """Have the earlier half no longer count while micro-steps got faster to the end, as long as enough are left."""
+        while not self._has_settled():
+            places = [place for place, step in enumerate(self._micro_steps) if step.is_timed]
+            early, late = places[: len(places) // 2], places[len(places) // 2 :]
+            if sum(self._micro_steps[place].seconds for place in late) < LEAST_SECONDS:
+                return
+            for place in early:
+                self._micro_steps[place] = replace(self._micro_steps[place], is_timed=False)
 
     def _is_precise(self) -> bool:
         """Return whether the mean is known well enough. A fit judges the mean of known micro-batches instead."""

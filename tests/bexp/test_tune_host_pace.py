@@ -14,8 +14,10 @@ from bexp.explorer.search.host_pace import BUSY
 from bexp.tune import measuring
 from bexp.tune.measuring import (
     LEAST_SECONDS,
+    MOST_SECONDS,
     MOST_STEPS,
     PRECISE_SECONDS,
+    UNSETTLED_SECONDS,
     UNSTEADY_SECONDS,
     WARM_UP_SECONDS,
     Clock,
@@ -90,3 +92,11 @@ def test_a_pace_that_varies_from_second_to_second_is_timed_for_longer(
     spans = itertools.cycle([0.1 * (1 + spread)] * 10 + [0.1 * (1 - spread)] * 10)
     _, took = run(monkeypatch, 0.5, spans)
     assert took == pytest.approx(WARM_UP_SECONDS + seconds, abs=1.0)
+
+
+def test_a_training_that_gets_faster_for_long_is_judged_by_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernels of each width come from a disk that is read for the first time."""
+    usual = 0.1
+    figures, took = run(monkeypatch, 0.2, (usual + 1.5 * 0.97**number for number in itertools.count()))
+    assert figures["micro_step_seconds"] == pytest.approx(usual, rel=0.3)
+    assert took < UNSETTLED_SECONDS + MOST_SECONDS
