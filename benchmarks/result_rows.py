@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from benchmarks import trainer_contenders
+from benchmarks.commands.sharded import LENGTH
 from benchmarks.result_tables import RESULTS, Row, load
 from bexp.explorer.records.event import EventCode
 
@@ -117,6 +118,22 @@ def tuned(result: Row) -> Iterable[Row]:
             "of_best": speeds[answer] / max(speeds.values()),
             "beyond": row["tune"]["seconds"] - number * row["start_seconds"],
             "longest": f"{row['longest']['peak_bytes'] / 2**30:.1f} GiB" if "longest" in row else "all are alike",
+        }
+
+
+def sharded(result: Row) -> Iterable[Row]:
+    """Return each training command over several devices with its answer, and what a sweep of it reached."""
+    for name, row in result["runs"].items():
+        runs = {run["micro_batch_size"]: run for run in row["sweep"]}
+        speeds = {size: run["samples_per_second"] for size, run in runs.items() if "samples_per_second" in run}
+        tune, own = row["tune"], runs[row["tune"]["micro_batch_size"]]
+        promised = tune["tokens_per_second"] / (LENGTH if tune["counts_tokens"] else 1)
+        yield row | {
+            "name": name,
+            "sweep": "; ".join(f"{size}: {speed:.1f}" for size, speed in sorted(speeds.items())),
+            "of_best": own["samples_per_second"] / max(speeds.values()),
+            "speed": own["samples_per_second"] / promised,
+            "peak": own["peak_bytes"] / tune["peak_bytes"],
         }
 
 

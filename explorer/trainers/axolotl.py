@@ -286,6 +286,7 @@ AXOLOTL = Trainer(
         adapters={ADAPTERS, SINGLE_PARAMETERS},
     ),
     targets=LIBRARY_RUNS_IT,
+    awaits_losses=True,
     widens_shards=True,
     precisions=("upcast", "pure"),  # it makes the weights in half precision, and computes under autocast
     upcast_attention=frozenset({TORCH_CHOICE, "eager"}),

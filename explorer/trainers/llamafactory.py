@@ -230,6 +230,7 @@ LLAMAFACTORY = Trainer(
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
     lists_linear=True,
     targets=LIBRARY_RUNS_IT,
+    awaits_losses=True,
     halves_experts=True,
     halves_shell=True,
 )

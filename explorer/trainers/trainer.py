@@ -148,6 +148,11 @@ class Trainer:
     """Whether it finds all linear layers for adapters by itself; the files of others have their names."""
     allocator: Literal["default", "expandable_segments"] = "default"
     """Its default."""
+    awaits_losses: bool = False
+    """Whether it looks at the loss of each micro-step, for which the host waits: the next one begins on an idle device.
+
+    transformers' Trainer does, unless `logging_nan_inf_filter` is off.
+    """
 
     def lacks(self, term: str, value: Any) -> str | None:
         """Return the words for a value of a term that the trainer cannot express; None if it can."""

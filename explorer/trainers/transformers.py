@@ -247,5 +247,6 @@ TRANSFORMERS_TRAINER = Trainer(
         batching={"padded", "grouped"},
     ),
     targets=LIBRARY_RUNS_IT,
+    awaits_losses=True,
     widens_shards=True,
 )

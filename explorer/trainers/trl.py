@@ -179,6 +179,7 @@ TRL = Trainer(
     ),
     flattens=True,
     targets=LIBRARY_RUNS_IT,
+    awaits_losses=True,
     widens_shards=True,
     halves_adapters=True,
     halves_experts=True,

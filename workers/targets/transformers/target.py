@@ -312,7 +312,8 @@ class TransformersTarget:
         made = [make_batch(config.config, one, self._device, seed=seed) for one in rows]
         batches = made * (DATA_PARALLEL_MICRO_STEPS if is_data_parallel else MICRO_STEPS) if len(made) == 1 else made
         name = request.training.optimizer.name
-        return TransformersTrainingRun(model, batches, name, self._build, self._device, parallel)
+        awaits = request.runner.awaits_losses
+        return TransformersTrainingRun(model, batches, name, self._build, self._device, parallel, awaits_losses=awaits)
 
     def _parts(self) -> PartsBuilder:
         if self._builder is None:

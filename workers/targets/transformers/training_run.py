@@ -195,7 +195,8 @@ class TrainerOptimizer:
 class TransformersTrainingRun:
     """Micro-steps of one model, with accumulated gradients, then the optimizer. Eval mode has forwards alone.
 
-    `parallel` says how the ranks train together. It has taken the units inside `model` before.
+    `parallel` says how the ranks train together. It has taken the units inside `model` before. With `awaits_losses`,
+    the loss of each micro-step is looked at, as some trainers do.
     """
 
     def __init__(
@@ -206,7 +207,10 @@ class TransformersTrainingRun:
         build: BuildSettings,
         device: torch.device,
         parallel: DataParallel,
+        *,
+        awaits_losses: bool = False,
     ) -> None:
+        self._awaits_losses = awaits_losses
         self.is_data_parallel = not isinstance(parallel, SingleProcess)
         self.num_micro_steps = len(batches)
         self._batches = batches
@@ -274,6 +278,8 @@ class TransformersTrainingRun:
                 loss = self._model(**self._batches[number]).loss
             if training:
                 (loss / self.num_micro_steps).backward()
+        if training and self._awaits_losses:
+            bool(loss.isnan())
 
     def update(self) -> None:
         """Step the optimizer and drop the gradients."""
