@@ -53,3 +53,15 @@ def test_what_ligers_kernels_gain_says_what_the_compiler_gains() -> None:
     gained = found[1, 1] - found[0, 0]
     assert gained == pytest.approx(0.35**2 + 0.06**2 + 0.04**2 + 0.2**2 * fixed(1))
     assert found[1, 2] - found[0, 1] == pytest.approx(gained - 0.06**2), "all but the way of fusing"
+
+
+def test_layers_of_one_kind_have_more_in_common_than_two_kinds_with_one_back_end() -> None:
+    full, sliding, other = layer("sdpa"), layer("sdpa"), layer("flash")
+    sliding = sliding.model_copy(update={"part": "sliding"})
+    alone, found = level(full, other), level(full, sliding, other)
+    own = found[0, 0] - alone[0, 0]
+    assert own == pytest.approx(0.3**2 + 0.2**2)
+    assert found[0, 1] == pytest.approx(alone[0, 0]), "the same back end in another kind of layer"
+    assert found[0, 2] - alone[0, 1] == pytest.approx(0.3**2), "another back end in the same kind"
+    curve = Covariance.of([full, sliding, other]).curve
+    assert curve[0, 1] == pytest.approx(0.9 * curve[0, 0])

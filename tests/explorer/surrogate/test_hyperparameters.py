@@ -104,3 +104,24 @@ def test_likelihood_is_that_of_the_runs_as_one_gaussian() -> None:
         direct.append(-0.5 * (determinant + values @ np.linalg.solve(covariance, values)))
     differences = [runs[cell] - value for cell, value in zip(cells, direct, strict=True)]
     assert np.ptp(differences) < 1e-4
+
+
+def layer(part: str, size: int, backend: str = "sdpa") -> Component:
+    return Component.model_validate({"kind": "layer", "part": part, "micro_batch_size": size, "backend": backend})
+
+
+@pytest.mark.parametrize("times", [0.4, 1.0, 1.6, 3.0])
+def test_layers_of_another_kind_that_are_slower_throughout_are_no_noise(times: float) -> None:
+    """As where sliding windows need a mask, for which torch takes another kernel than for full attention."""
+    kinds = {"full": 1.5, "sliding": 1.5 * times}
+    layers = [layer(part, size) for size in (1, 2, 4, 8) for part in kinds]
+    seconds = [1e-3 * each.micro_batch_size * kinds[each.part or ""] for each in layers]
+    seen = [
+        ComponentObservations((measured(each, taken, host_seconds=1e-3, standard_error_seconds=0.002 * taken),))
+        for each, taken in zip(layers, seconds, strict=True)
+    ]
+    found = Evidence.of(Covariance.of(layers), seen, np.log([1e-3 * each.micro_batch_size for each in layers]))
+    posterior = HyperparameterPosterior("cuda", ["layer"], 256, np.random.default_rng(0))
+    drawn = posterior.draw({"layer": found})["layer"]
+    assert typical(drawn.run_N) < 0.01
+    assert typical(drawn.own_N) < 0.03
