@@ -55,7 +55,7 @@ LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 FEWEST_VARIED = 13
 """The least micro-steps that are timed if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
-SETTLED, UNSETTLED_SECONDS = 1.06, 60.0
+SETTLED, UNSETTLED_SECONDS = 1.06, 45.0
 """While the first half of the micro-steps is slower than the second by this, timing begins anew, within so long.
 
 On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
