@@ -97,6 +97,6 @@ def test_a_pace_that_varies_from_second_to_second_is_timed_for_longer(
 def test_a_training_that_gets_faster_for_long_is_judged_by_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernels of each width come from a disk that is read for the first time."""
     usual = 0.1
-    figures, took = run(monkeypatch, 0.2, (usual + 1.5 * 0.97**number for number in itertools.count()))
+    figures, took = run(monkeypatch, 0.2, (usual + 1.5 * 0.95**number for number in itertools.count()))
     assert figures["micro_step_seconds"] == pytest.approx(usual, rel=0.3)
     assert took < UNSETTLED_SECONDS + MOST_SECONDS
