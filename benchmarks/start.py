@@ -33,7 +33,9 @@ class Steps:
         self.rows: list[dict[str, Any]] = []
         self._own = threading.get_ident()
         self._seconds: Counter[str] = Counter()
-        threading.Thread(target=self._look, daemon=True).start()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -49,11 +51,15 @@ class Steps:
         for function, seconds in row["longest"].items():
             print(f"    {seconds:6.2f} s of {function}", flush=True)
 
+    def end(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        self._thread.join()
+
     def _look(self) -> None:
         """Add the time since the last look to each function that this process's first thread is in."""
         before = time.perf_counter()
-        while True:
-            time.sleep(EVERY_SECONDS)
+        while not self._is_over.wait(EVERY_SECONDS):
             now = time.perf_counter()
             functions = set(_functions(sys._current_frames().get(self._own)))
             self._seconds.update(dict.fromkeys(functions, now - before))
@@ -103,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target = open_target(request, instruments)
     with steps.step("report"):
         report = target.report(hardware)
+    steps.end()
     instruments.kernels.close()
     found = {
         "environment": describe_environment(),

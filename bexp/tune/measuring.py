@@ -68,8 +68,10 @@ Where the device waits for the host, whose pace varies for seconds, they are alw
 SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
 """The pace of spans of this length tells how far one part of a run differs from another, if there are enough spans.
 
-Micro-steps in a row are alike, so their own standard error is too small. The typical pace is that of the median span:
-a host may stand still for seconds.
+Micro-steps in a row are alike, so their own standard error is too small.
+"""
+STALLED = 2.0
+"""In a span that takes so many times as long as the median one, the host stood still. The mean leaves such spans out.
 """
 UNSTEADY_SECONDS = 15.0
 """Where the device waits for the host, and spans differ so much that their mean is not PRECISE: for so long."""
@@ -246,12 +248,12 @@ class Clock:
         mean, error = statistics.fmean(timed), _standard_error(timed)
         if expected is not None:
             mean, error = expected.seconds, expected.error
+        all_mean = mean
         peak, reserved = peak_bytes(self._device)
         paces = span_paces(self._work() if expected is None else expected.timed)
         if len(paces) >= FEWEST_SPANS:
             error = max(error, mean * _standard_error(paces))
-            typical = statistics.median(paces)
-            mean, paces = mean * typical, [pace / typical for pace in paces]
+            mean *= pace_without_stalls(paces)
         own: dict[str, float] = {
             "micro_step_seconds": mean,
             "optimizer_seconds": statistics.median(self._optimizer_steps or [0.0]),
@@ -273,7 +275,7 @@ class Clock:
             "repeats": number,
             "compile_seconds": [step.compile_seconds for step in self._micro_steps if step.compile_seconds],
             "busy_share": None if busy is None else min(figures["busy"] for figures in each),
-            "span_seconds": (mean * min(paces), mean * max(paces)) if len(paces) >= FEWEST_SPANS else None,
+            "span_seconds": (all_mean * min(paces), all_mean * max(paces)) if len(paces) >= FEWEST_SPANS else None,
             "new_width_seconds": expected and expected.new_width_seconds,
             "new_width_share": expected and expected.new_width_share,
             "num_shapes": len({step.positions for step in self._micro_steps if step.positions}) or None,
@@ -378,6 +380,12 @@ def span_paces(steps: Sequence[tuple[float, float]]) -> list[float]:
             seconds = work = 0.0
     total_seconds, total_work = (sum(each) for each in zip(*steps, strict=True))
     return [span * total_work / total_seconds for span in spans]
+
+
+def pace_without_stalls(paces: Sequence[float]) -> float:
+    """Return the pace without the spans in which the host stood still; 1 if it never did. All spans are as long."""
+    kept = [pace for pace in paces if pace <= STALLED * statistics.median(paces)]
+    return 1.0 if len(kept) == len(paces) else statistics.harmonic_mean(kept)
 
 
 def _standard_error(values: Sequence[float]) -> float:
