@@ -55,8 +55,9 @@ LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 FEWEST_VARIED = 13
 """The least micro-steps that are timed if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
-SETTLED, UNSETTLED_SECONDS = 1.06, 45.0
-"""While the first half of the micro-steps is slower than the second by this, timing begins anew, within so long.
+SETTLED, SETTLING_SECONDS, UNSETTLED_SECONDS = 1.06, 15.0, 45.0
+"""While the first half of the micro-steps is slower than the second by this, timing begins anew, within so long; within
+the longer time where the device waits for the host.
 
 On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
 """
@@ -193,7 +194,8 @@ class Clock:
         else:
             enough = enough and (elapsed >= PRECISE_SECONDS or self._is_precise())
         is_spent = elapsed >= MOST_SECONDS or (number >= MOST_STEPS and (enough or not self._waits_for_host()))
-        restarts = enough and not is_spent and ran < UNSETTLED_SECONDS and not self._has_settled()
+        most = UNSETTLED_SECONDS if self._waits_for_host() else SETTLING_SECONDS
+        restarts = enough and not is_spent and ran < most and not self._has_settled()
         over = is_spent or (enough and not restarts)
         agreed = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
         if agreed is None:

@@ -322,7 +322,7 @@ def test_a_micro_batch_may_be_larger_than_the_data() -> None:
 def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_others(
     numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WARM_UP_SECONDS", "LEAST_SECONDS", "UNSETTLED_SECONDS"):
+    for name in ("WARM_UP_SECONDS", "LEAST_SECONDS", "SETTLING_SECONDS"):
         monkeypatch.setattr(measuring, name, 0)
     lengths = texts()
     clock = measuring.Clock(torch.device("cpu"), measuring.Ranks(), WORST_TIMES // 2)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader again and again: how many a trial takes depends on the machine."""
+    while True:
+        yield from loader
 
 
 def main() -> None:
@@ -35,7 +43,7 @@ def main() -> None:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if options.other == "midway":
         other = accelerator.prepare(other)
-    priors = iter(other)
+    priors = endless(other)
     for _ in range(100):
         for number, (x,) in enumerate(loader):
             if options.by_hand:
