@@ -5,7 +5,7 @@
 
 Each configuration runs as a person runs it, in a process of its own, with a new database and with empty caches of
 kernels. `--again` runs it a second time with the kernels of the first one and nothing that was measured. All seconds
-are those of the person: from the start of the command. `provisional` is what the answer says of itself.
+count from the start of the command. `provisional` is what the answer says of itself.
 Runs in an existing FILE are kept.
 """
 

@@ -11,9 +11,9 @@ for those of `benchmarks.published_models`. FOLDER has the files that no package
 - `qwen3_lora_sft.yaml`: LLaMA-Factory v0.9.5, examples/train_lora
 
 `bexp tune` measures a script, and `bexp explore` and `bexp best --into` change a YAML. Then the trainer runs with the
-answer, without bexp, and `benchmarks/observer` counts and times it from within. Before all that it runs as published,
-which also brings its files into memory. An input that fails is recorded with the end of its output, and the next one is
-tried. Rows of other inputs in an existing FILE are kept.
+answer, without bexp, and `benchmarks/observer` counts and times it from within. First of all, the input runs as
+published, which also brings its files into memory. An input that fails is recorded with the end of its output, and the
+next one is tried. Rows of other inputs in an existing FILE are kept.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ FEWEST_VARIED = 13
 """The least micro-steps that are timed if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
 SETTLED, SETTLING_SECONDS, UNSETTLED_SECONDS = 1.06, 15.0, 45.0
-"""While the first half of the micro-steps is slower than the second by this, timing begins anew, within so long; within
-the longer time where the device waits for the host.
+"""Timing begins anew while the first half of the micro-steps is slower than the second by this factor: for the first of
+these times at most, or for the second if the device waits for the host.
 
 On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
 """
@@ -67,7 +67,7 @@ PRECISE, PRECISE_SECONDS = 0.04, 6.0
 Where the device waits for the host, whose pace varies for seconds, they are always timed for so long.
 """
 SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
-"""The pace of spans of this length tells how far one part of a run differs from another, if there are enough spans.
+"""With enough spans of this length, their paces tell how far one part of a run differs from another.
 
 Micro-steps in a row are alike, so their own standard error is too small.
 """
