@@ -33,6 +33,7 @@ class Steps:
         self.rows: list[dict[str, Any]] = []
         self._own = threading.get_ident()
         self._seconds: Counter[str] = Counter()
+        self._begun = time.perf_counter()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -40,12 +41,12 @@ class Steps:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Count a step."""
-        self._seconds = Counter()
         clock, busy = time.perf_counter(), time.process_time()
+        self._begun, self._seconds = clock, Counter()
         yield
+        longest = dict(self._seconds.most_common(LISTED))
         row: dict[str, Any] = {"step": name, "seconds": time.perf_counter() - clock}
-        row["cpu_seconds"] = time.process_time() - busy
-        row["longest"] = dict(self._seconds.most_common(LISTED))
+        row |= {"cpu_seconds": time.process_time() - busy, "longest": longest}
         self.rows.append(row)
         print(f"{name:24} {row['seconds']:6.2f} s by the clock, {row['cpu_seconds']:6.2f} s of processors", flush=True)
         for function, seconds in row["longest"].items():
@@ -57,12 +58,12 @@ class Steps:
         self._thread.join()
 
     def _look(self) -> None:
-        """Add the time since the last look to each function that this process's first thread is in."""
+        """Add the time since the last look, within a step, to each function that this process's first thread is in."""
         before = time.perf_counter()
         while not self._is_over.wait(EVERY_SECONDS):
             now = time.perf_counter()
             functions = set(_functions(sys._current_frames().get(self._own)))
-            self._seconds.update(dict.fromkeys(functions, now - before))
+            self._seconds.update(dict.fromkeys(functions, now - max(before, self._begun)))
             before = now
 
 

@@ -19,4 +19,4 @@ def test_each_step_of_a_start_has_its_seconds_and_what_took_longest_in_it(tmp_pa
     assert all(row["seconds"] >= 0.0 and row["cpu_seconds"] >= 0.0 for row in found["steps"])
     longest = found["steps"][-1]["longest"]
     assert "bexp.workers.targets.transformers.target.TransformersTarget.report" in longest
-    assert max(longest.values()) <= 1.01 * found["steps"][-1]["seconds"]
+    assert max(longest.values()) <= found["steps"][-1]["seconds"]
