@@ -122,7 +122,7 @@ def _since(moment: datetime, begun_at: float) -> float:
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> Row:
-    """Return the seconds of the runs by their caches, and how many are firm."""
+    """Return the seconds of the runs by their caches, and the names of those that are firm."""
     summary: Row = {}
     for caches in ("empty", "filled"):
         of_one = [run for run in runs if run["caches"] == caches]

@@ -205,7 +205,7 @@ class Clock:
             self._optimizer_steps.clear()
             self._began, self._began_at = now, time.time()
         self.is_over = agreed["is_over"]
-        if over:
+        if self.is_over:
             self._drop_unsettled()
         self._ended = self._now()  # what the clock asks of the driver and of other processes is no part of a step
 
