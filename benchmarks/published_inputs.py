@@ -82,7 +82,8 @@ Row = dict[str, Any]
 class Published:
     """A published input. `file` is its script or YAML, in a package or in the folder of inputs.
 
-    The run has no key of `dropped`, and `replaced` texts of the file are others here.
+    `explored` are options of `bexp explore` for what the file does not say. The run has no key of `dropped`, and
+    `replaced` texts of the file are others here.
     """
 
     file: str
@@ -91,6 +92,7 @@ class Published:
     program: tuple[str, ...] = ()
     tiny: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    explored: tuple[str, ...] = ()
     replaced: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -102,6 +104,7 @@ INPUTS = {
         "lora-1b.yml",
         trainer="axolotl",
         program=("-m", "axolotl.cli.train"),
+        explored=("--lengths", "teknium/GPT4-LLM-Cleaned/lengths.txt"),
         dropped=("loss_watchdog_threshold",),  # it ends a training whose weights are random
         replaced={"attn_implementation: flash_attention_2": "attn_implementation: sdpa"},  # no wheel of flash-attn
         environment={"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"},
@@ -247,7 +250,7 @@ class Bench:
         assert published.trainer is not None, "only a YAML of a trainer is explored"
         asked = ["--trainer", published.trainer, "--device", self._options.device]
         asked += ["--max-seconds", str(self._options.max_seconds)]
-        self._start([*CLIENT, "explore", published.file, *asked], environment)
+        self._start([*CLIENT, "explore", published.file, *published.explored, *asked], environment)
         promise = self._promise(environment, format_of="products")
         into = ["--format", published.trainer, "--into", published.file]
         text = self._start([*CLIENT, "best", "latest", *into], environment)

@@ -60,6 +60,11 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n{output}"
+)
+"""The prompt of Stanford Alpaca without an input."""
 ALL_NLI = """\
 ---
 configs:
@@ -89,8 +94,10 @@ def main() -> None:
     for split, number in ({"train": 3000, "test": 100}).items():
         chats = ({"messages": texts.chat(200, 900)} for _ in range(round(number * share)))
         write(folder / f"trl-lib/Capybara/{split}.jsonl", chats)
-    rows = (texts.pair(*long) for _ in range(round(1500 * share)))
-    write(folder / "teknium/GPT4-LLM-Cleaned/train.jsonl", rows)
+    pairs = [texts.pair(20, 450) for _ in range(round(12_000 * share))]
+    write(folder / "teknium/GPT4-LLM-Cleaned/train.jsonl", iter(pairs))
+    lengths = prompt_lengths(folder / "NousResearch/Llama-3.2-1B", pairs)
+    (folder / "teknium/GPT4-LLM-Cleaned/lengths.txt").write_text("\n".join(map(str, lengths)))
     for name, number in ({"identity": 91, "alpaca_en_demo": 999}).items():
         write(folder / f"data/{name}.jsonl", (texts.pair(*long) for _ in range(round(number * share))))
     files = {name: {"file_name": f"{name}.jsonl"} for name in ("identity", "alpaca_en_demo")}
@@ -153,6 +160,15 @@ def make_model(
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = kind.from_config(resolved, dtype=torch.bfloat16 if causal else torch.float32)
     model.save_pretrained(folder)
+
+
+def prompt_lengths(model: Path, pairs: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the number of tokens of each pair in Alpaca's prompt, with the tokens that begin and end it."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - late, so that --help is quick
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [ALPACA.format(**pair) for pair in pairs]
+    return [len(ids) + 1 for ids in tokenizer(prompts)["input_ids"]]
 
 
 class Texts:

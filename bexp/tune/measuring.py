@@ -71,6 +71,8 @@ SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
 
 Micro-steps in a row are alike, so their own standard error is too small.
 """
+MOST_ALIKE = 0.8
+"""The highest autocorrelation of neighbouring spans: with few of them it is not well known."""
 STALLED = 2.0
 """In a span that takes so many times as long as the median one, the host stood still. The mean leaves such spans out.
 """
@@ -254,7 +256,7 @@ class Clock:
         peak, reserved = peak_bytes(self._device)
         paces = span_paces(self._work() if expected is None else expected.timed)
         if len(paces) >= FEWEST_SPANS:
-            error = max(error, mean * _standard_error(paces))
+            error = max(error, mean * error_of_spans(paces))
             mean *= pace_without_stalls(paces)
         own: dict[str, float] = {
             "micro_step_seconds": mean,
@@ -297,7 +299,7 @@ class Clock:
     def _is_steady(self) -> bool:
         """Return whether the spans' mean is known well enough."""
         paces = span_paces(self._work())
-        return len(paces) >= FEWEST_SPANS and _standard_error(paces) <= PRECISE
+        return len(paces) >= FEWEST_SPANS and error_of_spans(paces) <= PRECISE
 
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]
@@ -388,6 +390,17 @@ def pace_without_stalls(paces: Sequence[float]) -> float:
     """Return the pace without the spans in which the host stood still; 1 if it never did. All spans are as long."""
     kept = [pace for pace in paces if pace <= STALLED * statistics.median(paces)]
     return 1.0 if len(kept) == len(paces) else statistics.harmonic_mean(kept)
+
+
+def error_of_spans(paces: Sequence[float]) -> float:
+    """Return the standard error of the mean of spans in a row, which are alike where a host's pace lasts for seconds.
+
+    Their number counts as that of independent ones with the same autocorrelation between neighbours.
+    """
+    mean, variance = statistics.fmean(paces), statistics.pvariance(paces)
+    together = statistics.fmean((one - mean) * (other - mean) for one, other in pairwise(paces))
+    alike = 0.0 if variance == 0.0 else min(MOST_ALIKE, max(0.0, together / variance))
+    return _standard_error(paces) * math.sqrt((1 + alike) / (1 - alike))
 
 
 def _standard_error(values: Sequence[float]) -> float:
