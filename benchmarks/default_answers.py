@@ -86,10 +86,10 @@ def answer(config: Path, options: argparse.Namespace, folder: Path) -> Row:
             process.terminate()
             printed, _ = process.communicate()
     row: Row = {"seconds": time.monotonic() - begun, "rc": process.returncode, "printed": printed.splitlines()}
-    return row | _stored(url, begun_at)
+    return row | stored_row(url, begun_at)
 
 
-def _stored(url: str, begun_at: float) -> Row:
+def stored_row(url: str, begun_at: float) -> Row:
     """Return what a database knows about its only exploration."""
     stored = StoredExplorations(open_current(url))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -85,6 +86,8 @@ class Cluster:
         """
         if self._ray is not None:
             return
+        # Otherwise SIGTERM ends the worker at once, and its job waits for the lease to expire.
+        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
         try:
             ray: Any = importlib.import_module("ray")
         except ImportError as error:
