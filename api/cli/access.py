@@ -33,7 +33,7 @@ def create(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="What the token is for; default: the owner and a number.")
     ] = None,
-    owner: Annotated[str, typer.Option(metavar="OWNER", help="Whose explorations it submits and sees.")] = LOCAL_OWNER,
+    owner: Annotated[str, typer.Option(metavar="NAME", help="Whose explorations it submits and sees.")] = LOCAL_OWNER,
     scope: Annotated[
         list[Scope] | None,
         typer.Option(help="What it allows; can be repeated. Default: submit, read and cancel. admin allows all."),
@@ -159,7 +159,7 @@ def list_quotas(as_json: AsJson = False) -> None:
 
 
 def audit(
-    owner: Annotated[str | None, typer.Option(metavar="OWNER", help="Only what this owner did.")] = None,
+    owner: Annotated[str | None, typer.Option(metavar="NAME", help="Only what this owner did.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="How many, the newest first.")] = 50,
     as_json: AsJson = False,
 ) -> None:

@@ -31,7 +31,7 @@ MicroBatchSize = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(metavar="DEVICE", help="cpu or cuda:0.", show_default="the first GPU, else the CPU")
+    str | None, typer.Option(metavar="NAME", help="cpu or cuda:0.", show_default="the first GPU, else the CPU")
 ]
 
 

@@ -81,7 +81,7 @@ LengthsOption = Annotated[
     str | None,
     _option(
         BATCH,
-        "LENGTHS",
+        "FILE",
         "How many tokens texts have: a file of lengths or a JSON histogram, or lognormal(MEAN,SIGMA).",
         "every sequence is full",
     ),
@@ -90,7 +90,7 @@ BatchingOption = Annotated[
     Batching | None,
     _option(BATCH, "HOW", f"What becomes of such texts: {_one_of(get_args(Batching))}.", "padded"),
 ]
-ModeOption = Annotated[Mode | None, _option(TRAINING, "MODE", "train, or eval: forwards alone.", _default("mode"))]
+ModeOption = Annotated[Mode | None, _option(TRAINING, "HOW", "train, or eval: forwards alone.", _default("mode"))]
 OptimizerOption = Annotated[
     str | None,
     _option(

@@ -92,7 +92,7 @@ def roofline_seconds(
     If several devices share sequences, they are the seconds of the busiest one. The traffic between them is assumed to
     be hidden, because no link is known beforehand.
     """
-    peak = hardware.matmul_flops_per_second.get(model.dtype) or max(hardware.matmul_flops_per_second.values())
+    peak = hardware.matmul_peak(model.dtype)
     bandwidth = hardware.memory_bandwidth_bytes_per_second
 
     def seconds(work: Work) -> float:

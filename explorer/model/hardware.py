@@ -71,6 +71,13 @@ class HardwareSpec(Frozen):
         """The most memory of one device that a request may ask for: all of a CPU's, and the default of a GPU."""
         return self.memory_bytes if self.device_kind == "cpu" else self.memory_limit_bytes
 
+    def matmul_peak(self, dtype: DType) -> float:
+        """Return the floating-point operations per second of matrix products in a number format, as far as measured.
+
+        A format that was not measured counts as the fastest one.
+        """
+        return self.matmul_flops_per_second.get(dtype) or max(self.matmul_flops_per_second.values())
+
     @property
     def fingerprint(self) -> str:
         """A hash of all that results depend on but the measured peaks; a resumed job needs the same."""

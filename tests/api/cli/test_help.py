@@ -71,3 +71,12 @@ def test_the_options_of_an_exploration_are_in_groups_with_room_for_their_texts(c
     assert max(begins) <= 38, "the texts begin in the left half"
     assert max(map(len, text.splitlines())) <= columns
     assert len(text.splitlines()) <= (110 if columns == 80 else 80)
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_no_value_is_named_as_its_option(command: tuple[str, ...]) -> None:
+    """typer 0.27 takes an option `--mode` whose value is called MODE for `--MODE`."""
+    found = load_command(command[0])
+    for inner in command[1:]:
+        found = found.commands[inner]
+    assert not [each.opts for each in found.params if f"--{each.metavar}".lower() in each.opts]

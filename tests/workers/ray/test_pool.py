@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from bexp.child_process import module_command
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.storage.database import Database
+from bexp.storage.database import Database, open_database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
@@ -213,3 +216,24 @@ def test_a_worker_explores_on_the_cluster_with_real_profilers(cluster: Any, sqli
     assert timings["timed"] > 0
     parts = sum(seconds for name, seconds in timings.items() if name not in {"queue", "total", "profiler_idle"})
     assert parts == pytest.approx(timings["total"], rel=0.01)
+
+
+def test_a_worker_that_is_terminated_gives_its_job_back(cluster: Any, tmp_path: Path) -> None:
+    """Ray's own handler would end it at once."""
+    url = f"sqlite:///{tmp_path}/bexp.db"
+    environment = {**os.environ, "BEXP_DATABASE_URL": url}
+    config = ROOT / "benchmarks" / "published" / "qwen2.5-0.5b.json"
+    sizes = ("--seq-length", "64", "--batch-size", "4", "--target", "transformers")
+    submitted = module_command("bexp.api.cli", "submit", str(config), *sizes)
+    job_id = subprocess.run(submitted, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    database = open_database(url)
+    command = module_command("bexp.api.cli", "worker", "--ray", cluster.address, "--device", "cpu")
+    worker = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: get_job(database, job_id).state is JobState.RUNNING)
+        worker.terminate()
+        said = worker.communicate(timeout=120)[1]
+    finally:
+        worker.kill()
+        database.dispose()
+    assert (worker.returncode, "released" in said) == (0, True), said

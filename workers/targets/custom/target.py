@@ -233,7 +233,7 @@ class CustomTarget:
             target_version=self._source.version,
             name=introduction["class_name"],
             class_name=introduction["class_name"],
-            dtype=DType(introduction["dtype"]) if introduction["dtype"] in set(DType) else DType.FLOAT32,
+            dtype=_dtype_of(introduction),
             seq_length=length,
             layers=(),
             kinds=(),
@@ -260,11 +260,18 @@ class CustomTarget:
         )
 
     def _flops_per_token(self, introduction: Mapping[str, Any]) -> float:
-        """Operations of a token's forward pass: those of dense layers, or the most that its seconds allow."""
+        """Operations of a token's forward pass: those of dense layers, or the most that its seconds allow.
+
+        They are those of the weights' number format, from which the roofline makes these seconds again.
+        """
         seconds = introduction.get("seconds_per_token")
         if seconds is None or self._hardware is None:
             return 2.0 * float(introduction["num_parameters"])
-        return float(seconds) * max(self._hardware.matmul_flops_per_second.values()) / PASSES
+        return float(seconds) * self._hardware.matmul_peak(_dtype_of(introduction)) / PASSES
+
+
+def _dtype_of(introduction: Mapping[str, Any]) -> DType:
+    return DType(introduction["dtype"]) if introduction["dtype"] in set(DType) else DType.FLOAT32
 
 
 def config_of(request: ExplorationRequest) -> dict[str, Any]:

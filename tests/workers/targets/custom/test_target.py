@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from bexp.explorer.cost.components import Component, ComponentKind
+from bexp.explorer.cost.roofline import roofline_seconds
+from bexp.explorer.model.model import DType
 from bexp.explorer.model.target import LOCAL
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.targets.choice import find_source
+from bexp.workers.targets.custom.target import CustomTarget
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, candidate, measure, open_custom, write
 
 PARAMETER_BYTES = 4 * (64 * 64 + 64)
@@ -168,3 +171,25 @@ def test_a_target_is_found_by_its_file_or_among_the_installed_ones(
     monkeypatch.setenv("BEXP_LOCAL_TARGET", "/home/me/Train 2.py:Target")
     for name in ("local", "local.train-2"):
         assert find_source(name).version == "Train 2.py:Target"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_roofline_of_a_command_takes_as_long_as_its_own_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Weights in float32 may be multiplied in bfloat16, which is many times as fast."""
+    per_token, size = 1e-3, 4
+    introduction = {
+        **{"class_name": "Net", "dtype": dtype, "num_parameters": 1000, "parameter_bytes": 4000, "seq_length": 64},
+        **{"trainable_bytes": 4000, "saved_bytes": 64, "seconds_per_token": per_token},
+    }
+    monkeypatch.setattr(CustomTarget, "_introduce_alive", lambda _: introduction)
+    peaks = {DType.FLOAT32: 5e13, DType.BFLOAT16: 8e14}
+    hardware = HARDWARE.model_copy(update={"matmul_flops_per_second": peaks, "memory_bandwidth_bytes_per_second": 4e12})
+    target = open_custom(write(tmp_path, PLAIN))
+    parts = target.report(hardware).parts
+    assert parts is not None
+    step = Component(kind=ComponentKind.SHELL, micro_batch_size=size)
+    request = ExplorationRequest.model_validate({"target": LOCAL})
+    expected = pytest.approx(per_token * size * 64, rel=0.01)
+    assert roofline_seconds(step, parts, request, hardware).device == expected
