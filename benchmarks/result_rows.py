@@ -85,7 +85,8 @@ def other_experts(result: Row) -> Iterable[Row]:
             if trainer_contenders.kind_of(name) != name:
                 best = trainer_contenders.best_of(runs)
                 reached = {} if best is None else {"best": best}
-                failed = None if best else " ".join([runs[-1]["error"], runs[-1].get("message", "")])[:160]
+                said = [runs[-1].get("error", ""), *runs[-1].get("message", "").splitlines()[:1]]
+                failed = None if best else " ".join(said)[:160]
                 yield row | {"experts": name.partition(" ")[2], "failed": failed} | reached
 
 

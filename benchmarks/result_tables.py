@@ -109,7 +109,7 @@ def pages() -> dict[Path, str]:
     about = "Written by `python -m benchmarks.result_tables` from the JSON beside it.\n"
     texts = {}
     for page in yaml.safe_load(SPECIFICATION.read_text()):
-        tables = [each for table in page["tables"] for each in _repeated(table) if _is_recorded(each)]
+        tables = [each for table in page["tables"] for each in _repeated(table)]
         text = "\n".join([f"# {page['title']}\n", about, *map(render, tables)])
         texts[RESULTS / f"{page['page']}.md"] = text
     return texts
@@ -126,11 +126,6 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             path.write_text(text)
     return int(options.check and bool(stale))
-
-
-def _is_recorded(table: Row) -> bool:
-    """Whether there is a result. Only that of a table that is `awaited` may be missing."""
-    return not table.get("awaited") or (RESULTS / f"{table['from']}.json").exists()
 
 
 def _repeated(table: Row) -> list[Row]:

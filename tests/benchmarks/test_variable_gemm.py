@@ -14,7 +14,6 @@ from benchmarks import expert_runs, result_rows, variable_gemm
 from benchmarks.expert_problems import GEMMS, Gemms
 from benchmarks.expert_runs import measure, run_cells
 from benchmarks.isolation import LostError, Send, messages
-from benchmarks.result_tables import _is_recorded
 from benchmarks.turns import TurnsBudget
 from benchmarks.variable_cases import CASES, EVEN, PAIR, REPORTED, UNEVEN, Case, routes_of
 from benchmarks.variable_gemm import CELLS, Cell, describe, describe_summary, summarize, tiny_cells
@@ -178,9 +177,3 @@ def test_the_tables_say_what_became_of_each_contender() -> None:
     assert (found["loop"]["right"], found["loop"]["within_limit"], found["loop"]["errors"]) == (1, 0, "bfloat16 2e-03")
     assert found["bmm"]["out_of_memory"] == 1
     assert found["block_sparse"]["failed"] == 1
-
-
-def test_an_awaited_table_is_left_out_until_its_result_is_there() -> None:
-    assert not _is_recorded({"from": "no-such-result", "awaited": True})
-    assert _is_recorded({"from": "h100-moe-turns", "awaited": True})
-    assert _is_recorded({"from": "no-such-result"})  # reading it fails
