@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any("runtime started" in line for line in cluster.stdout):
             raise RuntimeError("Ray did not start")
         try:
-            for name in needs.keys() - rows.keys():
+            for name in [name for name in needs if name not in rows]:
                 device, asked = needs[name]
                 shared = ("--num-devices", str(number)) if name == "group" else ()
                 rows[name] = {"commit": describe_commit(), **explore(device, (*asked, *shared), options, own)}

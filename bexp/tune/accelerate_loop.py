@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from bexp.tune.clock import ACCUMULATION
 from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed, is_shuffled, training_loader
 from bexp.tune.lengths import Lengths
-from bexp.tune.link import SIZE, CannotSetError, asked, refusing
-from bexp.tune.measuring import ACCUMULATION, serving
+from bexp.tune.link import SIZE, CannotSetError, asked, refusing, serving
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
 
 

@@ -186,7 +186,7 @@ def _worst_first(loader: Any) -> SizedLoader | None:
     from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
 
     from bexp.tune.lengths import Lengths  # noqa: PLC0415 - needs torch
-    from bexp.tune.measuring import serving  # noqa: PLC0415 - needs torch
+    from bexp.tune.link import serving  # noqa: PLC0415 - needs torch
 
     if _OURS not in vars(loader):
         if asked or serving or str(loader.batch_size) != os.environ.get(SIZE):

@@ -22,6 +22,7 @@ from transformers.trainer_utils import PredictionOutput
 from bexp.explorer.cost.text_batches import Epoch
 from bexp.measure.heap import freeze_imports
 from bexp.out_of_memory import is_out_of_memory
+from bexp.tune.clock import ACCUMULATION, Clock
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import (
     SCRATCH,
@@ -31,21 +32,15 @@ from bexp.tune.link import (
     connect,
     note_failure,
     refusing,
+    serving,
     switch_off,
     switched_off,
 )
-from bexp.tune.measuring import (
-    ACCUMULATION,
-    Clock,
-    Ranks,
-    describe_parameters,
-    measured,
-    peak_bytes,
-    reset_peak,
-    serving,
-)
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
+from bexp.tune.peak import peak_bytes, reset_peak
 from bexp.tune.placeholders import APPLY, FIXED_SIZES, owner_of_sizes, text_of
+from bexp.tune.ranks import Ranks
+from bexp.tune.reply import describe_parameters, measured
 from bexp.tune.trainer_accumulation import TrainerCheck
 
 _OFF = {

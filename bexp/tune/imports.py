@@ -53,7 +53,7 @@ def _patch(name: str, module: ModuleType) -> None:
 def _note_and_print(print_traceback: Callable[..., object], kind: Any, error: BaseException, trace: Any) -> None:
     """Note the error that ends this process, if it belongs to a group that trains, and let Python print it."""
     if "torch" in sys.modules:
-        from bexp.tune.measuring import failed  # noqa: PLC0415 - needs torch
+        from bexp.tune.reply import failed  # noqa: PLC0415 - needs torch
 
         note_failure(failed(error))
     print_traceback(kind, error, trace)

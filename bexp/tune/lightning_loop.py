@@ -14,11 +14,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from bexp.tune.clock import ACCUMULATION
 from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, follow, followed, with_sampler
 from bexp.tune.lengths import Lengths, WorstFirst
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, asked, refusing, switch_off
-from bexp.tune.measuring import ACCUMULATION, describe_parameters
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
+from bexp.tune.reply import describe_parameters
 
 _LEFT_OUT = {
     "Checkpoint",

@@ -30,6 +30,8 @@ PROMISE = "BEXP_TUNE_PROMISE"
 """The variable with the answer's promise, as a JSON object; set only in a command that runs with an answer."""
 SCRATCH = "BEXP_TUNE_SCRATCH"
 """The variable that names a folder for files that the command would write elsewhere."""
+serving: list[Any] = []
+"""The Trainers of this process that measure. While there is one, no other loop is followed."""
 asked: dict[str, Any] = {}
 """The loop of a library, if its size can be set from within: kind, size, accumulation and lengths as in the command.
 

@@ -16,7 +16,7 @@ from bexp.explorer.cost.text_batches import Epoch, Figures, Places, cut_epochs, 
 from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
 
 if TYPE_CHECKING:
-    from bexp.tune.measuring import MicroStep
+    from bexp.tune.clock import MicroStep
 
 PACKED = 0
 PADDINGS = (1, 8, 16, 32, 64, 128)

@@ -18,14 +18,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bexp.measure.heap import freeze_imports
-from bexp.tune.link import SIZE, CannotSetError, asked, choice, connect, refusing, switched_off
+from bexp.tune.link import SIZE, CannotSetError, asked, choice, connect, refusing, serving, switched_off
 from bexp.tune.placeholders import APPLY
 
 if TYPE_CHECKING:
+    from bexp.tune.clock import Clock
     from bexp.tune.data_loader import SizedLoader
     from bexp.tune.lengths import Lengths
     from bexp.tune.link import Link
-    from bexp.tune.measuring import Clock
     from bexp.tune.micro_batches import MicroBatches
 
 
@@ -67,20 +67,21 @@ class _Loop:
     def _begin(self, optimizer: Any, *, has_closure: bool) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
 
-        from bexp.tune import measuring  # noqa: PLC0415 - needs torch
         from bexp.tune.data_loader import followed  # noqa: PLC0415 - where it is followed
+        from bexp.tune.ranks import Ranks  # noqa: PLC0415 - needs torch
+        from bexp.tune.reply import describe_parameters  # noqa: PLC0415 - needs torch
 
-        if measuring.serving:
+        if serving:
             return
         kind = asked.get("kind", "a loop of its own")
         with refusing():
             _refuse_choice(kind)
             followed.check()
         parameters = _parameters(optimizer, torch.optim.Optimizer)
-        self._link, ranks = connect(), measuring.Ranks()
+        self._link, ranks = connect(), Ranks()
         size = os.environ.get(SIZE)
         if self._link is not None:
-            described = measuring.describe_parameters(parameters)
+            described = describe_parameters(parameters)
             own: dict[str, Any] = {"class_name": "loop", "kind": kind, "num_devices": ranks.number}
             self._sized = followed.sized if ranks.number == 1 else None
             own["takes_sizes"] = self._sized is not None
@@ -111,8 +112,9 @@ class _Loop:
             self._begin_clock(followed.lengths, followed.micro_batches)
 
     def _begin_clock(self, lengths: Lengths | None, micro_batches: MicroBatches | None) -> None:
+        from bexp.tune.clock import ACCUMULATION, Clock  # noqa: PLC0415 - needs torch
         from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
-        from bexp.tune.measuring import ACCUMULATION, Clock, Ranks  # noqa: PLC0415 - needs torch
+        from bexp.tune.ranks import Ranks  # noqa: PLC0415 - needs torch
 
         steps = WORST_TIMES // asked.get("given_steps", ACCUMULATION)
         clock = self._clock = Clock(self._device, Ranks(), steps)
@@ -125,7 +127,7 @@ class _Loop:
         clock.begin_micro_step()
 
     def _end(self, clock: Clock) -> None:
-        from bexp.tune.measuring import measured  # noqa: PLC0415 - needs torch
+        from bexp.tune.reply import measured  # noqa: PLC0415 - needs torch
 
         reply = measured(clock.figures)
         if self._link is None:

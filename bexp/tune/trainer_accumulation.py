@@ -19,7 +19,7 @@ from bexp.tune.agreement import CannotCheckError, Parts, check, divisors
 from bexp.tune.agreement_text import AccumulationCheck, Cause
 from bexp.tune.gradients import Gradient, steps_of
 from bexp.tune.lengths import label_tokens, most_unequal
-from bexp.tune.measuring import Ranks
+from bexp.tune.ranks import Ranks
 from bexp.tune.switched_off import (
     LOSS_SCALE,
     nothing_random,

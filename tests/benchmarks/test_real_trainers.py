@@ -174,7 +174,7 @@ def test_the_fastest_of_the_other_experts_runs_in_turns_and_each_has_its_best_or
             return {**asked, **run(size, speed.get(name, 15.0) * (1 + (size == 16))), "device_name": "a card"}
         if name == "deepgemm":
             return {**asked, "error": "ended after 300 s"}
-        return {**asked, "error": "ImportError", "message": f"{name} is not installed"}
+        return {**asked, "error": "ImportError", "message": f"{name} is not installed\nand more"}
 
     config, out = tmp_path / "tiny.json", tmp_path / "out.json"
     config.write_text(json.dumps(TINY))
@@ -194,7 +194,7 @@ def test_the_fastest_of_the_other_experts_runs_in_turns_and_each_has_its_best_or
         name: 2 * each for name, each in speed.items()
     }
     assert found["sonicmoe"]["failed"] == "ImportError sonicmoe is not installed"
-    assert found["deepgemm"]["failed"] == "ended after 300 s "
+    assert found["deepgemm"]["failed"] == "ended after 300 s"
 
 
 def test_a_row_in_turns_shows_medians_spreads_and_reasons_and_one_of_one_run_shows_that() -> None:

@@ -90,7 +90,7 @@ IN_A_TEMPORARY_FOLDER = {
 }
 NAMED_BY_A_PERSON = {"api/cli/report.py", "api/cli/tune_answer.py", "bexp/config_exploration.py"}
 """What a command writes where it is told to: its mode is the umask's, or that of the file whose copy it is."""
-OF_THE_KERNEL = {"bexp/tune/measuring.py"}
+OF_THE_KERNEL = {"bexp/tune/peak.py"}
 """It writes below /proc."""
 WRITES = {"write_text", "write_bytes", "mkdir", "makedirs", "touch"}
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bexp.tune import compilation
-from bexp.tune.measuring import Clock, Ranks
+from bexp.tune.clock import Clock
+from bexp.tune.ranks import Ranks
 
 CPU = torch.device("cpu")
 

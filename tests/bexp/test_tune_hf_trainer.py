@@ -11,9 +11,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from bexp.tune import hf_trainer
+from bexp.tune.clock import ACCUMULATION
 from bexp.tune.hf_trainer import _num_steps, _prepare, _refuse_model_init, describe_evaluation, evaluate_longest
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, CannotSetError
-from bexp.tune.measuring import ACCUMULATION, Ranks
+from bexp.tune.ranks import Ranks
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bexp.explorer.search.host_pace import BUSY
-from bexp.tune import measuring
-from bexp.tune.measuring import (
+from bexp.tune import clock as tune_clock
+from bexp.tune.clock import (
     LEAST_SECONDS,
     MOST_SECONDS,
     MOST_STEPS,
@@ -21,8 +21,8 @@ from bexp.tune.measuring import (
     UNSTEADY_SECONDS,
     WARM_UP_SECONDS,
     Clock,
-    Ranks,
 )
+from bexp.tune.ranks import Ranks
 
 
 class Gpu:
@@ -39,7 +39,7 @@ class Gpu:
 def run(monkeypatch: pytest.MonkeyPatch, share: float | None, seconds: Iterable[float]) -> tuple[dict[str, Any], float]:
     """The figures of a training with these micro-steps, one in each optimizer step, and how long they were timed."""
     at = [0.0]
-    monkeypatch.setattr(measuring, "_gpu_of", lambda device: Gpu(share, at))
+    monkeypatch.setattr(tune_clock, "_gpu_of", lambda device: Gpu(share, at))
     monkeypatch.setattr(Clock, "_now", lambda clock: at[0])
     clock = Clock(torch.device("cpu"), Ranks(), 1)
     clock.begin_micro_step()

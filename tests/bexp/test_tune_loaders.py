@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from bexp.tune import accelerate_loop, applied_lightning, lightning_loop, promise
 from bexp.tune.accelerate_loop import _resized as _resized_by_accelerate
+from bexp.tune.clock import ACCUMULATION
 from bexp.tune.data_loader import SizedLoader
 from bexp.tune.lightning_loop import _kept, _num_steps, _resized
 from bexp.tune.link import SIZE, CannotSetError
-from bexp.tune.measuring import ACCUMULATION
 from tests.tune_commands.with_a_loader import Texts, pad
 
 

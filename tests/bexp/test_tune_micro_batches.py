@@ -18,13 +18,16 @@ from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSam
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from bexp.explorer.cost.text_batches import LEAST_ERROR, Epoch, Figures, expect
-from bexp.tune import measuring, own_loop
+from bexp.tune import clock as tune_clock
+from bexp.tune import link, own_loop
 from bexp.tune import micro_batches as tune_micro_batches
+from bexp.tune.clock import Clock, MicroStep
 from bexp.tune.hf_trainer import _epoch
 from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
-from bexp.tune.measuring import Clock, MicroStep, Ranks, peak_bytes, reset_peak
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of, positions_of
 from bexp.tune.own_loop import _parameters
+from bexp.tune.peak import peak_bytes, reset_peak
+from bexp.tune.ranks import Ranks
 
 SIZE = 4
 Seconds = Callable[[Figures, Figures], Figures]
@@ -197,7 +200,7 @@ def test_what_a_new_width_takes_is_told_by_all_sizes_of_a_process(monkeypatch: p
 
 
 def test_a_width_that_is_new_to_another_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "PRECISE_SECONDS", 0)
+    monkeypatch.setattr(tune_clock, "PRECISE_SECONDS", 0)
     lengths, rng = texts(), np.random.default_rng(2)
     micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE, processes=2)
     order, met, clock = list(micro_batches.sampler), set(), VirtualClock()
@@ -323,9 +326,9 @@ def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_
     numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WARM_UP_SECONDS", "LEAST_SECONDS", "SETTLING_SECONDS"):
-        monkeypatch.setattr(measuring, name, 0)
+        monkeypatch.setattr(tune_clock, name, 0)
     lengths = texts()
-    clock = measuring.Clock(torch.device("cpu"), measuring.Ranks(), WORST_TIMES // 2)
+    clock = Clock(torch.device("cpu"), Ranks(), WORST_TIMES // 2)
     clock.micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
     left = iter(numbers)
     clock.begin_micro_step()
@@ -335,7 +338,7 @@ def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_
             clock.end_micro_step(number, padded(lengths, places))
         clock.end_step()
     timed = [step for step in clock._micro_steps if step.is_timed]
-    fewest = measuring.FEWEST_VARIED if numbers[1] > 0 else 2 * measuring.FEWEST_STEPS
+    fewest = tune_clock.FEWEST_VARIED if numbers[1] > 0 else 2 * tune_clock.FEWEST_STEPS
     assert fewest <= len(timed) <= fewest + 1, "each step has two"
     order = [step.positions for step in clock._micro_steps]
     places = [place for place, step in enumerate(clock._micro_steps) if step.is_timed]
@@ -344,12 +347,12 @@ def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_
     assert clock.figures()["repeats"] == len(timed)
 
 
-class VirtualClock(measuring.Clock):
+class VirtualClock(Clock):
     """Runs micro-steps of given seconds in no time, two for each step of the optimizer."""
 
     def __init__(self) -> None:
         self.at = 0.0
-        super().__init__(torch.device("cpu"), measuring.Ranks(), WORST_TIMES // 2)
+        super().__init__(torch.device("cpu"), Ranks(), WORST_TIMES // 2)
 
     def _now(self) -> float:
         return self.at
@@ -509,12 +512,12 @@ def test_a_size_has_a_peak_of_its_own_whatever_larger_ones_have_left_behind() ->
 def test_an_optimizer_that_a_trainer_drops_is_gone_with_its_state() -> None:
     loop = own_loop._Loop()
     optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
-    measuring.serving.append(object())
+    link.serving.append(object())
     try:
         loop.before_step(optimizer)
         loop.after_step(optimizer)
     finally:
-        measuring.serving.pop()
+        link.serving.pop()
     kept = weakref.ref(optimizer)
     del optimizer
     gc.collect()

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from bexp.tune.agreement import CannotCheckError
 from bexp.tune.agreement_text import in_short
-from bexp.tune.measuring import Ranks
+from bexp.tune.ranks import Ranks
 from bexp.tune.trainer_accumulation import TrainerCheck, sizes_of
 from tests.tune_commands.with_losses import build
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bexp.explorer.records.measurement import Outcome
-from bexp.tune.measuring import ACCUMULATION
+from bexp.tune.clock import ACCUMULATION
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.training_command import OtherBatchError, TrainingCommand
 from tests.forked_trainings import SCRIPTS

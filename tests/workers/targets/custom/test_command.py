@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bexp.explorer.records.measurement import Outcome
-from bexp.tune.measuring import FEWEST_VARIED
+from bexp.tune.clock import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
 from bexp.tune.waiting import Notes
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks

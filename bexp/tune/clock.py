@@ -1,25 +1,20 @@
-"""Seconds and bytes of a training's own steps, in each of its processes."""
+"""The seconds of a training's own steps, and their peak, in each of its processes."""
 
 from __future__ import annotations
 
-import gc
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from bexp.explorer.model.spelling import shortened
 from bexp.explorer.search.host_pace import BUSY
-from bexp.measure.heap import trim
-from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.compilation import new_seconds
+from bexp.tune.peak import peak_bytes, reset_peak
+from bexp.tune.ranks import Ranks, spread
+from bexp.tune.spans import FEWEST_SPANS, error_of_spans, pace_without_stalls, span_paces, standard_error
 
 if TYPE_CHECKING:
     from bexp.measure.nvml import Gpu
@@ -66,16 +61,6 @@ PRECISE, PRECISE_SECONDS = 0.04, 6.0
 
 Where the device waits for the host, whose pace varies for seconds, they are always timed for so long.
 """
-SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
-"""With enough spans of this length, their paces tell how far one part of a run differs from another.
-
-Micro-steps in a row are alike, so their own standard error is too small.
-"""
-MOST_ALIKE = 0.8
-"""The highest autocorrelation of neighbouring spans: with few of them it is not well known."""
-STALLED = 2.0
-"""In a span that takes so many times as long as the median one, the host stood still. The mean leaves such spans out.
-"""
 UNSTEADY_SECONDS = 15.0
 """Where the device waits for the host, and spans differ so much that their mean is not PRECISE: for so long."""
 FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
@@ -85,39 +70,6 @@ LONG_SECONDS = 2.0
 
 Where all samples are alike, one such optimizer step is enough. It may be the second: it meets the optimizer's state.
 """
-
-
-serving: list[Any] = []
-"""The Trainers of this process that measure. While there is one, no other loop is followed."""
-
-
-class Ranks:
-    """The processes of one training. A single process counts as the first."""
-
-    @property
-    def number(self) -> int:
-        """Number of processes."""
-        return dist.get_world_size() if dist.is_initialized() else 1
-
-    @property
-    def own(self) -> int:
-        """Rank of this process."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    def share(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the message of the first process, in each process."""
-        if self.number == 1:
-            return message
-        box = [message]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def gather(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """Return the figures of all processes."""
-        gathered: list[Any] = [figures] * self.number
-        if self.number > 1:
-            dist.all_gather_object(gathered, figures)
-        return gathered
 
 
 class Clock:
@@ -249,7 +201,7 @@ class Clock:
             raise RuntimeError("the training ended by itself before two micro-steps could be timed")
         number = len(timed)
         expected = None if self.micro_batches is None else self.micro_batches.expect(self._micro_steps)
-        mean, error = statistics.fmean(timed), _standard_error(timed)
+        mean, error = statistics.fmean(timed), standard_error(timed)
         if expected is not None:
             mean, error = expected.seconds, expected.error
         all_mean = mean
@@ -288,7 +240,7 @@ class Clock:
                 "accumulation_given": self.accumulation_given,
                 "ran_longest": self.ran_longest,
                 "tail": self.micro_batches.tail if expected is not None and self.micro_batches is not None else None,
-                "processes": _spread(each),
+                "processes": spread(each),
             },
         }
 
@@ -331,7 +283,7 @@ class Clock:
     def _is_precise(self) -> bool:
         """Return whether the mean is known well enough. A fit judges the mean of known micro-batches instead."""
         timed = self._timed()
-        return self.micro_batches is not None or _standard_error(timed) <= PRECISE * statistics.fmean(timed)
+        return self.micro_batches is not None or standard_error(timed) <= PRECISE * statistics.fmean(timed)
 
     def _has_met_others(self) -> bool:
         """Return whether other micro-batches than the longest have run, so that no cost of new shapes is timed."""
@@ -351,63 +303,6 @@ class Clock:
         return time.perf_counter()
 
 
-def reset_peak(device: torch.device) -> None:
-    """Begin a new peak of a device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        gc.collect()
-        trim()  # memory that earlier sizes have freed is still resident
-        _forget_peak()
-
-
-def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the peaks of allocated and of reserved bytes on a device; on a CPU both are those of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    peak = _resident_peak()
-    return peak, peak
-
-
-def span_paces(steps: Sequence[tuple[float, float]]) -> list[float]:
-    """Return how many times as long each span of SPAN_SECONDS took as all steps, for the work in it.
-
-    Each step has its seconds and its work: what a fit gives to its length, or its positions.
-    """
-    spans, seconds, work = list[float](), 0.0, 0.0
-    for own_seconds, own_work in steps:
-        seconds, work = seconds + own_seconds, work + own_work
-        if seconds >= SPAN_SECONDS:
-            spans.append(seconds / work)
-            seconds = work = 0.0
-    total_seconds, total_work = (sum(each) for each in zip(*steps, strict=True))
-    return [span * total_work / total_seconds for span in spans]
-
-
-def pace_without_stalls(paces: Sequence[float]) -> float:
-    """Return the pace without the spans in which the host stood still; 1 if it never did. All spans are as long."""
-    kept = [pace for pace in paces if pace <= STALLED * statistics.median(paces)]
-    return 1.0 if len(kept) == len(paces) else statistics.harmonic_mean(kept)
-
-
-def error_of_spans(paces: Sequence[float]) -> float:
-    """Return the standard error of the mean of spans in a row, which are alike where a host's pace lasts for seconds.
-
-    Their number counts as that of independent ones with the same autocorrelation between neighbours.
-    """
-    mean, variance = statistics.fmean(paces), statistics.pvariance(paces)
-    together = statistics.fmean((one - mean) * (other - mean) for one, other in pairwise(paces))
-    alike = 0.0 if variance == 0.0 else min(MOST_ALIKE, max(0.0, together / variance))
-    return _standard_error(paces) * math.sqrt((1 + alike) / (1 - alike))
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of independent values."""
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
 def _gpu_of(device: torch.device) -> Gpu | None:
     """Return a CUDA device as its driver sees it, if the driver answers."""
     if device.type != "cuda":
@@ -415,68 +310,3 @@ def _gpu_of(device: torch.device) -> Gpu | None:
     from bexp.measure.nvml import Gpu  # noqa: PLC0415 - a CPU has no use for it
 
     return Gpu.open(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-
-
-def _spread(each: Sequence[dict[str, float]]) -> dict[str, Any] | None:
-    """Return the slowest process, by micro-steps in which it waits for no other, and the fullest;
-
-    None for a single one.
-    """
-    if len(each) == 1:
-        return None
-    seconds, peaks = [[figures[name] for figures in each] for name in ("alone", "peak_bytes")]
-    return {
-        "number": len(each),
-        "slowest": seconds.index(max(seconds)),
-        "slower": max(seconds) / min(seconds),
-        "fullest": peaks.index(max(peaks)),
-        "fuller": max(peaks) / max(1.0, min(peaks)),
-    }
-
-
-def describe_parameters(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return the parameters of a model and their bytes, for the search."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in trained or parameters]
-    return {
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "parameter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "trainable_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
-    }
-
-
-def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of `measure`, or the outcome of its error."""
-    try:
-        return {"outcome": "ok", **measure()}
-    except Exception as error:  # noqa: BLE001 - the command is the caller's, and any failure of it is an outcome
-        return failed(error)
-
-
-def failed(error: BaseException) -> dict[str, Any]:
-    """Return the outcome of an error."""
-    outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
-    return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return shortened(lines[0], 500) if lines else type(error).__name__
-
-
-def _forget_peak() -> None:
-    """Let the kernel begin a new resident peak of this process."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _resident_peak() -> int:
-    """The most bytes of this process that were resident; 0 if the kernel does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)

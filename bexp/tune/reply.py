@@ -1,0 +1,42 @@
+"""What a training replies to its trial: its parameters, and figures or why there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bexp.explorer.model.spelling import shortened
+from bexp.out_of_memory import is_out_of_memory
+
+
+def describe_parameters(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the parameters of a model and their bytes, for the search."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in trained or parameters]
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        "trainable_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
+    }
+
+
+def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of `measure`, or the outcome of its error."""
+    try:
+        return {"outcome": "ok", **measure()}
+    except Exception as error:  # noqa: BLE001 - the command is the caller's, and any failure of it is an outcome
+        return failed(error)
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    """Return the outcome of an error."""
+    outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
+    return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return shortened(lines[0], 500) if lines else type(error).__name__
