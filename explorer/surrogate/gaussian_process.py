@@ -20,6 +20,7 @@ from bexp.explorer.cost.composition import Composition, Floats, Ints, Mask, Vari
 from bexp.explorer.cost.roofline import predict_component_seconds
 from bexp.explorer.cost.text_batches import NUM_DRAWN
 from bexp.explorer.model.hardware import HardwareSpec
+from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.hyperparameters import Covariance, Evidence, HyperparameterPosterior, Hyperparameters
 from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
@@ -286,6 +287,7 @@ class Surrogate:
         self.essential_K = np.array([c.micro_batch_size == 0 for c in self.components])
         self.compiled_K: Mask = np.array([c.is_compiled for c in self.components], dtype=np.bool_)
         self._table = table
+        self._own_size = model.micro_batch_size if isinstance(model, ModelParts) else None
         self._observed: dict[Component, ComponentObservations] = {}
         self.fit({})
 
@@ -338,10 +340,11 @@ class Surrogate:
     ) -> None:
         self.known_K: Mask = np.zeros(len(self.components), dtype=np.bool_)
         self.known_K[[self._column[c] for c in mine]] = True
+        log_prior_K = self._log_prior_K + self._whole_offset_K(mine)
         for prior in self._kinds.values():
             rows = [i for i, column in enumerate(prior.columns) if self.known_K[column]]
             columns = prior.columns[rows]
-            prior.observe(rows, [mine[self.components[i]] for i in columns], self._log_prior_K[columns])
+            prior.observe(rows, [mine[self.components[i]] for i in columns], log_prior_K[columns])
         self.hyperparameters: dict[str, Hyperparameters] = fixed or self._hyperparameter_posterior.draw(
             {kind: prior.evidence for kind, prior in self._kinds.items() if prior.evidence is not None}
         )
@@ -349,7 +352,7 @@ class Surrogate:
         log_NK = np.empty((self._num_samples, len(self.components)))
         for kind, prior in self._kinds.items():
             log_mean_K[prior.columns], log_NK[:, prior.columns] = prior.sample(
-                self.hyperparameters[kind], self._log_prior_K[prior.columns]
+                self.hyperparameters[kind], log_prior_K[prior.columns]
             )
         self.device_mean_K = np.exp(log_mean_K)
         self.device_NK = np.exp(log_NK, order="F")
@@ -364,6 +367,21 @@ class Surrogate:
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
         self.overlap = self._estimate_overlap(mine)
         self.texts = self._varied_texts(mine)
+
+    def _whole_offset_K(self, mine: Mapping[Component, ComponentObservations]) -> Floats:  # noqa: N802 - axes are in names
+        """Return what the logarithm of a whole step's roofline is off by, shape (K,).
+
+        It is that of the first run of the training's own size, or else of the smallest that is known. Nobody has
+        counted the operations of such a step, and its weights may have another number format than its products.
+        """
+        steps = {c: runs for c, runs in mine.items() if c.micro_batch_size}
+        offset_K = np.zeros(len(self.components))
+        if not steps or not self._table.candidates[0].is_whole:
+            return offset_K
+        first = min(steps, key=lambda c: (c.micro_batch_size != self._own_size, c.micro_batch_size, self._column[c]))
+        seconds = max(steps[first].runs[0].device_seconds, SHORTEST_SECONDS)
+        offset = np.log(seconds) - self._log_prior_K[self._column[first]]
+        return np.where([c.micro_batch_size > 0 for c in self.components], offset, offset_K)
 
     def _varied_texts(self, mine: Mapping[Component, ComponentObservations]) -> VariedTexts | None:
         """Return the effects of texts of unequal lengths: usual micro-batches, and the first ones of a width."""

@@ -62,8 +62,6 @@ MODE_STD = 0.04
 MODE_LENGTH = 4.0
 SHARING_STD = 0.3
 FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # a fixed cost in sequences of work: the width of its share
-WHOLE_STD = 2.5
-"""Of a whole step, whose operations nobody has counted: it may run in another number format than its weights have."""
 WHOLE_FIXED = {3.0: 1.0, 30.0: 1.0}
 """The additional fixed costs of a whole step. GPT-2 in a plain loop on an H100 ran 5.8 times as fast at 16 sequences
 as at one."""
@@ -99,7 +97,7 @@ class Covariance:
         costs = [*FIXED_COSTS.items(), *(WHOLE_FIXED.items() if is_whole else ())]
         shares = [std * np.log1p(cost / at_once) for cost, std in costs]
         fixed = sum(np.outer(share, share) for share in shares)
-        level = (WHOLE_STD if is_whole else KIND_STD) ** 2 + fixed * (1.0 + BACKEND_FIXED**2 * backend)
+        level = KIND_STD**2 + fixed * (1.0 + BACKEND_FIXED**2 * backend)
         level += backend * MODE_STD**2 * mode * 0.5 * (1.0 + similar)
         if components[0].kind is ComponentKind.LAYER:
             level += LAYER_ATTENTION_STD**2 * _equal([b.attention for b in backends])
