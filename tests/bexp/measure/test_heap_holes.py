@@ -26,8 +26,8 @@ before = resource.getrlimit(resource.RLIMIT_DATA)
 
 def run():
     calls.append(1)
-    if len(calls) == 1:  # the holes: large tensors are freed, and small ones that came between them are not
-        held = [(bytearray(32 * {MIB}), bytearray(100_000)) for _ in range(pieces)]
+    if len(calls) == 1:  # freed large tensors are holes; those kept between them fit in no older hole
+        held = [(bytearray(32 * {MIB}), bytearray(2 * {MIB})) for _ in range(pieces)]
         run.kept = [small for _, small in held]
         del held
     return len(bytearray(large * {MIB}))
