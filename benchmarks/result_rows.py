@@ -90,6 +90,21 @@ def other_experts(result: Row) -> Iterable[Row]:
                 yield row | {"experts": name.partition(" ")[2], "failed": failed} | reached
 
 
+def default_answers(result: Row) -> Iterable[Row]:
+    """Return each answer with the largest errors of composed steps and peaks, without and with CUDA graphs.
+
+    Without a whole model of the kind there is a dash.
+    """
+    for run in result["runs"]:
+        checks = [(line, found) for line in run["lines"] if (found := CHECK.search(line))]
+        errors = {}
+        for name, has_graphs in (("plain", False), ("graphs", True)):
+            found = [tuple(map(float, check.groups())) for line, check in checks if ("graph" in line) is has_graphs]
+            largest = [max(values, key=abs) for values in zip(*found, strict=True)]
+            errors[name] = "{:+.1f}%, {:+.1f}%".format(*largest) if largest else "-"
+        yield run | {"errors": errors}
+
+
 def checkpointed(result: Row) -> Iterable[Row]:
     """Return each run with gradient checkpointing beside the fastest without, both of the unchanged Trainer."""
     for row in result["models"]:
