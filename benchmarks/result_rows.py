@@ -99,8 +99,8 @@ def default_answers(result: Row) -> Iterable[Row]:
         checks = [(line, found) for line in run["lines"] if (found := CHECK.search(line))]
         errors = {}
         for name, has_graphs in (("plain", False), ("graphs", True)):
-            found = [tuple(map(float, check.groups())) for line, check in checks if ("graph" in line) is has_graphs]
-            largest = [max(values, key=abs) for values in zip(*found, strict=True)]
+            of_kind = [tuple(map(float, check.groups())) for line, check in checks if ("graph" in line) is has_graphs]
+            largest = [max(values, key=abs) for values in zip(*of_kind, strict=True)]
             errors[name] = "{:+.1f}%, {:+.1f}%".format(*largest) if largest else "-"
         yield run | {"errors": errors}
 
