@@ -9,7 +9,7 @@ the configuration is submitted to it through a new database, as by `bexp submit`
 - `single`: each GPU is an actor (without GPUs each CPU is one), so that as many trials run at the same time;
 - `group`: all GPUs are one actor, and the training is sharded over them with ZeRO-3.
 
-Rows in an existing FILE are kept.
+Rows in an existing FILE with the same options are kept if they succeeded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from bexp.child_process import module_command
 Row = dict[str, Any]
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 START = ("start", "--head", "--block", "--include-dashboard=false", "--disable-usage-stats")
+SUCCEEDED = "succeeded"
 SHARDED = ("--set", "training.sharding=zero3")
 
 
@@ -46,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=200.0, help="seconds after which an exploration is given up")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    rows: dict[str, Row] = json.loads(options.out.read_text())["rows"] if options.out.exists() else {}
+    asked_for = {name: getattr(options, name) for name in ("num_gpus", "seq_length", "batch_size", "max_seconds")}
+    asked_for |= {"config": options.config.stem, "ray": version("ray")}
+    stored: dict[str, Row] = json.loads(options.out.read_text())["rows"] if options.out.exists() else {}
+    rows = {name: row for name, row in stored.items() if row["state"] == SUCCEEDED and row.get("options") == asked_for}
     number = options.num_gpus
     needs = {"single": ("cuda:0", ("--device", "cuda")), "group": (f"cuda:0-{number - 1}", SHARDED)}
     if number == 0:
@@ -57,20 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
         start = [*RAY, *START, "--num-gpus", str(number)]
         cluster = subprocess.Popen(start, env=own, stdout=subprocess.PIPE, text=True)
-        assert cluster.stdout is not None
-        if not any("runtime started" in line for line in cluster.stdout):
-            raise RuntimeError("Ray did not start")
         try:
+            assert cluster.stdout is not None
+            if not any("runtime started" in line for line in cluster.stdout):
+                raise RuntimeError("Ray did not start")
             for name in [name for name in needs if name not in rows]:
                 device, asked = needs[name]
                 shared = ("--num-devices", str(number)) if name == "group" else ()
-                rows[name] = {"commit": describe_commit(), **explore(device, (*asked, *shared), options, own)}
+                found = explore(device, (*asked, *shared), options, own)
+                rows[name] = {"commit": describe_commit(), "options": asked_for, **found}
                 print(name, {key: value for key, value in rows[name].items() if key not in UNPRINTED}, flush=True)
                 write_results(options.out, {"environment": describe_environment(), "rows": rows})
         finally:
             cluster.terminate()
             cluster.wait()
-    return 0 if all(row["state"] == "succeeded" for row in rows.values()) else 1
+    return 0 if all(row["state"] == SUCCEEDED for row in rows.values()) else 1
 
 
 UNPRINTED = ("hardware", "lines", "answer", "trials")
@@ -92,7 +98,7 @@ def explore(device: str, asked: Sequence[str], options: argparse.Namespace, envi
             while True:
                 time.sleep(1.0)
                 row = stored_row(url, begun_at)
-                if row["state"] in ("succeeded", "failed", "cancelled") or worker.poll() is not None:
+                if row["state"] in (SUCCEEDED, "failed", "cancelled") or worker.poll() is not None:
                     break
                 if time.monotonic() - begun > options.limit:
                     break

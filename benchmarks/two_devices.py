@@ -1,4 +1,4 @@
-"""Holds the answer of `bexp tune` for trainings over two devices against sweeps of the same commands.
+"""Holds the answer of `bexp tune` for trainings over two or more devices against sweeps of the same commands.
 
     python -m benchmarks.two_devices --out results/h200-two-devices.json
     python -m benchmarks.two_devices fsdp2 loop --out F --start-until 300
@@ -101,20 +101,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="*", metavar="NAME", help=f"of {', '.join(NEEDS)}; all without one")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda:0", help="cuda:0, which stands for both, or cpu")
+    parser.add_argument("--processes", type=int, default=2, help="each has a device; rows of others than 2 say so")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this out")
     parser.add_argument("--start-until", type=float, default=380.0, help="begin no part after these seconds")
-    options = parser.parse_args(arguments, argparse.Namespace(processes=2, max_seconds=MAX_SECONDS))
+    options = parser.parse_args(arguments, argparse.Namespace(max_seconds=MAX_SECONDS))
     results: Row = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
     results["environment"] = describe_environment()
     ends_at = time.monotonic() + options.start_until
     with tempfile.TemporaryDirectory() as folder:
         for how in options.runs or NEEDS:
-            row = results["runs"].setdefault(how, {"batch_size": BATCH_SIZE, "commit": describe_commit()})
+            name = how if options.processes == 2 else f"{how}, {options.processes} processes"
+            row = results["runs"].setdefault(name, {"batch_size": BATCH_SIZE, "commit": describe_commit()})
             for part, measure in parts(how, row, options, Path(folder)):
                 if time.monotonic() > ends_at:
                     return 1
                 row[part] = measure()
-                print(f"{how} {part}: {json.dumps(row[part])[:600]}", flush=True)
+                print(f"{name} {part}: {json.dumps(row[part])[:600]}", flush=True)
                 write_results(options.out, results)
     return 0
 

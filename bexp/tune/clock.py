@@ -14,7 +14,7 @@ from bexp.explorer.search.host_pace import BUSY
 from bexp.tune.compilation import new_seconds
 from bexp.tune.peak import peak_bytes, reset_peak
 from bexp.tune.ranks import Ranks, spread
-from bexp.tune.spans import FEWEST_SPANS, error_of_spans, pace_without_stalls, span_paces, standard_error
+from bexp.tune.spans import FEWEST_SPANS, pace_without_stalls, span_paces, standard_error
 
 if TYPE_CHECKING:
     from bexp.measure.nvml import Gpu
@@ -208,7 +208,7 @@ class Clock:
         peak, reserved = peak_bytes(self._device)
         paces = span_paces(self._work() if expected is None else expected.timed)
         if len(paces) >= FEWEST_SPANS:
-            error = max(error, mean * error_of_spans(paces))
+            error = max(error, mean * standard_error(paces))
             mean *= pace_without_stalls(paces)
         own: dict[str, float] = {
             "micro_step_seconds": mean,
@@ -251,7 +251,7 @@ class Clock:
     def _is_steady(self) -> bool:
         """Return whether the spans' mean is known well enough."""
         paces = span_paces(self._work())
-        return len(paces) >= FEWEST_SPANS and error_of_spans(paces) <= PRECISE
+        return len(paces) >= FEWEST_SPANS and standard_error(paces) <= PRECISE
 
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]

@@ -9,7 +9,7 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bexp.tune.link import SIZE, STEPS, CannotSetError, asked
+from bexp.tune.link import SIZE, STEPS, CannotSetError, asked, serving
 from bexp.tune.promise import now, size_in_braces
 
 if TYPE_CHECKING:  # this module is loaded while torch itself is
@@ -186,7 +186,6 @@ def _worst_first(loader: Any) -> SizedLoader | None:
     from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
 
     from bexp.tune.lengths import Lengths  # noqa: PLC0415 - needs torch
-    from bexp.tune.link import serving  # noqa: PLC0415 - needs torch
 
     if _OURS not in vars(loader):
         if asked or serving or str(loader.batch_size) != os.environ.get(SIZE):

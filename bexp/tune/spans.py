@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 
 SPAN_SECONDS, FEWEST_SPANS = 1.0, 3
 """With enough spans of this length, their paces tell how far one part of a run differs from another.
 
 Micro-steps in a row are alike, so their own standard error is too small.
 """
-MOST_ALIKE = 0.8
-"""The highest autocorrelation of neighbouring spans: with few of them it is not well known."""
 STALLED = 2.0
 """In a span that takes so many times as long as the median one, the host stood still. The mean leaves such spans out.
 """
@@ -41,17 +38,6 @@ def pace_without_stalls(paces: Sequence[float]) -> float:
     """Return the pace without the spans in which the host stood still; 1 if it never did. All spans are as long."""
     kept = [pace for pace in paces if pace <= STALLED * statistics.median(paces)]
     return 1.0 if len(kept) == len(paces) else statistics.harmonic_mean(kept)
-
-
-def error_of_spans(paces: Sequence[float]) -> float:
-    """Return the standard error of the mean of spans in a row, which are alike where a host's pace lasts for seconds.
-
-    Their number counts as that of independent ones with the same autocorrelation between neighbours.
-    """
-    mean, variance = statistics.fmean(paces), statistics.pvariance(paces)
-    together = statistics.fmean((one - mean) * (other - mean) for one, other in pairwise(paces))
-    alike = 0.0 if variance == 0.0 else min(MOST_ALIKE, max(0.0, together / variance))
-    return standard_error(paces) * math.sqrt((1 + alike) / (1 - alike))
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -142,7 +142,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
             background.TERM.total_seconds() + USUAL.waiting_check_seconds,
         ),
         ("answer", r"and `serve` \(every (\S+) s\)", background.WRITE_SECONDS),
-        ("answer", r"ends the exploration within (\S+) s", local_worker.GRACE_SECONDS),
+        ("answer", r"its processes within (\S+) s", local_worker.GRACE_SECONDS),
         ("operations", r"A cancelled exploration ends within (\S+) s", local_run.CANCEL_SECONDS),
         ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
         ("agents", r"which gives each (\S+) s to stop", commands.GRACE_SECONDS),

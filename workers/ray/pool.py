@@ -86,7 +86,7 @@ class Cluster:
         """
         if self._ray is not None:
             return
-        # Otherwise SIGTERM ends the worker at once, and its job waits for the lease to expire.
+        # Ray reads it when it is imported. Without it SIGTERM ends the worker at once, and its job waits for the lease.
         os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
         try:
             ray: Any = importlib.import_module("ray")

@@ -262,7 +262,7 @@ class CustomTarget:
     def _flops_per_token(self, introduction: Mapping[str, Any]) -> float:
         """Operations of a token's forward pass: those of dense layers, or the most that its seconds allow.
 
-        They are those of the weights' number format, from which the roofline makes these seconds again.
+        The peak of the weights' number format turns seconds into operations, because the roofline divides by it.
         """
         seconds = introduction.get("seconds_per_token")
         if seconds is None or self._hardware is None:
