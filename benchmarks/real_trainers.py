@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import subprocess
@@ -205,10 +206,12 @@ class ModelRun:
         made: list[Run] = []
         for variant in variants:
             runs: list[Run] = []
-            start, before = start_of(name, self._row, made), best_of(made) or fastest_rival(name, self._row)
+            start, own = start_of(name, self._row, made), best_of(made)
+            before, failed = own or fastest_rival(name, self._row), 0.0 if own else math.inf
             while (size := next_size(divisors(self._row["batch_size"]), runs, start)) is not None:
                 runs.append(self._train(of_size(variant, size), SIZE_SECONDS))
-                if before is not None and runs[-1].get("tokens_per_second", 0) < FAR * before["tokens_per_second"]:
+                speed = runs[-1].get("tokens_per_second", failed)  # without any run that fits, smaller sizes follow
+                if before is not None and speed < FAR * before["tokens_per_second"]:
                     break
             made += runs
         return made
