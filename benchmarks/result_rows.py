@@ -91,9 +91,9 @@ def other_experts(result: Row) -> Iterable[Row]:
 
 
 def default_answers(result: Row) -> Iterable[Row]:
-    """Return each answer with the largest errors of composed steps and peaks, without and with CUDA graphs.
+    """Return each answer with the seconds of its trials, and the largest errors of composed steps and peaks.
 
-    Without a whole model of the kind there is a dash.
+    The errors are those without and with CUDA graphs. Without a whole model of the kind there is a dash.
     """
     for run in result["runs"]:
         checks = [(line, found) for line in run["lines"] if (found := CHECK.search(line))]
@@ -102,7 +102,10 @@ def default_answers(result: Row) -> Iterable[Row]:
             of_kind = [tuple(map(float, check.groups())) for line, check in checks if ("graph" in line) is has_graphs]
             largest = [max(values, key=abs) for values in zip(*of_kind, strict=True)]
             errors[name] = "{:+.1f}%, {:+.1f}%".format(*largest) if largest else "-"
-        yield run | {"errors": errors}
+        spent = Counter[str]()
+        for trial in run["trials"]:
+            spent[trial["kind"]] += trial["seconds"]
+        yield run | {"errors": errors, "spent": spent}
 
 
 def checkpointed(result: Row) -> Iterable[Row]:
