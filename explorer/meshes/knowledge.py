@@ -29,7 +29,7 @@ from bexp.explorer.meshes.transfers import Transfers, transfer_components
 from bexp.explorer.model.model import LayerKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
-from bexp.explorer.records.recommendation import beside_whole
+from bexp.explorer.records.recommendation import WholeModelCheck, beside_whole
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.legal_space import dimension_values, expressible
 
@@ -195,9 +195,10 @@ class MeshKnowledge:
         """Return by which share of its activations a candidate may need less than is known now."""
         return max(self._costs[component].spared_share for component in self.composer.components(point))
 
-    def required_bytes(self, step: MeshStep) -> int:
-        """Return what the fullest rank needs of a device."""
-        return required_bytes(step.memory.total, self.hardware, self.request.allocator)
+    def required_bytes(self, step: MeshStep, check: WholeModelCheck | None = None) -> int:
+        """Return what the fullest rank needs of a device, by the peak of its whole model if that was run."""
+        peak = step.memory.total if check is None else check.measurement.peak_bytes
+        return required_bytes(peak, self.hardware, self.request.allocator)
 
     def error(self, component: Component) -> float:
         """Return the expected relative error of a component's seconds."""

@@ -39,7 +39,7 @@ def recommend_mesh(
     check, tokens_per_second = checks.of(point), one.tokens_per_second
     base_tokens_per_second = space.ranked(base, simulate=True).tokens_per_second
     score = confidence_score(confidence)
-    required = space.required_bytes(step)
+    required = space.required_bytes(step, check)
     plan = MeshPlan(
         mesh=point.mesh,
         base_mesh=base.mesh,
@@ -138,7 +138,7 @@ def _compare(
         composed_tokens_per_second=one.step.tokens_per_second,
         predicted=not one.known,
         measured_peak_bytes=one.step.memory.total,
-        required_bytes=space.required_bytes(one.step),
+        required_bytes=space.required_bytes(one.step, whole_model),
         grad_accum_steps=one.step.num_micro_batches,
         whole_model=whole_model,
         outcome=None if whole_model is None else Outcome.OK,

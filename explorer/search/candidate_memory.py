@@ -107,8 +107,14 @@ class CandidateMemory:
         """Also marks the candidates that do not fit as composed, and whose whole model may fit."""
 
     def expected_bytes(self, row: int) -> StepBytes:
-        """Expected bytes of a candidate's step, from its measured components where there are any."""
-        return self._step_bytes(row, self.saved_C, self.transient_C)
+        """Expected bytes of a candidate's step, from its measured components where there are any.
+
+        `required` is that of its whole model's peak if that was run.
+        """
+        composed, whole = self._step_bytes(row, self.saved_C, self.transient_C), self.whole_peak(row)
+        if whole is None:
+            return composed
+        return StepBytes(composed.parts, required_bytes(whole, self._hardware, self._table.request.allocator))
 
     def predicted_bytes(self, row: int) -> StepBytes:
         """Bytes of a candidate's step as predicted before anything was measured."""

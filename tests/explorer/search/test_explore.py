@@ -10,7 +10,9 @@ import pytest
 from bexp.explorer.cost.composition import Composition, required_table
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.records.event import EventCode, Progress
-from bexp.explorer.records.trial import TrialKind
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import enumerate_candidates
 from tests.explorer.explorations import MODEL, answer_of, best_of, explored, lines, request, run, trials_of
 from tests.explorer.notes import notes_of
@@ -118,3 +120,20 @@ def test_a_vocabulary_that_slows_the_head_down_is_noted(vocab_size: int, padded:
     share = int(note.split("take ")[1].split("%")[0])
     assert 0 < share < 50
     assert note.endswith(f"{padded} would not")
+
+
+def test_the_memory_with_reserve_is_above_the_peak_of_the_whole_model_that_ran() -> None:
+    """As with CUDA graphs, whose memory serves nothing else."""
+    device = SimulatedDevice(request())
+
+    def higher(task: TrialTask) -> Measurement:
+        found = device(task)
+        whole = found.whole_model
+        if whole is None:
+            return found
+        return found.model_copy(update={"whole_model": whole.model_copy(update={"peak_bytes": 2 * whole.peak_bytes})})
+
+    found = best_of(list(explore(request(), report(), higher)))
+    assert found.whole_model is not None
+    assert found.expected_peak_bytes > 1.5 * found.measured_peak_bytes, "more than what is composed"
+    assert found.required_bytes > found.expected_peak_bytes
