@@ -18,6 +18,7 @@ from typing import Any
 
 WARM_UP = 5
 TIMED = int(os.environ.get("OBSERVED_STEPS", "20"))
+HOST_LOOP = 50_000
 LEAST_SECONDS = 10.0
 """Steps are timed for so long at least: the pace of a host varies for seconds at a time."""
 
@@ -101,13 +102,26 @@ class Training:
         now = self.now()
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
         figures: dict[str, Any] = {"seconds": now - self.began - self.away, "peak_bytes": peak, "issued": self.issued}
-        self.steps.append(figures | self._micro_steps())
-        self.began, self.away, self.issued, self.micro_steps = now, 0.0, 0.0, []
+        self.steps.append(figures | self._micro_steps() | self._conditions())
+        self.away, self.issued, self.micro_steps = 0.0, 0.0, []
         timed = [step["seconds"] for step in self.steps[WARM_UP:]]
         enough = len(timed) >= TIMED and sum(timed) >= LEAST_SECONDS
         if enough:
             self.write()
+        self.began = self.now()
         return enough
+
+    def _conditions(self) -> dict[str, Any]:
+        """Return the device's clock, power and temperature, and the seconds of a fixed loop on the host."""
+        import torch  # noqa: PLC0415 - likewise
+
+        begun = time.perf_counter()
+        sum(range(HOST_LOOP))
+        found: dict[str, Any] = {"host_loop_seconds": time.perf_counter() - begun}
+        if torch.cuda.is_available() and importlib.util.find_spec("pynvml") is not None:
+            found |= {"sm_clock_mhz": torch.cuda.clock_rate(), "power_watts": torch.cuda.power_draw() / 1e3}
+            found["temperature_celsius"] = torch.cuda.temperature()
+        return found
 
     def _micro_steps(self) -> dict[str, Any]:
         before = sum(int(step["micro_steps"]) for step in self.steps)
