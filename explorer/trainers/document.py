@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.loss import Loss
 from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import HardwareSpec
@@ -81,7 +82,9 @@ class TrainerSettings:
     """By the transformers library's names; None is the trainer's own choice."""
     experts: str | None
     """By the transformers library's names; None is the trainer's own choice."""
-    chunked_loss: bool
+    loss: Loss
+    liger_kernels: bool
+    """Whether liger-kernel's norms, rotation and gated activations replace the model's own."""
     compiled_layers: bool
     sharding: Sharding
     context_parallel_size: int
