@@ -188,11 +188,15 @@ class Bench:
             row["promise"], command = explore(published, own)
             row["command"] = [self._plain(each) for each in command]
             row["rounds"] = []
-            for _ in range(self._options.rounds):
+            while len(row["rounds"]) < self._options.rounds and self._has_time_for_another(row["rounds"]):
                 row["rounds"].append(self._observe(command, own, Path(folder)))
         row["agreement"] = agreement(row["promise"], row["rounds"])
         unit = f"{row['promise']['unit']}_per_second"
         row["agreement"]["over_own"] = row["rounds"][0][unit] / row["own"][unit]
+
+    def _has_time_for_another(self, rounds: Sequence[Row]) -> bool:
+        """Whether a round as long as the last one would end in time; the first is always run."""
+        return not rounds or time.monotonic() + float(self._log[-1]["seconds"]) < self._ends_at
 
     def _observe(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Row:
         """Run a command, and return what was observed of it."""
