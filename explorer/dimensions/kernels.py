@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -13,9 +13,6 @@ from bexp.explorer.dimensions.execution import EXECUTION
 from bexp.explorer.dimensions.place import Place
 from bexp.explorer.model.base import Frozen, RuleError
 from bexp.explorer.model.target import TRANSFORMERS
-
-if TYPE_CHECKING:
-    from bexp.explorer.dimensions.candidate import Candidate
 
 
 class Kernels(StrEnum):
@@ -44,29 +41,12 @@ class KernelsAsked(Frozen):
     )
 
 
-BESIDE_EXPERTS = "liger beside experts"
-"""What liger's kernels ask of a trainer where experts keep kernels of their own, which liger's patches replace."""
-
-
 def _explored(place: Place) -> Sequence[Kernels]:
-    able = place.expressible.get("kernels", (BESIDE_EXPERTS,))
-    is_beside = place.names_experts and BESIDE_EXPERTS not in able
-    return (Kernels.LIBRARY,) if place.is_quick or place.target != TRANSFORMERS or is_beside else tuple(Kernels)
+    return (Kernels.LIBRARY,) if place.is_quick or place.target != TRANSFORMERS else tuple(Kernels)
 
 
 class KernelsChoice(Choice[Kernels]):
     """The kernels, the model's own first."""
-
-    def asked_of_trainer(self, candidate: Candidate, place: Place) -> Hashable:
-        """Return the kernels of a candidate, and whether they are liger's beside experts."""
-        is_beside = candidate.kernels is Kernels.LIGER and candidate.expert_backend is not None
-        return BESIDE_EXPERTS if is_beside else candidate.kernels
-
-    def named_for_trainer(self, place: Place) -> Iterable[tuple[str, Any]]:
-        """Yield the named kernels, liger's as those beside experts where the model has some."""
-        for field, kernels in super().named_for_trainer(place):
-            is_beside = kernels is Kernels.LIGER and place.names_experts
-            yield field, BESIDE_EXPERTS if is_beside else kernels
 
     def check(self, place: Place) -> None:
         """Check that the target has the kernels, and that some execution can use them."""

@@ -32,8 +32,6 @@ class Place:
     shapes: ModelSpec | None
     """The request's model section; None if the target knows the model."""
     may_have_experts: bool
-    names_experts: bool
-    """The description of the model says that layers have experts."""
     seq_length: int
     training: TrainingSpec
     is_training: bool

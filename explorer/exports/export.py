@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from bexp.explorer.dimensions.attention import attention_name
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.experts import experts_name
-from bexp.explorer.dimensions.kernels import Kernels
-from bexp.explorer.dimensions.loss import LOSS
+from bexp.explorer.dimensions.loss import LOSS, LOSSES
 from bexp.explorer.dimensions.recompute import Recompute, layers_differ, recomputed_layers
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.model.amounts import rate_text, slower_text
@@ -282,8 +281,7 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
         recomputed_layers=recomputed_indices(request, report, recompute),
         attention=None if "attention" in missing else attention_name(candidate, report),
         experts=None if "experts" in missing else experts_name(candidate),
-        loss=trainer.nearest_loss(loss),
-        liger_kernels=candidate.kernels is Kernels.LIGER and "kernels" not in missing,
+        chunked_loss=not LOSSES[trainer.nearest_loss(loss)].holds_logits,
         compiled_layers=request.execution_of(candidate).compiles and "execution" not in missing,
         sharding=trainer.nearest_sharding(sharding) if "sharding" in missing else sharding,
         context_parallel_size=candidate.context_parallel_size,

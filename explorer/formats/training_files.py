@@ -122,9 +122,6 @@ class StatedTraining:
             if value is None:
                 uncut |= setting_of(name, key) is Setting.SEQ_LENGTH
             elif (known := file.keys.get(key)) is not None and known.is_read:
-                if (needed := file.needed_by(key)) is not None and not document.get(needed):
-                    translation.notes += [] if is_unset(value) else [f"{key} does nothing without {needed}"]
-                    continue
                 stated._take(key, value, known, translation)
             elif reason is not None:
                 if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
@@ -211,8 +208,6 @@ class StatedTraining:
             translation.notes += [file.other_losses[loss]] if loss in file.other_losses else []
             known = "library" if loss in file.other_losses else loss
             self._put_once(translation, "losses", [known], Setting.LOSS)
-        if (kernels := said.get(Setting.KERNELS)) is not None:
-            self._put_once(translation, "kernels", [kernels], Setting.KERNELS)
         self._put_adapters(translation)
         sharded = self._put_sharding(translation, devices, (micro, steps), launch)
         self._put_formats(translation, sharded, launch)

@@ -456,7 +456,6 @@ def place_of(request: ExplorationRequest, device_kind: str | None = None, report
         target=request.target_name,
         shapes=request.model,
         may_have_experts=request.explored.may_have_experts,
-        names_experts=request.explored.names_experts,
         seq_length=request.seq_length,
         training=request.training,
         is_training=is_training,

@@ -10,10 +10,8 @@ from typing import Any
 
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
-from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import LIBRARY_NAMES, MUON
-from bexp.explorer.model.spelling import shortened
 from bexp.explorer.model.training import LINEAR_MODULES, Sharding
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, yaml_export
@@ -107,24 +105,6 @@ def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
     return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key not in others}}
 
 
-LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
-_LIGER_KERNELS = Key(
-    Setting.KERNELS,
-    lambda value: Kernels.LIGER if flag(value) else Kernels.LIBRARY,
-    lambda settings: settings.liger_kernels or None,
-)
-
-
-def _plugins(value: Any) -> None:
-    others = [name for name in value if name != LIGER_PLUGIN] if isinstance(value, list) else [value]
-    if others:
-        raise ValueError(f"changes by plugins are not measured: remove {shortened(others[0])}")
-
-
-def _uses_liger(settings: TrainerSettings) -> list[str] | None:
-    return [LIGER_PLUGIN] if settings.liger_kernels or settings.loss == "liger" else None
-
-
 KEYS = {
     "base_model": Key(Setting.MODEL),
     "micro_batch_size": key(Setting.MICRO_BATCH_SIZE, number),
@@ -162,15 +142,6 @@ KEYS = {
     "peft_use_dora": key(Setting.DORA, flag),
     "peft_use_rslora": key(Setting.RSLORA, flag),
     "torch_compile": Key(Setting.COMPILE, lambda value: value != "auto" and flag(value), lambda settings: False),
-    "plugins": Key(None, _plugins, _uses_liger),
-    **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation"), _LIGER_KERNELS),
-    "liger_swiglu": replace(_LIGER_KERNELS, write=None),  # an older name
-    "liger_layer_norm": Key(None, flag, lambda settings: settings.liger_kernels or None),
-    "liger_fused_linear_cross_entropy": Key(
-        Setting.LOSS,
-        lambda value: "liger" if flag(value) else "library",
-        lambda settings: settings.loss == "liger" or None,
-    ),
     "gradient_checkpointing": Key(Setting.RECOMPUTATION, _recomputes, recomputes_itself),
     "attn_implementation": key(Setting.ATTENTION),
     "experts_implementation": key(Setting.EXPERTS),
@@ -203,7 +174,6 @@ FILE = TrainerFile(
         Setting.RECOMPUTATION: False,
     },
     formats=_formats,
-    idle_without={"liger_*": "plugins"},
     fsdp_version=1,
     fsdp_needs_switch=False,
     widening_fsdp=frozenset({1}),
@@ -240,6 +210,7 @@ FILE = TrainerFile(
                 "cut_cross_entropy chunked_cross_entropy use_eaft use_dft dft_* neftune_noise_alpha "
                 "noisy_embedding_alpha"
             ),
+            "changes by plugins are not measured: remove them": "plugins",
             Why.OTHER_MODEL: "overrides_of_model_config overrides_of_model_kwargs rope_scaling scaling_softmax",
             "this recomputation is not measured; gradient_checkpointing is explored": "selective_checkpointing",
             "rows without padding are measured for sample_packing alone": "batch_flattening",
@@ -311,8 +282,6 @@ AXOLOTL = Trainer(
     expresses=expresses(
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
-        kernels=Kernels,
-        loss={"library", "liger"},
         optimizer={OTHER_LIBRARIES, MUON},
         adapters={ADAPTERS, SINGLE_PARAMETERS},
     ),

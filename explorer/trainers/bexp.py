@@ -9,7 +9,6 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_KERNELS
 from bexp.explorer.dimensions.bta_tile import TILES
 from bexp.explorer.dimensions.candidate import CHOICES
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS, OUR_EXPERTS
-from bexp.explorer.dimensions.kernels import BESIDE_EXPERTS, KERNELS, Kernels
 from bexp.explorer.dimensions.recompute import DIFFERENT_LAYERS, FIRST_LAYERS, LAYER_GROUPS, Recompute
 from bexp.explorer.model.lengths import PACKED
 from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_NAMES
@@ -112,7 +111,7 @@ BEXP_APPLY = Trainer(
         attention=LIBRARY_ATTENTION | TORCH_KERNELS,
         experts=LIBRARY_EXPERTS | {*OUR_EXPERTS, *(f"bexp_{name}" for name in OUR_EXPERTS)},
         sharding=Sharding,
-        **{choice.name: choice.values for choice in CHOICES} | {KERNELS.name: {*Kernels, BESIDE_EXPERTS}},
+        **{choice.name: choice.values for choice in CHOICES},
         optimizer={OTHER_LIBRARIES, MUON_WITH_EXPERTS, *(LIBRARY.keys() - LIBRARY_NAMES.keys())},
         batching={"padded", "grouped", *PACKED},
     ),

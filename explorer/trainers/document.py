@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from bexp.explorer.dimensions.candidate import Candidate
-from bexp.explorer.dimensions.loss import Loss
 from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.hardware import HardwareSpec
@@ -82,9 +81,7 @@ class TrainerSettings:
     """By the transformers library's names; None is the trainer's own choice."""
     experts: str | None
     """By the transformers library's names; None is the trainer's own choice."""
-    loss: Loss
-    liger_kernels: bool
-    """Whether liger-kernel's norms, rotation and gated activations replace the model's own."""
+    chunked_loss: bool
     compiled_layers: bool
     sharding: Sharding
     context_parallel_size: int

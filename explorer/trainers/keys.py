@@ -61,7 +61,6 @@ class Setting(StrEnum):
     ORDER = "grouped by length"
     COMPILE = "torch_compile"
     LOSS = "loss"
-    KERNELS = "kernels"
     RECOMPUTATION = "recomputation"
     RECOMPUTATION_DETAILS = "arguments of recomputation"
     ATTENTION = "attention"
@@ -149,8 +148,6 @@ class TrainerFile:
     """The trainer's defaults."""
     alpha_by_rank: int = 1
     """The default of an adapter's alpha, as a multiple of its rank."""
-    idle_without: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of keys that do nothing without another key."""
     other_losses: Mapping[str, str] = field(default_factory=dict)
     """Losses that are measured as the library's, each with a note on the difference."""
     is_nested: bool = False
@@ -166,10 +163,6 @@ class TrainerFile:
     """A note on every such file."""
     program: str | None = None
     """A pattern of the program that starts the trainer with its file; None if `bexp tune` changes no such file."""
-
-    def needed_by(self, key: str) -> str | None:
-        """Return the key without which another one does nothing; None if there is none."""
-        return next((needed for pattern, needed in self.idle_without.items() if is_among(key, (pattern,))), None)
 
     def name_of(self, setting: Setting) -> str:
         """Return the key that an export writes for a setting."""

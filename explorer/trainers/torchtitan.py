@@ -7,7 +7,6 @@ parser, so it stands last.
 from __future__ import annotations
 
 from bexp.explorer.dimensions.execution import Execution
-from bexp.explorer.dimensions.loss import LOSSES
 from bexp.explorer.dimensions.parallelism import Parallelism, Schedule
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
@@ -87,7 +86,7 @@ def _render(settings: TrainerSettings, batch: Flags) -> ExportDocument:
     else:
         stages = ", ".join(map(str, settings.layers_per_stage))
         notes.append(f"layers of each stage: {stages}; set parallelism.module_fqns_per_model_part in the config")
-    if not LOSSES[settings.loss].holds_logits:
+    if settings.chunked_loss:
         notes.append("loss: measured in chunks, so keep ChunkedLossWrapper in the config, as torchtitan's own have it")
     return shell_export(settings, VARIABLE, flags, notes)
 

@@ -178,12 +178,9 @@ class Trainer:
         return by_share[0] if by_share else Recompute.NONE
 
     def nearest_loss(self, loss: Loss) -> Loss:
-        """Return the loss that it computes in place of `loss`: another that holds no logits if it has one.
-
-        One that a model or a machine may lack is never in place of another.
-        """
+        """Return the loss that it computes in place of `loss`: another that holds no logits if it has one."""
         mine = self.expresses["loss"]
-        alike = (one for one, known in LOSSES.items() if one in mine and not known.holds_logits and not known.is_tried)
+        alike = (one for one in LOSSES if one in mine and not LOSSES[one].holds_logits)
         return loss if loss in mine else "library" if LOSSES[loss].holds_logits else next(alike, "library")
 
     def nearest_sharding(self, level: Sharding) -> Sharding:

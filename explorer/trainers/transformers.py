@@ -11,7 +11,6 @@ from typing import Any
 
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
-from bexp.explorer.dimensions.kernels import Kernels
 from bexp.explorer.dimensions.recompute import Recompute
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import ALIASES, LIBRARY_ARGUMENTS, LIBRARY_NAMES
@@ -118,23 +117,6 @@ ARGUMENTS: Mapping[str, Key] = {
     "deepspeed": DEEPSPEED_KEY,
     **ORDER,
 }
-LIGER_LAYERS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu")
-"""Liger's kernels of layers. A model has some of them, and the others are ignored."""
-
-
-def _liger(settings: TrainerSettings) -> dict[str, bool] | None:
-    """Return which of Liger's kernels to use; None without any."""
-    loss = settings.loss == "liger"
-    if not (settings.liger_kernels or loss):
-        return None
-    layers = dict.fromkeys(LIGER_LAYERS, settings.liger_kernels)
-    return {**layers, "cross_entropy": False, "fused_linear_cross_entropy": loss}
-
-
-LIGER: Mapping[str, Key] = {
-    "use_liger_kernel": Key(write=lambda settings: _liger(settings) is not None or None),
-    "liger_kernel_config": Key(write=_liger),
-}
 LORA: Mapping[str, Key] = {
     "lora_r": key(Setting.R),
     "lora_alpha": key(Setting.ALPHA),
@@ -178,6 +160,8 @@ _READ_BY_THEMSELVES = words(
     """
 )
 _REFUSED_ARGUMENTS = {
+    "use_liger_kernel": "kernels of Liger are not measured: remove it",
+    "liger_kernel_config": "kernels of Liger are not measured: remove it",
     "neftune_noise_alpha": "noise on embeddings is not supported",
     "galore_config": "optimizers other than AdamW and SGD are not supported",
 }
@@ -203,7 +187,6 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
         translation.put(("training", "optimizer", "name"), name, arguments.at("optim"))
     if arguments.boolean("torch_compile"):
         translation.put(("execution",), "compile", arguments.at("torch_compile"))
-    _read_liger(arguments)
     if arguments.boolean("gradient_checkpointing"):
         translation.put(("base_recompute",), Recompute.FULL.value, arguments.at("gradient_checkpointing"))
         translation.notes.append("recomputation is open: gradient_checkpointing is on, and every policy is explored")
@@ -217,26 +200,6 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
     arguments.ignore({name for name in arguments.values if is_among(name, HARMLESS)})
     arguments.refuse_unread(UNKNOWN_FIELD, {"n_gpu": devices})
     return micro, steps
-
-
-def _read_liger(arguments: Section) -> None:
-    """Read the keys of Liger, if `use_liger_kernel` turns it on."""
-    if not arguments.boolean("use_liger_kernel"):
-        arguments.ignore({"liger_kernel_config"})
-        return
-    config, translation = arguments.section("liger_kernel_config"), arguments.translation
-    activations = [config.boolean(name) for name in ("swiglu", "geglu") if name in config] or [True]
-    layers = {config.boolean("rope", True), config.boolean("rms_norm", True), *activations}
-    if len(layers) > 1:
-        reason = "kernels of layers are measured together: say the same of rope, rms_norm and swiglu or geglu"
-        arguments.refuse("liger_kernel_config", reason)
-    if config.boolean("cross_entropy"):
-        config.refuse("cross_entropy", Why.OTHER_LOSS)
-    loss = "liger" if config.boolean("fused_linear_cross_entropy", True) else "library"
-    translation.put(("kernels",), [Kernels.LIGER if layers == {True} else Kernels.LIBRARY], config.location)
-    translation.put(("losses",), [loss], config.location)
-    config.ignore({"layer_norm"})
-    config.refuse_unread(UNKNOWN_FIELD)
 
 
 def _read_fsdp(arguments: Section, devices: int) -> bool:
@@ -274,14 +237,12 @@ LIBRARY_POLICIES = frozenset({Recompute.NONE, *EVERY_NTH_LAYER})
 TRANSFORMERS_TRAINER = Trainer(
     name="transformers",
     title="transformers' Trainer",
-    formats={"transformers": arguments_export({**ARGUMENTS, **LIGER}, lambda settings: [])},
+    formats={"transformers": arguments_export(ARGUMENTS, lambda settings: [])},
     side_file=("training_arguments", read_arguments),
     expresses=expresses(
         recompute=LIBRARY_POLICIES,
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
-        kernels=Kernels,
-        loss={"library", "liger"},
         optimizer={OTHER_LIBRARIES},
         batching={"padded", "grouped"},
     ),

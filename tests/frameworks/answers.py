@@ -45,9 +45,6 @@ ANSWERS = {
     "compiled": exploration(execution="compile"),
     "expandable": exploration(allocator="expandable_segments"),
     "chunked": exploration(candidate(loss="chunked"), losses=["library", "chunked"]),
-    "liger": exploration(
-        candidate(expert_backend=None, kernels="liger", loss="liger"), hf_config={**CONFIG, "num_experts": 1}
-    ),
     "pinned": exploration(candidate(attention_backend="sdpa:cudnn")),
     "zero1": exploration(num_devices=8, training={"sharding": "zero1"}),
     "zero2": exploration(num_devices=8, training={"sharding": "zero2"}),

@@ -4,20 +4,14 @@ import sys
 from pathlib import Path
 
 import yaml
-from axolotl.integrations.base import PluginManager
-from axolotl.integrations.config import merge_input_args
 from axolotl.utils.schemas.config import AxolotlInputConfig
-
-PluginManager.get_instance().register("axolotl.integrations.liger.LigerPlugin")
-_, WithLiger = merge_input_args()
-LIGER = ("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy")
 
 for path in sorted(Path(sys.argv[1]).iterdir()):
     values = yaml.safe_load(path.read_text())
-    kind = WithLiger if path.suffix == ".liger" else AxolotlInputConfig
-    assert set(values) <= set(kind.model_fields), path.name
-    found = kind(base_model="model", datasets=[{"path": "data", "type": "alpaca"}], learning_rate=1e-4, **values)
-    assert [name for name in LIGER if getattr(found, name, None)] == (list(LIGER) if kind is WithLiger else [])
+    assert set(values) <= set(AxolotlInputConfig.model_fields), path.name
+    found = AxolotlInputConfig(
+        base_model="model", datasets=[{"path": "data", "type": "alpaca"}], learning_rate=1e-4, **values
+    )
     assert found.micro_batch_size == values["micro_batch_size"]
     assert found.sequence_len == values["sequence_len"]
     assert (found.bf16, found.bfloat16) == (True, None), path.name

@@ -159,11 +159,7 @@ TWO_STEPS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps":
         ({"training_arguments": {"deepspeed": "z.json"}}, ("training_arguments", "deepspeed"), "path of a file"),
         ({"training_arguments": {"deepspeed": {}}, "deepspeed": {}}, ("deepspeed",), ""),
         ({"training_arguments": {"fsdp": "full_shard offload"}}, ("training_arguments", "fsdp"), "leave offload out"),
-        (
-            {"training_arguments": {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}},
-            ("training_arguments", "liger_kernel_config"),
-            "measured together",
-        ),
+        ({"training_arguments": {"use_liger_kernel": True}}, ("training_arguments", "use_liger_kernel"), "Liger"),
         ({"training_arguments": {"an_invention": 1}}, ("training_arguments", "an_invention"), "not a known field"),
         ({"training_arguments": 3}, ("training_arguments",), "must be a mapping"),
         ({"deepspeed": {"an_invention": 1}}, ("deepspeed", "an_invention"), "not a known field"),
