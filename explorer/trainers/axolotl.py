@@ -24,6 +24,7 @@ from bexp.explorer.trainers.fsdp import (
     sharding_notes,
 )
 from bexp.explorer.trainers.keys import (
+    IN_A_COMMAND,
     QLORA,
     Formats,
     Key,
@@ -210,7 +211,7 @@ FILE = TrainerFile(
                 "cut_cross_entropy chunked_cross_entropy use_eaft use_dft dft_* neftune_noise_alpha "
                 "noisy_embedding_alpha"
             ),
-            "changes by plugins are not measured: remove them": "plugins",
+            f"changes by plugins are not measured: remove them, or {IN_A_COMMAND}": "plugins",
             Why.OTHER_MODEL: "overrides_of_model_config overrides_of_model_kwargs rope_scaling scaling_softmax",
             "this recomputation is not measured; gradient_checkpointing is explored": "selective_checkpointing",
             "rows without padding are measured for sample_packing alone": "batch_flattening",

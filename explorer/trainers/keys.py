@@ -75,7 +75,7 @@ class Setting(StrEnum):
 class Why(StrEnum):
     """Why a key of a file is refused where it is set."""
 
-    KERNELS = "these kernels are not measured for this trainer: remove it"
+    KERNELS = f"these kernels are not measured for this trainer: remove it, or {IN_A_COMMAND}"
     PARALLEL = "devices that share a sequence, a layer or a pipeline are not measured for this trainer"
     OFFLOADING = "what moves to the host's memory is not measured"
     HYBRID = "hierarchical sharding, within groups of devices, is not measured"
