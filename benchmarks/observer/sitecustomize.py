@@ -19,6 +19,7 @@ from typing import Any
 WARM_UP = 5
 TIMED = int(os.environ.get("OBSERVED_STEPS", "20"))
 HOST_LOOP = 50_000
+"""The numbers that the fixed loop sums."""
 LEAST_SECONDS = 10.0
 """Steps are timed for so long at least: the pace of a host varies for seconds at a time."""
 

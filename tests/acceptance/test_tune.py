@@ -51,6 +51,10 @@ def test_a_trainer_is_tuned_and_runs_with_the_answer_and_its_own_batch(machine: 
     assert len(kept) == 1, machine.err(process)
 
 
+REFUSED_BY_EXPLORE = "plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: true\n"
+"""Keys whose refusal names `bexp tune`."""
+
+
 def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None:
     programs = machine.folder / "programs"
     programs.mkdir()
@@ -59,7 +63,7 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
     machine.environment |= {"PATH": f"{programs}:{machine.environment['PATH']}", "BEXP_API_TOKEN": "secret"}
     tuned = machine.folder / "tuned.yaml"
     (machine.folder / "own.yaml").write_text(
-        "micro_batch_size: 1 # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
+        f"micro_batch_size: 1 # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n{REFUSED_BY_EXPLORE}"
     )
     asked = (*ASKED, "--micro-batch-size", "8", "--write", tuned)
     printed = machine.run("tune", *asked, "--", "axolotl", "train", "own.yaml")
@@ -67,7 +71,7 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
     assert found is not None, printed
     size, steps = map(int, found.groups())
     assert tuned.read_text() == (
-        f"micro_batch_size: {size} # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
+        f"micro_batch_size: {size} # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n{REFUSED_BY_EXPLORE}"
         f"gradient_accumulation_steps: {steps}\n"
     )
 
