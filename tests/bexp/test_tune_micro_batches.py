@@ -327,15 +327,16 @@ def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_
 ) -> None:
     for name in ("WARM_UP_SECONDS", "LEAST_SECONDS", "SETTLING_SECONDS"):
         monkeypatch.setattr(tune_clock, name, 0)
-    lengths = texts()
-    clock = Clock(torch.device("cpu"), Ranks(), WORST_TIMES // 2)
+    lengths, clock = texts(), VirtualClock()
     clock.micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
     left = iter(numbers)
     clock.begin_micro_step()
     while not clock.is_over:
         for number in (next(left), next(left)):
             places = list(clock.micro_batches._places(number))
-            clock.end_micro_step(number, padded(lengths, places))
+            positions = padded(lengths, places)
+            clock.at += 1e-5 * positions
+            clock.end_micro_step(number, positions)
         clock.end_step()
     timed = [step for step in clock._micro_steps if step.is_timed]
     fewest = tune_clock.FEWEST_VARIED if numbers[1] > 0 else 2 * tune_clock.FEWEST_STEPS
