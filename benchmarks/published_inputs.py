@@ -6,8 +6,8 @@
 An input is a script with its command, or a YAML, as its project publishes it; the names of models and datasets stand
 for those of `benchmarks.published_models`. FOLDER has the files that no package brings:
 
-- `training_nli_v2.py`: sentence-transformers v6.0.0, examples/sentence_transformer/training/nli
-- `lora-1b.yml`: Axolotl v0.18.0, examples/llama-3
+- `training_nli_v2.py`, `matryoshka_nli.py`: sentence-transformers v6.0.0, examples/sentence_transformer/training
+- `lora-1b.yml`, `mistral.yml`: Axolotl v0.18.0, examples/llama-3 and examples/mistral/config.yml
 - `qwen3_lora_sft.yaml`: LLaMA-Factory v0.9.5, examples/train_lora
 
 `bexp tune` measures a script, and `bexp explore` and `bexp best --into` change a YAML. Then the trainer runs with the
@@ -45,7 +45,16 @@ LAST_LINES = 40
 CLIENT = (sys.executable, "-P", "-m", "bexp.api.cli")
 SIZE, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 TINY_SFT = ("--max_length", "128", "--use_cpu", "true")
-TINY = {": 2048": ": 384", "train_batch_size = 128": "train_batch_size = 8", "fp16=True": "fp16=False"}
+TINY = {
+    ": 2048": ": 384",
+    ": 8192": ": 384",
+    "bf16: auto": "bf16: true",
+    "adamw_bnb_8bit": "adamw_torch_fused",
+    "[768, 512, 256, 128, 64]": "[64, 32]",
+    "\nbatch_size = 128": "\nbatch_size = 8",
+    "train_batch_size = 128": "train_batch_size = 8",
+    "fp16=True": "fp16=False",
+}
 """What is another text in files of tiny runs, which a CPU makes."""
 SFT = """
 trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --learning_rate 2.0e-5
@@ -87,6 +96,7 @@ class Published:
     """
 
     file: str
+    model: str
     arguments: tuple[str, ...] = ()
     trainer: str | None = None
     program: tuple[str, ...] = ()
@@ -97,26 +107,39 @@ class Published:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+AXOLOTL: dict[str, Any] = {
+    "trainer": "axolotl",
+    "program": ("-m", "axolotl.cli.train"),
+    "replaced": {"attn_implementation: flash_attention_2": "attn_implementation: sdpa"},  # no wheel of flash-attn
+    "environment": {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"},
+}
+QWEN3 = "Qwen/Qwen3-4B-Instruct-2507"
 INPUTS = {
-    "trl": Published("trl/scripts/sft.py", (*SFT.split()[1:],), tiny=TINY_SFT),
-    "trl, LoRA": Published("trl/scripts/sft.py", (*SFT.split()[1:], *LORA), tiny=TINY_SFT),
+    "trl": Published("trl/scripts/sft.py", "Qwen/Qwen2-0.5B", (*SFT.split()[1:],), tiny=TINY_SFT),
+    "trl, LoRA": Published("trl/scripts/sft.py", "Qwen/Qwen2-0.5B", (*SFT.split()[1:], *LORA), tiny=TINY_SFT),
     "axolotl": Published(
         "lora-1b.yml",
-        trainer="axolotl",
-        program=("-m", "axolotl.cli.train"),
+        "NousResearch/Llama-3.2-1B",
         explored=("--lengths", "teknium/GPT4-LLM-Cleaned/lengths.txt"),
         dropped=("loss_watchdog_threshold",),  # it ends a training whose weights are random
-        replaced={"attn_implementation: flash_attention_2": "attn_implementation: sdpa"},  # no wheel of flash-attn
-        environment={"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"},
+        **AXOLOTL,
+    ),
+    "axolotl, 7 B": Published(
+        "mistral.yml",
+        "mistralai/Mistral-7B-v0.1",
+        explored=("--lengths", "mhenrichsen/alpaca_2k_test/lengths.txt"),
+        **AXOLOTL,
     ),
     "llamafactory": Published(
         "qwen3_lora_sft.yaml",
+        QWEN3,
         trainer="llamafactory",
         program=("-m", "llamafactory.cli", "train"),
         dropped=("warmup_ratio",),  # transformers has it no more
         environment={"DISABLE_VERSION_CHECK": "1"},
     ),
-    "sentence-transformers": Published("training_nli_v2.py"),
+    "sentence-transformers": Published("training_nli_v2.py", "distilbert/distilroberta-base"),
+    "sentence-transformers, 4 B": Published("matryoshka_nli.py", QWEN3, (QWEN3,)),
 }
 
 
@@ -126,14 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(INPUTS)}")
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2, help="runs of a command with its answer")
-    parser.add_argument("--libraries", type=Path, help="has a folder of packages for each NAME that needs others")
+    parser.add_argument("--libraries", type=Path, help="has a folder of packages for each trainer that needs others")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="an empty folder for models and outputs; default: a temporary one")
     parser.add_argument("--device", default="cuda:0", help="cuda:0 or cpu")
     parser.add_argument("--max-seconds", type=int, default=50, help="of the trials of an input")
     parser.add_argument("--case-seconds", type=float, default=130.0, help="of an input in all")
     parser.add_argument("--end-after", type=float, default=570.0, help="begin no input that could end after these")
-    parser.add_argument("--steps", type=int, default=20, help="that are timed")
+    parser.add_argument("--steps", type=int, default=20, help="of the optimizer that are timed, after --warm-up ones")
+    parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="tiny models and short texts, to try this out")
     options = parser.parse_args(arguments)
     began = time.monotonic()
@@ -142,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
         bench = Bench(options, work)
-        bench.make_models()
+        bench.make_models({INPUTS[name].model for name in options.names or INPUTS})
         for name in options.names or INPUTS:
             left = options.end_after - (time.monotonic() - began)
             row: Row = {"commit": describe_commit(), "environment": environment}
@@ -168,16 +192,17 @@ class Bench:
         self._ends_at = float("inf")
         self._log: list[Row] = []
 
-    def make_models(self) -> None:
+    def make_models(self, names: Collection[str]) -> None:
         """Make models and texts."""
         self._work.mkdir(parents=True, exist_ok=True)
         tiny = ["--tiny"] if self._options.tiny else []
-        self._start([sys.executable, "-m", "benchmarks.published_models", str(self._work), *tiny], {})
+        self._start([sys.executable, "-m", "benchmarks.published_models", str(self._work), *sorted(names), *tiny], {})
 
     def run(self, name: str, published: Published, row: Row, seconds: float) -> None:
         """Fill the row of an input: what is promised, what ran, and whether they agree."""
         self._ends_at, self._log = time.monotonic() + seconds, row.setdefault("log", [])
-        library = None if self._options.libraries is None else self._options.libraries.resolve() / name
+        libraries = self._options.libraries
+        library = None if libraries is None else libraries.resolve() / name.partition(",")[0]
         given = published.environment | ({"LIBRARY": str(library)} if library is not None and library.exists() else {})
         row["versions"] = json.loads(self._start([sys.executable, "-c", VERSIONS, *PACKAGES], given))
         row["input"] = self._place(published)
@@ -201,7 +226,8 @@ class Bench:
     def _observe(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Row:
         """Run a command, and return what was observed of it."""
         observed = folder / "observed.json"
-        self._start(command, {**environment, "OBSERVED": str(observed), "OBSERVED_STEPS": str(self._options.steps)})
+        steps = {"OBSERVED_STEPS": str(self._options.steps), "OBSERVED_WARM_UP": str(self._options.warm_up)}
+        self._start(command, {**environment, "OBSERVED": str(observed), **steps})
         found: Row = json.loads(observed.read_text())
         observed.unlink()
         return found

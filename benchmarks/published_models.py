@@ -1,9 +1,9 @@
 """Makes what published inputs name: models with random weights, their tokenizers, and texts, below one folder.
 
-    python -m benchmarks.published_models FOLDER [--tiny]
+    python -m benchmarks.published_models FOLDER [MODEL ...] [--tiny]
 
-Each lies where its name on the hub says, so that a command that is started in the folder finds it there without a hub:
-`Qwen/Qwen2-0.5B`, `trl-lib/Capybara`. Words of texts are tokens.
+All models are made, or those that are named. Each lies where its name on the hub says, so that a command that is
+started in the folder finds it there without a hub: `Qwen/Qwen2-0.5B`, `trl-lib/Capybara`. Words of texts are tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ WORDS = ["".join(pair) for pair in itertools.product(SYLLABLES, SYLLABLES[::2])]
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 LLAMA_OTHERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
 QWEN = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+MISTRAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 QWEN_OTHERS = ("<|im_start|>", "<|im_end|>")
 ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 CHATML = (
@@ -65,6 +67,36 @@ ALPACA = (
     "### Instruction:\n{instruction}\n\n### Response:\n{output}"
 )
 """The prompt of Stanford Alpaca without an input."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model: `file` of CONFIGS with `changes`, the tokens that its tokenizer names, and its chat template.
+
+    A causal one has weights in bfloat16, another one in float32.
+    """
+
+    file: str | None
+    special: Mapping[str, str]
+    others: Sequence[str] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    chat: str | None = None
+    causal: bool = True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration."""
+        of_file = {} if self.file is None else json.loads((CONFIGS / f"{self.file}.json").read_text())
+        return {**of_file, **self.changes}
+
+
+MODELS = {
+    "Qwen/Qwen2-0.5B": Model("qwen2.5-0.5b", QWEN, QWEN_OTHERS, chat=CHATML),
+    "NousResearch/Llama-3.2-1B": Model("llama-3.2-1b", LLAMA, LLAMA_OTHERS),
+    "mistralai/Mistral-7B-v0.1": Model("mistral-7b-6-layers", MISTRAL, changes={"num_hidden_layers": 32}),
+    "Qwen/Qwen3-4B-Instruct-2507": Model("qwen3-0.6b", QWEN, QWEN_OTHERS, QWEN3_4B, CHATML),
+    "distilbert/distilroberta-base": Model(None, ROBERTA, changes=DISTIL, causal=False),
+}
 ALL_NLI = """\
 ---
 configs:
@@ -80,24 +112,19 @@ def main() -> None:
     """Make everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     folder, share, long = options.folder, *((0.05, (400, 420)) if options.tiny else (1.0, (2100, 2200)))
-    names = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b")
-    llama, qwen2, qwen3 = (json.loads((CONFIGS / f"{name}.json").read_text()) for name in names)
-    changes = TINY if options.tiny else {}
-    make_model(folder / "Qwen/Qwen2-0.5B", qwen2 | changes, QWEN, QWEN_OTHERS, chat=CHATML)
-    make_model(folder / "NousResearch/Llama-3.2-1B", llama | changes, LLAMA, LLAMA_OTHERS)
-    make_model(folder / "Qwen/Qwen3-4B-Instruct-2507", qwen3 | QWEN3_4B | changes, QWEN, QWEN_OTHERS, chat=CHATML)
-    make_model(folder / "distilbert/distilroberta-base", DISTIL | changes, ROBERTA, (), causal=False)
+    for name in options.models or MODELS:
+        make_model(folder / name, MODELS[name], TINY if options.tiny else {})
     texts = Texts()
     for split, number in ({"train": 3000, "test": 100}).items():
         chats = ({"messages": texts.chat(200, 900)} for _ in range(round(number * share)))
         write(folder / f"trl-lib/Capybara/{split}.jsonl", chats)
     pairs = [texts.pair(20, 450) for _ in range(round(12_000 * share))]
     write(folder / "teknium/GPT4-LLM-Cleaned/train.jsonl", iter(pairs))
-    lengths = prompt_lengths(folder / "NousResearch/Llama-3.2-1B", pairs)
-    (folder / "teknium/GPT4-LLM-Cleaned/lengths.txt").write_text("\n".join(map(str, lengths)))
+    write_lengths(folder, "NousResearch/Llama-3.2-1B", "teknium/GPT4-LLM-Cleaned", pairs)
     for name, number in ({"identity": 91, "alpaca_en_demo": 999}).items():
         write(folder / f"data/{name}.jsonl", (texts.pair(*long) for _ in range(round(number * share))))
     files = {name: {"file_name": f"{name}.jsonl"} for name in ("identity", "alpaca_en_demo")}
@@ -110,18 +137,13 @@ def main() -> None:
         scored = ({**texts.triplet(8, 32), "score": texts.random.random()} for _ in range(200))
         named = ({"sentence1": row["anchor"], "sentence2": row["positive"], "score": row["score"]} for row in scored)
         write(stsb / f"{split}.jsonl", named)
+    pairs = [texts.pair(20, 450) for _ in range(round(2000 * share))]
+    write(folder / "mhenrichsen/alpaca_2k_test/train.jsonl", iter(pairs))
+    write_lengths(folder, "mistralai/Mistral-7B-v0.1", "mhenrichsen/alpaca_2k_test", pairs)
 
 
-def make_model(
-    folder: Path,
-    config: Mapping[str, Any],
-    special: Mapping[str, str],
-    others: Sequence[str],
-    *,
-    chat: str | None = None,
-    causal: bool = True,
-) -> None:
-    """Write a model with random weights, in bfloat16 if it is causal, and a tokenizer with a token for each word."""
+def make_model(folder: Path, model: Model, changes: Mapping[str, Any]) -> None:
+    """Write a model with random weights, changed so, and a tokenizer with a token for each word."""
     import torch  # noqa: PLC0415 - late, so that --help is quick
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: PLC0415 - likewise
     from transformers import (  # noqa: PLC0415 - likewise
@@ -134,41 +156,47 @@ def make_model(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    named = dict.fromkeys([*special.values(), *others])
+    special, config = model.special, {**model.config, **changes}
+    named = dict.fromkeys([*special.values(), *model.others])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=12_000, special_tokens=list(named), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([" ".join(["", *WORDS])], trainer)
     if first := special.get("bos_token"):
-        ends = [special["eos_token"]] if not causal else []
+        ends = [special["eos_token"]] if not model.causal else []
         whole = " ".join([first, "$A", *ends])
         pairs = [(token, tokenizer.token_to_id(token)) for token in (first, *ends)]
         tokenizer.post_processor = processors.TemplateProcessing(single=whole, special_tokens=pairs)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **special,
-        additional_special_tokens=list(others),
-        model_max_length=config["max_position_embeddings"] - (0 if causal else 2),
+        additional_special_tokens=list(model.others),
+        model_max_length=config["max_position_embeddings"] - (0 if model.causal else 2),
     )
-    fast.chat_template = chat
+    fast.chat_template = model.chat
     fast.save_pretrained(folder)
     ids = {f"{name}_id": fast.convert_tokens_to_ids(token) for name, token in special.items() if name != "mask_token"}
     settings = {**config, **ids}
     resolved = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    kind = AutoModelForCausalLM if causal else AutoModel
+    kind = AutoModelForCausalLM if model.causal else AutoModel
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = kind.from_config(resolved, dtype=torch.bfloat16 if causal else torch.float32)
-    model.save_pretrained(folder)
+        made = kind.from_config(resolved, dtype=torch.bfloat16 if model.causal else torch.float32)
+    made.save_pretrained(folder)
 
 
-def prompt_lengths(model: Path, pairs: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the number of tokens of each pair in Alpaca's prompt, with the tokens that begin and end it."""
+def write_lengths(folder: Path, model: str, dataset: str, pairs: Sequence[Mapping[str, str]]) -> None:
+    """Write the number of tokens of each pair in Alpaca's prompt, with the tokens that begin and end it.
+
+    Without the model's tokenizer nothing is written.
+    """
     from transformers import AutoTokenizer  # noqa: PLC0415 - late, so that --help is quick
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    if not (folder / model).exists():
+        return
     prompts = [ALPACA.format(**pair) for pair in pairs]
-    return [len(ids) + 1 for ids in tokenizer(prompts)["input_ids"]]
+    lengths = [len(ids) + 1 for ids in AutoTokenizer.from_pretrained(folder / model)(prompts)["input_ids"]]
+    (folder / dataset / "lengths.txt").write_text("\n".join(map(str, lengths)))
 
 
 class Texts:

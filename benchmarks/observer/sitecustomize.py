@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from typing import Any
 
-WARM_UP = 5
+WARM_UP = int(os.environ.get("OBSERVED_WARM_UP", "5"))
 TIMED = int(os.environ.get("OBSERVED_STEPS", "20"))
 HOST_LOOP = 50_000
 """The numbers that the fixed loop sums."""
