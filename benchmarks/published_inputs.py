@@ -113,7 +113,6 @@ AXOLOTL: dict[str, Any] = {
     "replaced": {"attn_implementation: flash_attention_2": "attn_implementation: sdpa"},  # no wheel of flash-attn
     "environment": {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"},
 }
-QWEN3 = "Qwen/Qwen3-4B-Instruct-2507"
 INPUTS = {
     "trl": Published("trl/scripts/sft.py", "Qwen/Qwen2-0.5B", (*SFT.split()[1:],), tiny=TINY_SFT),
     "trl, LoRA": Published("trl/scripts/sft.py", "Qwen/Qwen2-0.5B", (*SFT.split()[1:], *LORA), tiny=TINY_SFT),
@@ -132,14 +131,14 @@ INPUTS = {
     ),
     "llamafactory": Published(
         "qwen3_lora_sft.yaml",
-        QWEN3,
+        "Qwen/Qwen3-4B-Instruct-2507",
         trainer="llamafactory",
         program=("-m", "llamafactory.cli", "train"),
         dropped=("warmup_ratio",),  # transformers has it no more
         environment={"DISABLE_VERSION_CHECK": "1"},
     ),
     "sentence-transformers": Published("training_nli_v2.py", "distilbert/distilroberta-base"),
-    "sentence-transformers, 4 B": Published("matryoshka_nli.py", QWEN3, (QWEN3,)),
+    "sentence-transformers, 1.7 B": Published("matryoshka_nli.py", "Qwen/Qwen3-1.7B", ("Qwen/Qwen3-1.7B",)),
 }
 
 

@@ -41,6 +41,8 @@ QWEN3_4B: dict[str, Any] = {
     "max_window_layers": 36,
 }
 """What Qwen3-4B has other than Qwen3-0.6B."""
+QWEN3_2B: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 6144}
+"""What Qwen3-1.7B has other than Qwen3-0.6B."""
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -94,6 +96,7 @@ MODELS = {
     "Qwen/Qwen2-0.5B": Model("qwen2.5-0.5b", QWEN, QWEN_OTHERS, chat=CHATML),
     "NousResearch/Llama-3.2-1B": Model("llama-3.2-1b", LLAMA, LLAMA_OTHERS),
     "mistralai/Mistral-7B-v0.1": Model("mistral-7b-6-layers", MISTRAL, changes={"num_hidden_layers": 32}),
+    "Qwen/Qwen3-1.7B": Model("qwen3-0.6b", QWEN, QWEN_OTHERS, QWEN3_2B, CHATML),
     "Qwen/Qwen3-4B-Instruct-2507": Model("qwen3-0.6b", QWEN, QWEN_OTHERS, QWEN3_4B, CHATML),
     "distilbert/distilroberta-base": Model(None, ROBERTA, changes=DISTIL, causal=False),
 }
