@@ -1,6 +1,6 @@
 """MoE layers on every expert kernel that is installed: from routing weights to the combined output, and backward.
 
-    python -m benchmarks.expert_layers --out results/NAME.json [--max-seconds S] [--device cpu --tiny]
+    python -m benchmarks.expert_layers --out results/NAME.json [--max-seconds S] [--only NAME ...] [--device cpu --tiny]
 
 24 shapes: 8 to 128 experts of 2048 x 1024 with a gated SiLU in bfloat16, top-1 to top-8, 512 to 32,768 tokens, under
 even loads and Zipf loads. Contenders are all expert back ends, torch's also compiled. Each takes its matrices in
@@ -20,7 +20,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -77,6 +77,8 @@ class Cell:
     dtype: torch.dtype = torch.bfloat16
     poisons: bool = False
     tune_sonicmoe: bool = False
+    only: tuple[str, ...] = ()
+    """Its contenders, or none of them for all."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class Cell:
             moe = MoESpec(num_experts=self.num_experts, top_k=self.top_k, expert_ffn_hidden_size=self.width)
             drawn = torch.from_numpy(draw_batch_routes(moe, RoutingSpec(kind="zipf"), self.num_tokens, 0))
             routes = drawn.repeat(-(-self.num_tokens // drawn.shape[0]), 1)[: self.num_tokens].contiguous()
-        yield {}, Layer(self.shape, routes.to(device))
+        yield {}, Layer(self.shape, routes.to(device), self.only)
 
 
 CELLS = tuple(Cell(*shape, load) for shape in SHAPES for load in (EVEN, ZIPF))
@@ -108,10 +110,16 @@ CELLS = tuple(Cell(*shape, load) for shape in SHAPES for load in (EVEN, ZIPF))
 class Layer(Experts):
     """Experts whose contenders choose the layout of their matrices."""
 
+    def __init__(self, shape: ExpertsShape, routes: Tensor, only: Collection[str] = ()) -> None:
+        self._only = only
+        super().__init__(shape, routes)
+
     def contenders(self) -> dict[str, str | None]:
-        """Return all back ends, and torch's grouped GEMM compiled."""
+        """Return all back ends, and torch's grouped GEMM compiled, or those that were named."""
         found = super().contenders()
-        return found | {f"grouped_mm{COMPILED}": found["grouped_mm"]} if self.routes.is_cuda else found
+        if self.routes.is_cuda:
+            found[f"grouped_mm{COMPILED}"] = found["grouped_mm"]
+        return {name: reason for name, reason in found.items() if name in self._only or not self._only}
 
     def prepare(self, name: str) -> Prepared:
         """A forward and backward in the layout in which a few of them are faster."""
@@ -161,10 +169,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true", help="two shapes of small sizes, for tests")
     parser.add_argument("--tune-sonicmoe", action="store_true", help="let sonic-moe tune each shape")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders; default: all")
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.max_seconds
-    cells = [replace(cell, tune_sonicmoe=options.tune_sonicmoe) for cell in (tiny_cells() if options.tiny else CELLS)]
-    if options.device != "cpu" and find_spec("liger_kernel") is not None:
+    only = tuple(options.only)
+    cells = [
+        replace(cell, tune_sonicmoe=options.tune_sonicmoe, only=only)
+        for cell in (tiny_cells() if options.tiny else CELLS)
+    ]
+    has_liger = "liger" in only or not only
+    if options.device != "cpu" and has_liger and find_spec("liger_kernel") is not None:
         try:
             liger_tiles.build(HIDDEN, WIDTH, options.device)
         except Exception as error:  # noqa: BLE001 - it is one contender of many
@@ -179,8 +193,10 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": [],
         "left_out": [],
     }
+    if only:
+        fresh["only"] = list(only)
     try:
-        results = begin(options.out, fresh, same=("kernels", "shape", "tune_sonicmoe"))
+        results = begin(options.out, fresh, same=("kernels", "shape", "tune_sonicmoe", "only"))
     except ValueError as error:
         parser.error(str(error))
     cells = missing(cells, results["rows"])
