@@ -156,6 +156,27 @@ def sharded(result: Row) -> Iterable[Row]:
         }
 
 
+def published(result: Row) -> Iterable[Row]:
+    """Return each published input with what was promised for it, and what its trainer then ran."""
+    kept = {True: "as promised", False: "otherwise", None: "-"}
+    for name, row in result["inputs"].items():
+        promise, agreement = row["promise"], row["agreement"]
+        rounds = row.get("rounds") or [row["observed"]]
+        yield row | {
+            "name": name,
+            "own": _sizes(row["own"]) if "own" in row else "-",
+            "answer": _sizes(rounds[0]),
+            "promised": f"{promise['rate']:,.0f} {promise['unit']}/s, {promise['peak_bytes'] / 2**30:.1f} GiB",
+            "runs": len(rounds),
+            "speed": agreement.get("speed_of_promised_for_its_widths", agreement["speed_of_promised"]),
+            **{each: kept[agreement[each]] for each in ("batch", "format", "parameters", "weights")},
+        }
+
+
+def _sizes(observed: Row) -> str:
+    return f"{observed['per_device_train_batch_size']} x {observed['gradient_accumulation_steps']}"
+
+
 def trainer_summary(result: Row) -> Iterable[Row]:
     """Return figures over the explorations: whole models as their logs name them, the rest of those of the defaults."""
     default = [row for row in trainers(result) if not row["fields"]]

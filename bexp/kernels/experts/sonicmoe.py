@@ -1,7 +1,8 @@
 """SonicMoE (Guo et al., 2025, arXiv:2512.14080) of the package sonic-moe: quack's GEMMs in CuTe DSL.
 
 sonic-moe 0.1.2 pins torch <= 2.9.1 and CuTe DSL 4.4.2, quack-kernels 0.6 needs CuTe DSL >= 4.7: install the first
-without its dependencies. quack tunes each GEMM by its sizes in the first run. Its gated GELU is the approximation by
+without its dependencies, and all into a folder named site-packages, for quack takes no other code for installed. quack
+tunes each GEMM by its sizes in the first run. Its gated GELU is the approximation by
 tanh, which no model means by "gelu". Matrices are kept as (E, 2H, D) and (E, D, H).
 """
 
