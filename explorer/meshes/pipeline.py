@@ -1,4 +1,4 @@
-"""A pipeline, simulated event by event: when each pass runs, and what each rank holds in memory meanwhile."""
+"""A pipeline: the layers of its stages, when each pass runs, simulated event by event, and what each rank holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.meshes.mesh import Mesh
 
 
 class Pass(StrEnum):
@@ -209,3 +210,57 @@ def _peak_bytes(order: Sequence[PipelineAction], stages: Sequence[StageCosts]) -
         if action.kind is Pass.BACKWARD:
             held -= costs.saved_bytes
     return peak
+
+
+def most_held(mesh: Mesh, rank: int, number: int) -> int:
+    """Return how many micro-batches, each in one stage, a rank of an even pipeline holds at most."""
+    after = mesh.pipeline - 1 - rank
+    if mesh.schedule is Schedule.INTERLEAVED:
+        return min(number * mesh.virtual_stages, 2 * after + (mesh.virtual_stages - 1) * mesh.pipeline + 1)
+    return min(number, after + 1)
+
+
+HALVINGS = 40
+"""Steps of the search for the shortest longest stage; each halves the interval that it lies in."""
+
+
+def balance_layers(
+    seconds: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Return how many consecutive layers each stage holds, such that the longest stage is as short as it can be.
+
+    `seconds` are those of the layers in order; `first` and `last` are those of embedding and head. Each stage has at
+    least one layer. Of several ways to be as short, the one with most layers in the first stages is returned.
+
+    Raises ValueError if there are fewer layers than stages.
+    """
+    if num_stages > len(seconds):
+        raise ValueError(f"{len(seconds)} layers are fewer than {num_stages} stages")
+    low, high = 0.0, first + sum(seconds) + last
+    best = _fill(seconds, num_stages, high, first, last)
+    assert best is not None, "the sum of all is long enough"
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        counts = _fill(seconds, num_stages, middle, first, last)
+        if counts is None:
+            low = middle
+        else:
+            high, best = middle, counts
+    return best
+
+
+def _fill(seconds: Sequence[float], num_stages: int, limit: float, first: float, last: float) -> tuple[int, ...] | None:
+    """Return the layers of each stage if every stage takes as many as `limit` allows; None if some are left over."""
+    counts, place = [], 0
+    for stage in range(num_stages):
+        taken = first if stage == 0 else 0.0
+        extra = last if stage == num_stages - 1 else 0.0
+        end = len(seconds) - (num_stages - 1 - stage)  # each later stage needs a layer
+        begin = place
+        while place < end and taken + seconds[place] + extra <= limit * (1 + 1e-12):
+            taken += seconds[place]
+            place += 1
+        if place == begin:
+            return None
+        counts.append(place - begin)
+    return tuple(counts) if place == len(seconds) else None

@@ -10,19 +10,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN, ShardingCommunication, Unit
+from bexp.explorer.cost.collectives import ASSUMED_SLOWDOWN, ShardingCommunication
 from bexp.explorer.cost.components import Component, Operation
 from bexp.explorer.cost.parameters import count_parameters
-from bexp.explorer.cost.step import GatheredBytes, MemoryParts, gathered_of_units
-from bexp.explorer.dimensions.parallelism import Schedule
+from bexp.explorer.cost.step import GatheredBytes, MemoryParts
 from bexp.explorer.meshes.costs import Costs, DeviceShare, LayerCost, LayerCosts, Makeup, compose_layer, stage_costs
-from bexp.explorer.meshes.layers import MeshBlocks, MeshCandidate, MeshDecomposer, Sort
+from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer, Sort
+from bexp.explorer.meshes.memory import HeldParameters, rank_memory
 from bexp.explorer.meshes.mesh import Mesh, MeshRun
-from bexp.explorer.meshes.pipeline import PipelineRun, StageCosts, pipeline_seconds
+from bexp.explorer.meshes.pipeline import PipelineRun, StageCosts, balance_layers, most_held, pipeline_seconds
 from bexp.explorer.meshes.transfers import Group
 from bexp.explorer.model.hardware import HardwareSpec
 from bexp.explorer.model.model import ModelSpec
-from bexp.explorer.model.training import OptimizerSpec, Sharding
+from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
 
 T = TypeVar("T")
@@ -323,151 +323,3 @@ def reduces_late(mesh: Mesh) -> bool:
 def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
     """Return the entries of a rank's stages."""
     return of_stages[rank :: mesh.pipeline]
-
-
-FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class HeldParameters:
-    """The parameters of a stage, or of all stages of a rank."""
-
-    dense: int
-    """All but the spread experts."""
-    experts: int
-    """Those that expert parallelism spreads."""
-    repeated: int
-    """Those of `dense` that each tensor-parallel device has whole: norms, routers, and biases of sums."""
-    largest: int
-    """Those of the largest unit that sharding gathers at a time."""
-    layer: int
-    """Those of the largest layer."""
-    head: int
-    """Those of the unit with the head."""
-
-    @property
-    def number(self) -> int:
-        """All of them."""
-        return self.dense + self.experts
-
-    def share(self, mesh: Mesh) -> int:
-        """Return how many of them a device steps if training state is sharded."""
-        return -(-self.dense // mesh.data) - (-self.experts // mesh.expert_data)
-
-    def spread(self, mesh: Mesh) -> int:
-        """Return how many of them sharding spreads: all but experts that one device alone has."""
-        return self.dense + (self.experts if mesh.expert_data > 1 else 0)
-
-    def gathered(self, mesh: Mesh, model: ModelSpec, spec: OptimizerSpec) -> GatheredBytes:
-        """Return the parameters of a stage that sharding holds whole for a moment."""
-        item, reduced = model.dtype.itemsize, spec.gradient_dtype(model.dtype).itemsize
-        head, layer = Unit(self.head, self.head), Unit(self.layer, self.layer)
-        is_tied = model.tie_embeddings and mesh.pipeline == 1
-        return gathered_of_units(mesh.sharding, head, layer, item, reduced, mesh.data, is_tied=is_tied)
-
-    @classmethod
-    def of_stage(
-        cls, sorts: Counter[Sort], blocks: MeshBlocks, mesh: Mesh, stage: int, model: ModelSpec
-    ) -> HeldParameters:
-        """Return those of a stage, whose layers are counted by sort; `model` is what a device has of the whole."""
-        first, repeated = (blocks.embedding.parameters, blocks.embedding.repeated_parameters) if stage == 0 else (0, 0)
-        head = 0
-        if stage == mesh.num_stages - 1:
-            head, repeated = blocks.head.parameters, repeated + blocks.head.repeated_parameters
-            if model.tie_embeddings:  # one unit with the embedding, of which a pipeline's last rank has a copy
-                head += first if mesh.pipeline == 1 else model.vocab_size * model.hidden_size
-        extra = head if model.tie_embeddings and mesh.pipeline == 1 else first + head
-        dense, experts, layer = extra, 0, 0
-        for sort, count in sorts.items():
-            own = sum(block.parameters for block in blocks.blocks[sort])
-            spread = sum(block.expert_parameters for block in blocks.blocks[sort])
-            dense, experts = dense + count * own, experts + count * spread
-            repeated += count * sum(block.repeated_parameters for block in blocks.blocks[sort])
-            layer = max(layer, own + (spread if mesh.expert_data > 1 else 0))
-        return cls(dense, experts, repeated, max(extra, layer), layer, head)
-
-    @classmethod
-    def of_rank(cls, stages: Sequence[HeldParameters]) -> HeldParameters:
-        """Return those of all stages of a rank."""
-        return cls(
-            sum(stage.dense for stage in stages),
-            sum(stage.experts for stage in stages),
-            sum(stage.repeated for stage in stages),
-            *(max(getattr(stage, name) for stage in stages) for name in ("largest", "layer", "head")),
-        )
-
-
-def rank_memory(
-    held: HeldParameters, mesh: Mesh, model: ModelSpec, spec: OptimizerSpec, activations: int, transient: int
-) -> MemoryParts:
-    """Return the memory of a rank at its peak; the levels of sharding are those of `bexp.explorer.cost.step`."""
-    dtype, level = model.dtype, mesh.sharding.level
-    gradient = spec.gradient_dtype(dtype).itemsize
-
-    def kept(from_level: int) -> int:
-        if level < 1:
-            return held.number
-        return held.share(mesh) + (held.spread(mesh) if level < from_level else 0)
-
-    return MemoryParts(
-        parameters=kept(3) * dtype.itemsize,
-        gradients=kept(2) * gradient,
-        master_weights=kept(1) * FLOAT32_BYTES if spec.has_master(dtype) else 0,
-        optimizer_states=kept(1) * spec.num_states * spec.moment_dtype(dtype).itemsize,
-        activations=activations,
-        transient=transient,
-    )
-
-
-def most_held(mesh: Mesh, rank: int, number: int) -> int:
-    """Return how many micro-batches, each in one stage, a rank of an even pipeline holds at most."""
-    after = mesh.pipeline - 1 - rank
-    if mesh.schedule is Schedule.INTERLEAVED:
-        return min(number * mesh.virtual_stages, 2 * after + (mesh.virtual_stages - 1) * mesh.pipeline + 1)
-    return min(number, after + 1)
-
-
-HALVINGS = 40
-"""Steps of the search for the shortest longest stage; each halves the interval that it lies in."""
-
-
-def balance_layers(
-    seconds: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
-) -> tuple[int, ...]:
-    """Return how many consecutive layers each stage holds, such that the longest stage is as short as it can be.
-
-    `seconds` are those of the layers in order; `first` and `last` are those of embedding and head. Each stage has at
-    least one layer. Of several ways to be as short, the one with most layers in the first stages is returned.
-
-    Raises ValueError if there are fewer layers than stages.
-    """
-    if num_stages > len(seconds):
-        raise ValueError(f"{len(seconds)} layers are fewer than {num_stages} stages")
-    low, high = 0.0, first + sum(seconds) + last
-    best = _fill(seconds, num_stages, high, first, last)
-    assert best is not None, "the sum of all is long enough"
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        counts = _fill(seconds, num_stages, middle, first, last)
-        if counts is None:
-            low = middle
-        else:
-            high, best = middle, counts
-    return best
-
-
-def _fill(seconds: Sequence[float], num_stages: int, limit: float, first: float, last: float) -> tuple[int, ...] | None:
-    """Return the layers of each stage if every stage takes as many as `limit` allows; None if some are left over."""
-    counts, place = [], 0
-    for stage in range(num_stages):
-        taken = first if stage == 0 else 0.0
-        extra = last if stage == num_stages - 1 else 0.0
-        end = len(seconds) - (num_stages - 1 - stage)  # each later stage needs a layer
-        begin = place
-        while place < end and taken + seconds[place] + extra <= limit * (1 + 1e-12):
-            taken += seconds[place]
-            place += 1
-        if place == begin:
-            return None
-        counts.append(place - begin)
-    return tuple(counts) if place == len(seconds) else None

@@ -28,7 +28,8 @@ from tests.waits import PATIENCE_SECONDS, Clock, wait_until
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("bexp.step.exploration.time", found)
+    for module in ("exploration", "training_step"):
+        monkeypatch.setattr(f"bexp.step.{module}.time", found)
     return found
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from bexp.explorer.dimensions.parallelism import Schedule
 from bexp.explorer.meshes import report as mesh_report
-from bexp.explorer.meshes.pipeline import StageCosts, pipeline_seconds, rank_order, simulate_pipeline
-from bexp.explorer.meshes.step import balance_layers
+from bexp.explorer.meshes.pipeline import StageCosts, balance_layers, pipeline_seconds, rank_order, simulate_pipeline
 
 SIZES = [(2, 2), (2, 6), (4, 4), (4, 12), (8, 16)]
 

@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bexp.explorer.cost.components import Component
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.meshes.layers import MeshCandidate, MeshDecomposer
+from bexp.explorer.meshes.memory import HeldParameters
 from bexp.explorer.meshes.mesh import Mesh
 from bexp.explorer.meshes.shards import shard_of, spread_expert_model
-from bexp.explorer.meshes.step import HeldParameters
 from bexp.explorer.meshes.transfers import Transfers
 from bexp.explorer.model.model import DType, LayerKind, ModelSpec, MoESpec
 from bexp.explorer.model.training import LossSpec
