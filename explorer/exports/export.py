@@ -98,7 +98,7 @@ def _weights_line(
     """Return the number format of the model, and its difference from the measured one."""
     dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report, candidate)
     measured = measured_precision(request, report)
-    is_wide = precision == "autocast" or (precision == "master" and trainer.widens_shards)
+    is_wide = precision == "autocast" or (precision == "master" and trainer.has_deepspeed)
     made = DType.FLOAT32 if is_wide else dtype
     if request.quantized is not None:
         return _quantized_line(request.quantized, report, made)
@@ -268,7 +268,7 @@ def build_settings(trainer: Trainer, format_name: str, exploration: ExportSource
         seq_length=seq_length,
         dtype=compute_dtype(request, report),
         precision=precision_of(trainer, request, report, candidate),
-        widens_shards=trainer.widens_shards and precision_of(trainer, request, report, candidate) == "master",
+        widens_shards=trainer.has_deepspeed and precision_of(trainer, request, report, candidate) == "master",
         quantization=request.quantized,
         halves_experts=halves_experts(trainer, report),
         batch_size=None if choice.grad_accum_steps is None else request.effective_batch_size,

@@ -192,7 +192,12 @@ class StatedTraining:
         if devices > 1 and file.shards and translation.get("training", "sharding") is None:
             translation.put(("training", "sharding"), "zero3")
         micro = said.get(Setting.MICRO_BATCH_SIZE, 1)
-        steps = said.get(Setting.STEPS) or max(1, said.get(Setting.DEVICE_BATCH, micro) // micro)
+        steps = said.get(Setting.STEPS) or 1
+        if Setting.DEVICE_BATCH in said and Setting.STEPS not in said:
+            translation.notes.append(
+                f"{self.keys[Setting.DEVICE_BATCH]}: accumulates nothing, so that a step of a device has {micro} "
+                "sequences: say gradient_accumulation_steps"
+            )
         size = self.source(Setting.MICRO_BATCH_SIZE)
         translation.put(("batch_size",), micro * steps * devices, size)
         translation.put(("base_micro_batch_size",), micro, size)
@@ -281,7 +286,7 @@ class StatedTraining:
             translation.notes.append(
                 f"{'.'.join(map(str, where))}: FSDP1 is measured as FSDP2, which takes less memory: say version 2"
             )
-        return "master" if fsdp.version in FILES[self.name].widening_fsdp else "pure"
+        return "master" if FILES[self.name].widens_fsdp else "pure"
 
     def _fsdp(self, translation: Translation, launch: Launch | None) -> tuple[Fsdp | None, Location]:
         """Return what FSDP is asked to shard, and where; None where nothing turns it on."""
@@ -299,7 +304,7 @@ class StatedTraining:
             refuse_second_sharding(translation, (*launch.location, "distributed_type"), where)
         section = translation.section(config, self.source(Setting.FSDP_CONFIG))
         outer = self.said.get(Setting.FSDP_VERSION)
-        return read_fsdp(switch, section, where, file.fsdp_version, outer=outer), where
+        return read_fsdp(switch, section, where, file.fsdp_versions, outer=outer), where
 
     def _put_unread(self, translation: Translation, path: str, devices: int) -> None:
         """Note or refuse the path of a JSON that no command has put into its place."""

@@ -69,7 +69,7 @@ def check_trainer(request: ExplorationRequest) -> None:
 def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yield the fields that name something which a trainer cannot express, each with a description of that."""
     for field, term, value in _named_values(request):
-        if term == SHARDING.name and request.by_deepspeed and trainer.widens_shards:
+        if term == SHARDING.name and request.by_deepspeed and trainer.has_deepspeed:
             continue  # DeepSpeed has all levels
         if (words := trainer.lacks(term, value)) is not None:
             yield field, words

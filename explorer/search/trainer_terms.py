@@ -53,12 +53,12 @@ def precision_of(
     if request.training.lora is not None or request.is_own_code or is_float32:
         return measured
     level = candidate.sharding or request.training.sharding
-    if request.by_deepspeed and trainer.widens_shards:
+    if request.by_deepspeed and trainer.has_deepspeed:
         return "master"
     if trainer.upcast_attention and request.target_name == BEXP:
         return "pure"  # the reference layers cast nothing
-    if trainer.upcast_attention and measured != "master":
-        is_whole = level is Sharding.NONE
+    is_whole = level is Sharding.NONE
+    if trainer.upcast_attention and not (is_whole and measured == "master"):
         name = attention_name(candidate, report) or TORCH_CHOICE
         is_upcast = is_whole and (name in TORCH_KERNELS or name in trainer.upcast_attention)
         return "upcast" if is_upcast else "pure"
@@ -118,7 +118,7 @@ def find_missing(
         "sharded_adapters": ShardedAdapters(request.training.lora, sharding),
         "optimizer": stepped_weights(request, has_experts=candidate.expert_backend is not None),
     }
-    if request.by_deepspeed and trainer.widens_shards:
+    if request.by_deepspeed and trainer.has_deepspeed:
         del asked[SHARDING.name]  # DeepSpeed has all levels
     missing = {term: words for term, value in asked.items() if (words := trainer.lacks(term, value)) is not None}
     if candidate.recompute is Recompute.OFFLOAD and "recompute" in missing:

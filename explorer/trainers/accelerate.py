@@ -150,7 +150,7 @@ def read_launch(config: Section) -> Launch:
         location=config.location,
         num_processes=1 if kind == "no" else config.integer("num_processes", largest=1 << 20),
         half=True if half == "bf16" else None,
-        fsdp=read_fsdp(True, sharded, config.at("distributed_type"), 1, launched=True) if kind == "fsdp" else None,
+        fsdp=read_fsdp(True, sharded, config.at("distributed_type"), (1, 2), launched=True) if kind == "fsdp" else None,
         deepspeed=_read_deepspeed(engine) if kind == "deepspeed" else None,
     )
 
@@ -226,5 +226,6 @@ ACCELERATE = Trainer(
         optimizer={OTHER_LIBRARIES, MUON, MUON_WITH_EXPERTS},
     ),
     targets=LIBRARY_RUNS_IT,
+    has_deepspeed=True,
     widens_shards=True,
 )

@@ -12,7 +12,7 @@ from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION, TORCH_CHOICE
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import LIBRARY_NAMES, MUON
-from bexp.explorer.model.training import LINEAR_MODULES, Sharding
+from bexp.explorer.model.training import LINEAR_MODULES
 from bexp.explorer.trainers.deepspeed import DEEPSPEED_KEY
 from bexp.explorer.trainers.document import WHAT_ELSE, ExportDocument, TrainerSettings, yaml_export
 from bexp.explorer.trainers.fsdp import (
@@ -94,16 +94,10 @@ def _adapter(settings: TrainerSettings) -> str | None:
     return QLORA if settings.quantization is not None and settings.quantization.bits == 4 else "lora"
 
 
-def _fsdp_version(settings: TrainerSettings) -> int | None:
-    """Return the version of FSDP: 1 keeps float32 weights, and 2 those in bfloat16."""
-    return (1 if settings.widens_shards else 2) if fsdp_config(settings) else None
-
-
 def _fsdp_config(settings: TrainerSettings) -> dict[str, Any] | None:
-    """Return FSDP's fields; its version stands outside. Version 1 takes no truth value for what it frees."""
+    """Return FSDP's fields; its version stands outside."""
     config = fsdp_config(settings)
-    others = {"version", "reshard_after_forward"} if settings.widens_shards else {"version"}
-    return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key not in others}}
+    return config and {"auto_wrap_policy": WRAP, **{key: config[key] for key in config if key != "version"}}
 
 
 KEYS = {
@@ -142,7 +136,7 @@ KEYS = {
     "lora_modules_to_save": LORA["lora_modules_to_save"],
     "peft_use_dora": key(Setting.DORA, flag),
     "peft_use_rslora": key(Setting.RSLORA, flag),
-    "torch_compile": Key(Setting.COMPILE, lambda value: value != "auto" and flag(value), lambda settings: False),
+    "torch_compile": Key(Setting.COMPILE, lambda value: value == "auto" or flag(value), lambda settings: False),
     "gradient_checkpointing": Key(Setting.RECOMPUTATION, _recomputes, recomputes_itself),
     "attn_implementation": key(Setting.ATTENTION),
     "experts_implementation": key(Setting.EXPERTS),
@@ -156,8 +150,7 @@ KEYS = {
     "eager_attention": Key(Setting.ATTENTION, if_on("eager")),
     "nf4_backend": must_be("bitsandbytes", reason=Why.OTHER_WEIGHTS),
     "deepspeed": DEEPSPEED_KEY,
-    "fsdp": Key(Setting.FSDP, lambda value: value or None),
-    "fsdp_version": Key(Setting.FSDP_VERSION, one_of({"1": 1, "2": 2}), _fsdp_version),
+    "fsdp_version": Key(Setting.FSDP_VERSION, one_of({"2": 2}), lambda settings: fsdp_config(settings) and 2),
     "fsdp_config": replace(FSDP_CONFIG, write=_fsdp_config),
     "accelerator_config": ACCELERATOR_CONFIG,
     "dp_shard_size": Key(Setting.DEVICES, number),
@@ -175,9 +168,9 @@ FILE = TrainerFile(
         Setting.RECOMPUTATION: False,
     },
     formats=_formats,
-    fsdp_version=1,
+    fsdp_versions=(2,),
     fsdp_needs_switch=False,
-    widening_fsdp=frozenset({1}),
+    widens_fsdp=False,
     refused=because(
         {
             "DeepSpeed's own compiler is not measured: remove it": "deepcompile",
@@ -216,6 +209,8 @@ FILE = TrainerFile(
             "this recomputation is not measured; gradient_checkpointing is explored": "selective_checkpointing",
             "rows without padding are measured for sample_packing alone": "batch_flattening",
             "an exploration finds the size: remove it": "auto_find_batch_size",
+            "Axolotl shards by fsdp_config alone: remove it": "fsdp",
+            Why.SLOWER: "full_determinism torch_empty_cache_steps",
         }
     ),
     harmless=words(
@@ -226,15 +221,15 @@ FILE = TrainerFile(
         output_dir hub_* hf_* push_dataset_to_hub save_* saves_per_epoch logging_* eval_* evals_per_epoch eval*
         wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet use_tensorboard trackio_* use_trackio swanlab_*
         use_swanlab use_otel_metrics otel_* num_epochs max_steps learning_rate lr_* cosine_* embedding_lr* loraplus_*
-        warmup_* weight_decay adam_* max_grad_norm jagged_restart_* optim_args tf32 seed full_determinism debug device
+        warmup_* weight_decay adam_* max_grad_norm jagged_restart_* optim_args tf32 seed debug device
         local_rank ddp* dataloader_* remove_unused_columns resume_from_checkpoint auto_resume_from_checkpoints
         early_stopping_patience load_best_model_at_end loss_watchdog_* metric_for_best_model greater_is_better gc_*
-        torch_empty_cache_steps do_*_eval bench_* generate_samples num_generation_samples generation_*
+        do_*_eval bench_* generate_samples num_generation_samples generation_*
         fsdp_final_state_dict_type
         profiler_* sync_profiler_* include_t* resize_token_embeddings_to_32x mean_resizing_embeddings lora_on_cpu
         lora_fan_in_fan_out lora_alpha_pattern peft_init_lora_weights merge_* low_cpu_mem_usage pad_to_multiple_of
         sample_packing_* sdpa_varlen multipack_real_batches excess_length_strategy min_sample_len max_prompt_len
-        skip_prepare_* curriculum_sampling streaming* accelerator_config torch_compile_* use_ray ray_*
+        skip_prepare_* curriculum_sampling streaming* torch_compile_* use_ray ray_*
         fix_untrained_tokens balance_labels dynamic_checkpoint export lm_eval_* axolotl_config_path float32
         heads_k_stride ring_attn_func
         """
@@ -253,18 +248,15 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 def _precision_notes(settings: TrainerSettings) -> list[str]:
     """Return notes on number formats of weights that Axolotl sets otherwise than was measured."""
-    if settings.quantization is not None:  # it prepares them as peft does
-        if not settings.has_flash_attention:
-            return []
+    if settings.quantization is not None:
         return [
-            f"memory: for flash attention Axolotl may cast norms, embeddings and output layer to {settings.dtype}; "
-            "they were measured in float32, as peft prepares them, so it may need less"
+            f"memory: Axolotl casts norms, embeddings and output layer to {settings.dtype}; they were measured in "
+            "float32, as peft prepares them, so it needs less"
         ]
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
         return []
     if settings.widens_shards:
-        is_other = settings.sharding is Sharding.ZERO2 and fsdp_config(settings)
-        return ["sharding: zero2 was measured; FSDP1, which keeps float32 weights, runs as zero3"] if is_other else []
+        return []
     if settings.precision != "upcast":
         return [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
     if settings.training.precision == "upcast":
@@ -288,7 +280,8 @@ AXOLOTL = Trainer(
     ),
     targets=LIBRARY_RUNS_IT,
     awaits_losses=True,
-    widens_shards=True,
+    has_deepspeed=True,
+    halves_shell=True,
     precisions=("upcast", "pure"),  # it makes the weights in half precision, and computes under autocast
     upcast_attention=frozenset({TORCH_CHOICE, "eager"}),
     lists_linear=True,

@@ -131,7 +131,7 @@ _STAGES = ("none", "zero1", "zero2", "zero3")
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
 _HARMLESS = words(
     """
-    steps_per_print wall_clock_breakdown dump_state checkpoint data_types memory_breakdown scheduler seed
+    steps_per_print wall_clock_breakdown dump_state checkpoint memory_breakdown scheduler seed
     gradient_clipping prescale_gradients gradient_predivide_factor communication_data_type
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer comms_config
     disable_allgather timers activation_checkpointing use_data_before_expert_parallel_ sparse_gradients
@@ -252,6 +252,9 @@ def _read_batch(config: Section, devices: int, other: Batch | None) -> None:
         translation.put(("base_micro_batch_size",), micro, config.at("train_micro_batch_size_per_gpu"))
 
 
+_OTHER_FORMATS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads")
+
+
 def _read_formats(config: Section) -> None:
     """Set the dtype of parameters, with float32 master weights; with `auto`, the Trainer's `bf16` decides.
 
@@ -263,7 +266,12 @@ def _read_formats(config: Section) -> None:
     if fills and on[1] is not True and (on[0] == "auto" or "bf16" not in config):
         on[0] = True
     for section in (brain, half):
+        section.refuse_where_set(dict.fromkeys(_OTHER_FORMATS, f"{Why.OTHER_WEIGHTS}: remove it"))
         section.ignore(section.values)
+    sums = config.section("data_types")
+    if sums.get("grad_accum_dtype") in ("fp32", "float32"):
+        sums.refuse("grad_accum_dtype", "sums of gradients are measured in the format of the weights: remove it")
+    config.ignore({"data_types"})
     if on[0] is not True and on[1] is not True:
         return
     name, section = ("bfloat16", brain) if on[0] is True else ("float16", half)

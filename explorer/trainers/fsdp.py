@@ -73,9 +73,15 @@ class Fsdp:
 
 
 def read_fsdp(
-    switch: Any, config: Section, at: Location, version: int, *, outer: int | None = None, launched: bool = False
+    switch: Any,
+    config: Section,
+    at: Location,
+    versions: Sequence[int] = (2, 1),
+    *,
+    outer: int | None = None,
+    launched: bool = False,
 ) -> Fsdp:
-    """Read `fsdp`, which stands `at` a location, and `fsdp_config`; `version` is the trainer's own default.
+    """Read `fsdp`, which stands `at` a location, and `fsdp_config`; `versions` are the trainer's, its default first.
 
     `outer` is the version that stands next to them. `launched` says that `accelerate launch` reads them, and no
     TrainingArguments. What is not measured, or what these refuse, is refused at its key.
@@ -86,11 +92,11 @@ def read_fsdp(
     for name, value in given.items():
         if name in _REFUSED and not is_unset(value):
             config.refuse(keys[name], _REFUSED[name])
-    stated = str(given.get("version", version if outer is None else outer))
+    stated = str(given.get("version", versions[0] if outer is None else outer))
     if outer is not None and stated != str(outer):
         config.refuse(keys["version"], "is another value of fsdp_version: keep one of them")
-    if stated not in ("1", "2"):
-        config.refuse(keys["version"], "must be 1 or 2")
+    elif stated not in map(str, versions):
+        config.refuse(keys["version"], f"must be {' or '.join(map(str, sorted(versions)))}")
     found = 1 if stated == "1" else 2
     policy = str(given.get("auto_wrap_policy", "NO_WRAP" if launched else WRAP))
     if (policy.upper() if launched else policy) != WRAP:
@@ -242,8 +248,20 @@ def _accelerator_config(settings: TrainerSettings) -> dict[str, Any] | None:
     return {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if reduces else None
 
 
+def read_accelerator_config(value: Any) -> None:
+    """Read accelerate's settings. Raises ValueError for those that would change the batch."""
+    config = {} if value is None else value if isinstance(value, Mapping) else None
+    if config is None:
+        raise ValueError("is the path of a file: put its content here")
+    if config.get("split_batches"):
+        raise ValueError("split_batches divides the micro-batch by the number of processes: remove it")
+    kept = config.get("gradient_accumulation_kwargs")
+    if isinstance(kept, Mapping) and not is_unset(kept.get("num_steps")):
+        raise ValueError("num_steps replaces gradient_accumulation_steps: say it there")
+
+
 FSDP_CONFIG = Key(Setting.FSDP_CONFIG, contents("the mapping of FSDP's keys"), fsdp_config)
-ACCELERATOR_CONFIG = Key(write=_accelerator_config)
+ACCELERATOR_CONFIG = Key(read=read_accelerator_config, write=_accelerator_config)
 FSDP: Mapping[str, Key] = {
     "fsdp": Key(Setting.FSDP, lambda value: value or None, lambda settings: fsdp_config(settings) and True),
     "fsdp_config": FSDP_CONFIG,

@@ -85,6 +85,7 @@ class Why(StrEnum):
     OTHER_OPTIMIZER = "this optimizer is not measured: see `bexp explore --help` (--optim), or `bexp tune -- COMMAND`"
     OTHER_LOSS = "this loss is not measured"
     OTHER_MODEL = "the model is measured as its config.json says: make the change there"
+    SLOWER = "it makes steps slower or smaller than is measured: remove it"
     PART_OF_WEIGHTS = "training a part of the weights is not measured; all of them, or LoRA, are"
 
 
@@ -153,12 +154,12 @@ class TrainerFile:
     is_nested: bool = False
     shards: bool = False
     """Whether several devices share parameters and states."""
-    fsdp_version: int = 2
-    """The version of FSDP where the file states none."""
+    fsdp_versions: tuple[int, ...] = (2, 1)
+    """The versions of FSDP that the trainer has, first the one where the file states none."""
     fsdp_needs_switch: bool = True
     """Whether the keys of FSDP do nothing without `fsdp`."""
-    widening_fsdp: frozenset[int] = frozenset({1, 2})
-    """The versions of FSDP in which weights are made float32, if they are computed with in bfloat16."""
+    widens_fsdp: bool = True
+    """Whether FSDP makes weights float32 that are computed with in bfloat16."""
     note: str | None = None
     """A note on every such file."""
     program: str | None = None

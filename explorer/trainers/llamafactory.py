@@ -226,6 +226,7 @@ LLAMAFACTORY = Trainer(
     expresses=expresses(
         attention=_NAMES_OF_ATTENTION, optimizer={OTHER_LIBRARIES, MUON, MUON_WITH_EXPERTS}, adapters={LORA}
     ),
+    has_deepspeed=True,
     widens_shards=True,
     largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
     lists_linear=True,

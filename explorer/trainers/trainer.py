@@ -129,8 +129,10 @@ class Trainer:
 
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     """The precisions that it can keep; the first is its default."""
+    has_deepspeed: bool = False
+    """Whether it shards by DeepSpeed as well, which keeps float32 master weights at any level: `master`."""
     widens_shards: bool = False
-    """Whether it shards float32 weights, by FSDP or DeepSpeed, and gathers them in half precision: `master`."""
+    """Whether it shards float32 weights by FSDP, and gathers them in half precision: `master`."""
     upcast_attention: frozenset[str] = frozenset()
     """Attention with which it casts norms, embeddings, output layer and routers to float32: precision `upcast`.
 
@@ -189,8 +191,8 @@ class Trainer:
         return next((one for one in Sharding if one.level >= level.level and one in mine), Sharding.NONE)
 
     def keeps(self, precision: Precision, level: Sharding, *, by_deepspeed: bool) -> bool:
-        """Return whether it can keep a precision at a level of sharding; DeepSpeed keeps `master` at any level."""
-        if by_deepspeed and self.widens_shards:
+        """Return whether it can keep a precision at a level of sharding."""
+        if by_deepspeed and self.has_deepspeed:
             return precision == "master"
         is_wide = precision == "master" and level is not Sharding.NONE and self.widens_shards
         return precision in self.precisions or is_wide

@@ -28,6 +28,7 @@ from bexp.explorer.trainers.document import (
 from bexp.explorer.trainers.fsdp import (
     FSDP,
     keep_recomputation,
+    read_accelerator_config,
     read_fsdp,
     recomputes_by_fsdp,
     refuse_second_sharding,
@@ -128,6 +129,14 @@ LORA: Mapping[str, Key] = {
     "load_in_8bit": key(Setting.BITS, if_on(8), turns_on(8)),
 }
 """Adapters by the names that Axolotl and TRL share."""
+CHANGING: Mapping[str, str] = {
+    "label_smoothing_factor": f"{Why.OTHER_LOSS}, for which the Trainer holds all logits",
+    "full_determinism": Why.SLOWER,
+    "torch_empty_cache_steps": Why.SLOWER,
+}
+"""Arguments that change the loss, speed or memory, each with why it is refused."""
+COMPILES = "this compiles the whole model, which is not measured: remove it"
+"""Why a backend or a mode of torch.compile is refused: either turns `torch_compile` on."""
 REFUSED: Mapping[str, str] = {
     "parallelism_config": Why.PARALLEL,
     "fp16": Why.OTHER_WEIGHTS,
@@ -135,11 +144,14 @@ REFUSED: Mapping[str, str] = {
     "neftune_noise_alpha": Why.OTHER_LOSS,
     "optim_target_modules": Why.OTHER_OPTIMIZER,
     "auto_find_batch_size": "an exploration finds the size: remove it",
+    **CHANGING,
+    "torch_compile_backend": COMPILES,
+    "torch_compile_mode": COMPILES,
 }
 HARMLESS = words(
     """
     learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type lr_scheduler_kwargs
-    warmup_ratio warmup_steps seed data_seed label_smoothing_factor full_determinism output_dir overwrite_output_dir
+    warmup_ratio warmup_steps seed data_seed output_dir overwrite_output_dir
     run_name report_to project trackio_space_id do_train do_eval do_predict num_train_epochs max_steps disable_tqdm
     load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint ignore_data_skip
     restore_callback_states_from_checkpoint skip_memory_metrics prediction_loss_only per_device_eval_batch_size
@@ -147,8 +159,7 @@ HARMLESS = words(
     remove_unused_columns length_column_name include_num_input_tokens_seen use_cpu no_cuda include_tokens_per_second
     average_tokens_across_devices local_rank debug log_level log_level_replica log_on_each_node use_mps_device
     jit_mode_eval enable_jit_checkpoint tf32 half_precision_backend fp16_opt_level fp16_backend bf16_full_eval
-    fp16_full_eval fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap accelerator_config torch_compile_backend
-    torch_compile_mode torch_empty_cache_steps optim_args use_ipex
+    fp16_full_eval fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap optim_args use_ipex
     logging_* save_* eval_* hub_* push_to_hub* dataloader_* ddp_* mp_*
     """
 )
@@ -156,7 +167,7 @@ HARMLESS = words(
 _READ_BY_THEMSELVES = words(
     """
     group_by_length train_sampling_strategy gradient_checkpointing_kwargs parallelism_config optim_target_modules
-    auto_find_batch_size
+    auto_find_batch_size accelerator_config
     """
 )
 _REFUSED_ARGUMENTS = {
@@ -164,6 +175,7 @@ _REFUSED_ARGUMENTS = {
     "liger_kernel_config": "kernels of Liger are not measured: remove it",
     "neftune_noise_alpha": "noise on embeddings is not supported",
     "galore_config": "optimizers other than AdamW and SGD are not supported",
+    **CHANGING,
 }
 _OPTIMIZERS = {**ALIASES, **{theirs: name for name, theirs in LIBRARY_NAMES.items()}}
 
@@ -185,8 +197,16 @@ def read_arguments(arguments: Section, devices: int, other: Batch | None) -> Bat
     if "optim" in arguments:
         name = arguments.choice("optim", _OPTIMIZERS, "adamw_torch")
         translation.put(("training", "optimizer", "name"), name, arguments.at("optim"))
-    if arguments.boolean("torch_compile"):
+    compiles = {name: arguments.get(f"torch_compile_{name}") for name in ("backend", "mode")}  # either turns it on
+    if arguments.boolean("torch_compile") or any(compiles.values()):
         translation.put(("execution",), "compile", arguments.at("torch_compile"))
+    for name, measured in (("backend", "inductor"), ("mode", "default")):
+        if compiles[name] not in (None, measured):
+            arguments.refuse(f"torch_compile_{name}", f"is measured with {measured} alone")
+    try:
+        read_accelerator_config(arguments.get("accelerator_config"))
+    except ValueError as error:
+        arguments.refuse("accelerator_config", str(error))
     if arguments.boolean("gradient_checkpointing"):
         translation.put(("base_recompute",), Recompute.FULL.value, arguments.at("gradient_checkpointing"))
         translation.notes.append("recomputation is open: gradient_checkpointing is on, and every policy is explored")
@@ -212,7 +232,7 @@ def _read_fsdp(arguments: Section, devices: int) -> bool:
         config = None
     translation = arguments.translation
     nested = translation.section(config, arguments.at("fsdp_config"))
-    found = read_fsdp(switch, nested, arguments.at("fsdp"), 2)
+    found = read_fsdp(switch, nested, arguments.at("fsdp"))
     translation.put(("training", "sharding"), found.level.value, arguments.at("fsdp"))
     keep_recomputation(translation, found)
     if found.recomputes:
@@ -248,5 +268,6 @@ TRANSFORMERS_TRAINER = Trainer(
     ),
     targets=LIBRARY_RUNS_IT,
     awaits_losses=True,
+    has_deepspeed=True,
     widens_shards=True,
 )

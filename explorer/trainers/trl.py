@@ -180,6 +180,7 @@ TRL = Trainer(
     flattens=True,
     targets=LIBRARY_RUNS_IT,
     awaits_losses=True,
+    has_deepspeed=True,
     widens_shards=True,
     halves_adapters=True,
     halves_experts=True,

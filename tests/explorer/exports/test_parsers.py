@@ -97,14 +97,13 @@ def test_a_configuration_that_was_given_is_exported_whole() -> None:
 
 
 @pytest.mark.parametrize("level", ["zero2", "zero3"])
-def test_fsdp1_of_axolotl_gets_a_strategy_that_torch_has(level: str, tmp_path: Path) -> None:
+def test_axolotl_shards_by_the_second_version_of_fsdp(level: str, tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
-    training = {"sharding": level, "precision": "master"}
+    training = {"sharding": level, "precision": "pure"}
     made = export("axolotl", exploration(num_devices=8, training=training, trainer="axolotl"))
     values = yaml.safe_load(made.text)
-    assert values["fsdp_version"] == 1, "it keeps float32 weights"
-    assert any("runs as zero3" in line for line in made.header) is (level == "zero2")
-    config = {**values["fsdp_config"], "version": 1}  # as Axolotl hands them on
-    found = TrainingArguments(str(tmp_path), use_cpu=True, fsdp=values.get("fsdp") or True, fsdp_config=config)
-    assert found.fsdp_plugin_args["reshard_after_forward"] == "full_shard"
+    assert (values["fsdp_version"], values.get("fsdp")) == (2, None)
+    config = {**values["fsdp_config"], "version": 2}  # as Axolotl hands them on
+    found = TrainingArguments(str(tmp_path), use_cpu=True, fsdp=True, fsdp_config=config)
+    assert found.fsdp_plugin_args["reshard_after_forward"] is (level == "zero3")

@@ -53,11 +53,13 @@ def read(trainer: str, num_devices: int | None = 2, *, launch: Any = None, **cha
 
 
 EVERY = (*TRAINERS, "arguments")
+WITH_SWITCH = tuple(trainer for trainer in EVERY if trainer != "axolotl")
+"""Those that shard by `fsdp`, and have FSDP1 as well."""
 STEPS = {"axolotl": 4, "llamafactory": 4, "trl": 16, "arguments": 4}
 """Sequences of a device's step."""
 
 
-@pytest.mark.parametrize("trainer", EVERY)
+@pytest.mark.parametrize("trainer", WITH_SWITCH)
 @pytest.mark.parametrize(
     ("switch", "config", "level"),
     [
@@ -80,7 +82,7 @@ def test_fsdp_is_read_alike_for_all_trainers(trainer: str, switch: Any, config: 
     ("trainer", "changes", "precision"),
     [
         ("axolotl", {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, "pure"),
-        ("axolotl", {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, "master"),  # version 1, in float32
+        ("axolotl", {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, "pure"),
         ("axolotl", {"fsdp_config": {"version": 2}}, "pure"),
         ("trl", {"fsdp": True}, "master"),
         ("trl", {"fsdp": True, "dtype": "bfloat16"}, "master"),
@@ -154,7 +156,8 @@ def test_trl_names_its_own_configurations_of_the_launcher() -> None:
 def test_adapters_are_sharded_in_float32_over_weights_in_half_precision() -> None:
     for trainer, text in (("axolotl", AXOLOTL_QLORA.replace("load_in_4bit: true", "")), ("llamafactory", LLAMAFACTORY)):
         adapters: dict[str, Any] = {"adapter": "lora", "optimizer": "adamw_torch"} if trainer == "axolotl" else {}
-        for sharded in ({"deepspeed": ZERO3}, {"fsdp": ["full_shard"], "fsdp_config": {"version": 2}}):
+        switch = {} if trainer == "axolotl" else {"fsdp": ["full_shard"]}
+        for sharded in ({"deepspeed": ZERO3}, {**switch, "fsdp_config": {"version": 2}}):
             asked = parse_request(beside_its_model(trainer, text, **adapters, **sharded), overrides={"num_devices": 2})
             assert asked.training.lora is not None
             assert (asked.training.sharding, asked.training.precision) == ("zero3", "pure"), trainer
@@ -165,8 +168,9 @@ def test_recomputation_of_fsdp_is_the_base() -> None:
         checkpointing: dict[str, Any] = {"trl": {"gradient_checkpointing": False}}.get(trainer, {})
         checkpointing |= {"disable_gradient_checkpointing": True} if trainer == "llamafactory" else {}
         for value in (True, False):
+            switch: dict[str, Any] = {} if trainer == "axolotl" else {"fsdp": ["full_shard"]}
             config = {"activation_checkpointing": value}
-            asked = read(trainer, fsdp=["full_shard"], fsdp_config=config, **checkpointing)
+            asked = read(trainer, fsdp_config=config, **switch, **checkpointing)
             assert asked.base_recompute == ("full" if value else None), trainer
 
 
@@ -232,7 +236,7 @@ OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
         ),
     ],
 )
-@pytest.mark.parametrize("trainer", EVERY)
+@pytest.mark.parametrize("trainer", WITH_SWITCH)
 def test_what_is_not_measured_is_refused_at_its_key(
     trainer: str, changes: dict[str, Any], key: str, words: str
 ) -> None:
@@ -346,7 +350,7 @@ def test_what_accelerate_does_not_read_is_named(
     assert levels[getattr(read_by_it, "name", read_by_it)] == level
 
 
-@pytest.mark.parametrize("trainer", EVERY)
+@pytest.mark.parametrize("trainer", WITH_SWITCH)
 @pytest.mark.parametrize(("switch", "config"), [("shard_grad_op", {}), (True, {"reshard_after_forward": "NO_SHARD"})])
 def test_version_1_without_a_launcher_shards_all_whatever_is_said(
     trainer: str, switch: Any, config: dict[str, Any]
@@ -364,9 +368,42 @@ def test_a_compiler_that_is_named_alike_twice_is_read(keys: dict[str, str]) -> N
     assert read("arguments", None, launch=launch).execution == "compile"
 
 
-def test_versions_of_axolotl_agree() -> None:
-    errors = refusal(document("axolotl", fsdp_version=2, fsdp_config={"fsdp_version": 1}), num_devices=2)
-    assert "is another value of fsdp_version" in errors["axolotl", "fsdp_config", "fsdp_version"]
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({"fsdp_version": 2, "fsdp_config": {"fsdp_version": 1}}, "fsdp_config.fsdp_version", "is another value of"),
+        ({"fsdp_config": {"version": 1}}, "fsdp_config.version", "must be 2"),
+        ({"fsdp_version": 1, "fsdp_config": {}}, "fsdp_version", "these are: 2"),
+        ({"fsdp": ["full_shard"]}, "fsdp", "shards by fsdp_config alone"),
+        ({"fsdp_config": {"offload_params": True}}, "fsdp_config.offload_params", "host"),
+        ({"deepspeed": {**ZERO3, "train_batch_size": 9}}, "deepspeed.train_batch_size", "must be 8"),
+        *(
+            ({"deepspeed": {**ZERO3, "bf16": {"enabled": True, key: True}}}, f"deepspeed.bf16.{key}", "formats")
+            for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        ),
+        (
+            {"deepspeed": {**ZERO3, "data_types": {"grad_accum_dtype": "fp32"}}},
+            "deepspeed.data_types.grad_accum_dtype",
+            "format of the weights",
+        ),
+        ({"torch_compile": "auto"}, "torch_compile", "execution 'compile'"),
+        ({"full_determinism": True}, "full_determinism", "slower"),
+        ({"torch_empty_cache_steps": 4}, "torch_empty_cache_steps", "slower"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config", "number of processes"),
+    ],
+)
+def test_what_axolotl_does_otherwise_is_refused(changes: dict[str, Any], key: str, words: str) -> None:
+    errors = refusal(document("axolotl", **changes), num_devices=2)
+    found = {".".join(map(str, where)): message for where, message in errors.items()}
+    assert words in found[f"axolotl.{key}"]
+
+
+def test_keys_that_change_nothing_of_a_batch_or_a_format_are_read() -> None:
+    for accumulated in ({"grad_accum_dtype": "bf16"}, {"grad_accum_dtype": None}, {}):
+        assert read("axolotl", deepspeed={**ZERO3, "data_types": accumulated}).training.precision == "master"
+    kept = {"even_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    for trainer in EVERY:
+        assert not any("not read" in notice for notice in read(trainer, accelerator_config=kept).notices)
 
 
 def test_two_engines_of_training_arguments_are_refused() -> None:

@@ -247,7 +247,9 @@ def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> 
     asked = read("trl, full", {"model.seq_length": 512, "training.optimizer.name": "sgd", "num_devices": 2})
     assert (asked.seq_length, asked.training.optimizer.name, asked.batch_size) == (512, "sgd", 32)
     assert read("axolotl, QLoRA", world_size=4).batch_size == 64
-    assert read("axolotl", gradient_accumulation_steps=None, batch_size=6).batch_size == 6
+    alone = read("axolotl", gradient_accumulation_steps=None, batch_size=6)
+    assert alone.batch_size == alone.base_micro_batch_size == 2, "Axolotl accumulates by gradient_accumulation_steps"
+    assert any("batch_size: accumulates nothing" in notice for notice in alone.notices)
     assert read("torchtune", {"num_devices": 2}, compile=False).training.sharding is Sharding.ZERO3
 
 
