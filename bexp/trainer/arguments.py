@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 from bexp.explorer.model.optimizers import LIBRARY, LIBRARY_ARGUMENTS, LIBRARY_NAMES
 from bexp.explorer.trainers.document import HALF_NAMES
+from bexp.explorer.trainers.trl import OWN_LOSS
 from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
     argument_differences,
@@ -110,6 +112,10 @@ def _fields_of_the_code(setup: RecommendedSetup, known: frozenset[str]) -> dict[
         fields |= {"packing": packs, "padding_free": packs, "loss_type": "nll"}
         if packs:
             fields["packing_strategy"] = "bfd"
+        if "trl" in sys.modules and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head"):
+            _LOGGER.warning(
+                "TRL %s, and another loss was measured: it needs less memory, its speed is another", OWN_LOSS
+            )
     return fields
 
 

@@ -73,6 +73,8 @@ def header_lines(
             lines.append(f"your target's setting: {choice.candidate.settings}")
     if request.target_name not in trainer.targets:
         lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
+    elif trainer.own_loss is not None and not request.is_own_code:
+        lines.append(f"{trainer.title} {trainer.own_loss}, and another loss was measured: this promises no tokens/s")
     elif choice.missing:
         lines.append("the settings above are not applied, so this promises no tokens/s")
     elif keeps_other_formats(trainer, request, report, choice.candidate):

@@ -146,6 +146,8 @@ class Trainer:
     """Whether it keeps norms, embeddings and output layer of a quantised model in half precision."""
     float32_gradients: bool = False
     """Whether gradients of weights in bfloat16 are summed in float32."""
+    own_loss: str | None = None
+    """How it computes the loss in place of the model, which is not measured; None if it leaves that to the model."""
     lists_linear: bool = False
     """Whether it finds all linear layers for adapters by itself; the files of others have their names."""
     allocator: Literal["default", "expandable_segments"] = "default"

@@ -40,7 +40,8 @@ from bexp.explorer.trainers.transformers import (
     autocast_in,
 )
 
-CHUNKED = "chunked_nll"
+NLL = "nll"
+OWN_LOSS = "computes its loss in tiles of tokens and holds no logits"
 _DTYPES = {name: name for name in ("auto", "float32", "bfloat16")}
 
 
@@ -93,11 +94,10 @@ KEYS = {
     # Best-fit packing keeps documents apart by flattening a micro-batch into one row.
     "padding_free": Key(Setting.PADDING_FREE, flag, lambda settings: settings.packs),
     "packing_strategy": Key(None, _packing_strategy, lambda settings: "bfd" if settings.packs else None),
-    # The loss of full logits; TRL's default computes them in chunks.
     "loss_type": Key(
         Setting.LOSS,
-        one_of({"nll": "library", CHUNKED: CHUNKED}),
-        lambda settings: None if settings.is_own_code else "nll",
+        one_of({NLL: NLL, "chunked_nll": NLL}),  # an older name
+        lambda settings: None if settings.is_own_code else NLL,
     ),
     "max_length": key(Setting.SEQ_LENGTH),
     **without_exports(LORA),
@@ -125,16 +125,15 @@ FILE = TrainerFile(
         Setting.WEIGHTS: "float32",
         Setting.NESTED: False,
         Setting.RECOMPUTATION: True,
-        Setting.LOSS: CHUNKED,
+        Setting.LOSS: NLL,
         Setting.R: 16,
         Setting.ALPHA: 32,
         Setting.DROPOUT: 0.05,
     },
     formats=_formats,
     other_losses={
-        CHUNKED: "TRL computes its loss in chunks of tokens by default (loss_type: chunked_nll). That loss is not "
-        "measured. The answer is for the plain loss, which holds all logits at once, and the export sets "
-        "loss_type: nll. With chunked_nll, speed and memory would be others"
+        NLL: f"TRL {OWN_LOSS} (loss_type: nll). That loss is not measured. The answer is for a loss that holds all "
+        "logits at once, so that TRL needs less memory, and its speed is another; `bexp tune -- COMMAND` measures it"
     },
     refused={
         **REFUSED,
@@ -182,6 +181,7 @@ TRL = Trainer(
     awaits_losses=True,
     has_deepspeed=True,
     widens_shards=True,
+    own_loss=OWN_LOSS,
     halves_adapters=True,
     halves_experts=True,
 )

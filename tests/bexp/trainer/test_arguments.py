@@ -136,6 +136,18 @@ def test_sft_is_told_how_texts_are_laid_out_and_to_leave_the_loss_to_the_model(
     assert "texts that are padded, not packed documents" in caplog.text
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_loss_that_trl_computes_itself_is_warned_of(
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    utils = SimpleNamespace(**{"add_fused_lm_head": print} if is_fused else {})
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "trl.trainer", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
+    bexp.training_arguments(told_of_a_config(PURE), config_class=_SFTConfig)
+    assert ("holds no logits, and another loss was measured" in caplog.text) is is_fused
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("training", [PURE, AUTOCAST])
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])

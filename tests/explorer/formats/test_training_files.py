@@ -35,6 +35,13 @@ def test_the_batch_of_training_arguments() -> None:
     assert parse_request(few, overrides={"num_devices": 1}).batch_size == 8
 
 
+@pytest.mark.parametrize("compiles", [{"torch_compile_backend": "inductor"}, {"torch_compile_mode": "default"}])
+def test_a_backend_or_a_mode_turns_compilation_on(compiles: dict[str, str]) -> None:
+    """As in TrainingArguments, also where `torch_compile` is false."""
+    assert arguments(torch_compile=False, **compiles).execution == "compile"
+    assert arguments(torch_compile=False, torch_compile_backend=None, label_smoothing_factor=0.0).execution != "compile"
+
+
 def test_precision_sharding_and_recomputation_of_training_arguments() -> None:
     assert arguments(bf16=True).training.precision == "autocast"
     assert arguments(optim="sgd").training.optimizer.name == "sgd"
@@ -160,6 +167,19 @@ TWO_STEPS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps":
         ({"training_arguments": {"deepspeed": {}}, "deepspeed": {}}, ("deepspeed",), ""),
         ({"training_arguments": {"fsdp": "full_shard offload"}}, ("training_arguments", "fsdp"), "leave offload out"),
         ({"training_arguments": {"use_liger_kernel": True}}, ("training_arguments", "use_liger_kernel"), "Liger"),
+        *(
+            ({"training_arguments": {key: value}}, ("training_arguments", key), words)
+            for key, value, words in (
+                ("label_smoothing_factor", 0.1, "holds all logits"),
+                ("full_determinism", True, "slower"),
+                ("torch_empty_cache_steps", 10, "slower"),
+                ("torch_compile_backend", "cudagraphs", "inductor alone"),
+                ("torch_compile_mode", "reduce-overhead", "default alone"),
+                ("accelerator_config", {"split_batches": True}, "number of processes"),
+                ("accelerator_config", {"gradient_accumulation_kwargs": {"num_steps": 4}}, "num_steps"),
+                ("accelerator_config", "accelerator.json", "put its content here"),
+            )
+        ),
         ({"training_arguments": {"an_invention": 1}}, ("training_arguments", "an_invention"), "not a known field"),
         ({"training_arguments": 3}, ("training_arguments",), "must be a mapping"),
         ({"deepspeed": {"an_invention": 1}}, ("deepspeed", "an_invention"), "not a known field"),
