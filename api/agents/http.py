@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -88,8 +88,12 @@ def serve(service_url: str, host: str, port: int) -> None:
         ServiceError: the service does not answer.
     """
     if not is_loopback(host):
-        with suppress(ProblemError):
+        try:
             _ask(service_url, "")
+        except ProblemError as error:
+            if error.status not in (401, 403):
+                raise
+        else:
             raise CommandError(ExitCode.USAGE, _NEEDS_TOKENS)
     try:
         listener = bind(host, port)

@@ -203,13 +203,17 @@ def grouped_builds(shape: ExpertsShape, num_tokens: int, *, transposed: bool) ->
         yield Build(weights_launch(x, grad, out, ends, num_rows, num_experts, *sizes, dtype, 0)[0], dtypes)
 
 
-def run(build: Build) -> None:
-    """Compile a kernel, and the C code that launches it where the driver's library is there."""
-    with suppress(Exception):  # who needs it builds it again, and sees why it cannot be had
+def run(build: Build) -> bool:
+    """Compile a kernel, and the C code that launches it where the driver's library is there; return whether it is."""
+    try:
         compiled = build.run()
+    except Exception:  # noqa: BLE001 - who needs it builds it again, and sees why it cannot be had
+        return False
+    with suppress(Exception):  # a host without a driver
         from triton.backends.nvidia.driver import CudaLauncher  # noqa: PLC0415 - optional
 
         CudaLauncher(compiled.src, compiled.metadata)
+    return True
 
 
 def load_driver() -> None:
@@ -220,8 +224,8 @@ def load_driver() -> None:
         CudaUtils()
 
 
-def main() -> None:
-    """Build what the order on standard input asks for."""
+def main() -> int:
+    """Build what the order on standard input asks for; return 1 if something could not be built."""
     import triton.experimental.gluon  # noqa: F401, PLC0415 - while the order is made
 
     end_with_parent(os.getppid())
@@ -230,7 +234,7 @@ def main() -> None:
     builds = builds_of(order)
 
     context = multiprocessing.get_context("fork")
-    claimed, owner = context.Value("i", 0), os.getpid()
+    claimed, failed, owner = context.Value("i", 0), context.Value("i", 0), os.getpid()
 
     def claim() -> int:
         with claimed.get_lock():
@@ -240,7 +244,8 @@ def main() -> None:
     def work() -> None:
         if end_with_parent(owner):
             while (number := claim()) < len(builds):
-                run(builds[number])
+                if not run(builds[number]):
+                    failed.value = 1
 
     processes = [context.Process(target=work) for _ in range(min(order.processes, len(builds)))]
     for process in processes:
@@ -248,8 +253,9 @@ def main() -> None:
     load_driver()
     for process in processes:
         process.join()
+    return int(failed.value or any(process.exitcode for process in processes))
 
 
 if __name__ == "__main__":
     os.nice(5)
-    main()
+    sys.exit(main())

@@ -233,13 +233,19 @@ class Together:
         begun = time.monotonic()
         end = begun + self._deadline + 1.0
         key = f"{self._key}/{self._number}/failed"
-        with contextlib.suppress(RuntimeError):  # the store is gone, which `agree` reports
-            while not ended.wait(5 * POLL_SECONDS):
-                if end > time.monotonic() + grace_seconds and self._store.check([key]):
-                    end = time.monotonic() + grace_seconds
-                if time.monotonic() > end:
-                    _abort_nccl()
-                    return
+        while not ended.wait(5 * POLL_SECONDS):
+            if end > time.monotonic() + grace_seconds and self._has_failed(key):
+                end = time.monotonic() + grace_seconds
+            if time.monotonic() > end:
+                _abort_nccl()
+                return
+
+    def _has_failed(self, key: str) -> bool:
+        """Whether a process has failed, as it says under `key`, or because the one that holds the store has ended."""
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return True
 
     def _status(self, key: str, rank: int, end: float) -> dict[str, Any]:
         try:

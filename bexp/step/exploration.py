@@ -144,7 +144,7 @@ class _Exploration:
         except BrokenGroupError:
             raise
         except Exception as error:  # noqa: BLE001 - other processes wait, and plain measurements need no search
-            reason = shortened(" ".join(str(error).split()), 300)
+            reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
             self._notes.append(
                 f"the search failed ({reason}): sizes were measured in ascending order, the fastest is recommended, "
                 "and no confidence is stated"

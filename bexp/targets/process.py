@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from bexp.error_place import place_of
 from bexp.explorer.model.spelling import shortened
 from bexp.measure import host_limits
 from bexp.measure.heap_holes import run_without_holes
@@ -86,7 +87,7 @@ def answer(handle: Callable[[Mapping[str, Any]], dict[str, Any]], command: Mappi
         return {"outcome": "out_of_memory", "reason": _one_line(error)}
     except Exception as error:  # noqa: BLE001 - the target is the caller's, and any failure of it is an outcome
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {_one_line(error)}{_place(error)}"
+        reason = f"{type(error).__name__}: {_one_line(error)}{place_of(error)}"
         return {"outcome": "out_of_memory" if is_out_of_memory(error) else "crashed", "reason": reason}
 
 
@@ -144,15 +145,6 @@ def _limit_memory(device: torch.device, limit_bytes: int, context_bytes: int) ->
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return shortened(lines[0], 500) if lines else type(error).__name__
-
-
-def _place(error: BaseException) -> str:
-    """The line of code that raised, as ` (train.py line 12)`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = Path(__file__).parents[1]
-    others = [frame for frame in frames if own not in Path(frame.filename).parents]
-    outside = [frame for frame in others if "site-packages" not in frame.filename and "<frozen" not in frame.filename]
-    return f" ({Path(outside[-1].filename).name} line {outside[-1].lineno})" if outside else ""
 
 
 MICRO_STEPS = 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from bexp.error_place import place_of
 from bexp.explorer.model.spelling import shortened
 from bexp.out_of_memory import is_out_of_memory
 
@@ -28,13 +30,16 @@ def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return {"outcome": "ok", **measure()}
     except Exception as error:  # noqa: BLE001 - the command is the caller's, and any failure of it is an outcome
+        traceback.print_exc()
         return failed(error)
 
 
 def failed(error: BaseException) -> dict[str, Any]:
     """Return the outcome of an error."""
-    outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
-    return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
+    reason = f"{type(error).__name__}: {_one_line(error)}"
+    if is_out_of_memory(error):
+        return {"outcome": "out_of_memory", "reason": reason}
+    return {"outcome": "crashed", "reason": reason + place_of(error)}
 
 
 def _one_line(error: BaseException) -> str:

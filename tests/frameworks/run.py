@@ -1,7 +1,8 @@
 """Checks exports with the frameworks' own parsers, each in a folder of its own: `make test-frameworks`.
 
 DeepSpeed and Axolotl also train a tiny model as an export says, and must hold the bytes that were promised. A command
-that trains with Lightning is tuned.
+that trains with Lightning is tuned. Kernels are compiled by another Triton than a GPU's torch 2.11 has, and run in its
+interpreter.
 
 A framework's package is unpacked without its dependencies, and the few that its parser imports are installed beside it.
 torch and transformers are those of this project's environment. The exports are written by this process; a check reads
@@ -35,7 +36,10 @@ ROOT = HERE.parents[1]
 
 @dataclass(frozen=True)
 class Package:
-    """What is downloaded for one check; `formats` are the exports that it reads."""
+    """What is downloaded for one check; `formats` are the exports that it reads.
+
+    A requirement that is also `beside` is only installed.
+    """
 
     requirement: str
     formats: tuple[str, ...]
@@ -82,6 +86,7 @@ PACKAGES = {
     ),
     "trl": Package("trl==1.16.0", ("trl",), ("peft==0.21.2", "datasets==5.0.1", *DATASETS[1:])),
     "optimizers": Package("bitsandbytes==0.50.0", (), ("torchao==0.18.0", "peft==0.21.2")),
+    "triton": Package("triton==3.7.1", (), ("triton==3.7.1",)),
     "lightning": Package(
         "lightning==2.6.6", ("lightning",), ("pytorch-lightning==2.6.6", "lightning-utilities", "torchmetrics")
     ),
@@ -117,13 +122,14 @@ def install(package: Package, folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     kind = ["--no-binary=:all:"] if package.is_source else ["--python-version=3.12", "--only-binary=:all:"]
     download = ["download", "--quiet", "--no-deps", "--no-build-isolation", *kind, "--dest", str(wheels)]
-    subprocess.run([*pip, *download, package.requirement], check=True)
+    if package.requirement not in package.beside:
+        subprocess.run([*pip, *download, package.requirement], check=True)
     if package.beside:  # first, because pip replaces a folder of theirs that the package shares
         subprocess.run(
             [*pip, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(library), *package.beside],
             check=True,
         )
-    for path in wheels.iterdir():
+    for path in wheels.glob("*"):
         if path.suffix == ".whl":
             with zipfile.ZipFile(path) as wheel:
                 wheel.extractall(library)

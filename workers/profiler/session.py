@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 
+from bexp.error_place import place_of
 from bexp.explorer.cost.components import Component, ComponentKind
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.candidate import Candidate
@@ -103,7 +105,11 @@ class Session:
         except Exception as error:  # whatever a model's code raises is the job's outcome
             if is_poisoned(self._instruments.device):
                 raise  # this process is of no use any more
-            report = DeviceReport.refused(hardware, classify(error)[1])
+            outcome, reason = classify(error)
+            if outcome is Outcome.CRASHED:
+                traceback.print_exc()
+                reason += place_of(error)
+            report = DeviceReport.refused(hardware, reason)
         if builder is not None:
             builder.close()  # no kernel is built while something is timed
         self._instruments.settle(release=True)

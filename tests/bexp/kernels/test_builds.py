@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bexp.kernels.builds import Build, Experts, Order
+from bexp.kernels.builds import Build, Experts, Order, run
 from bexp.kernels.launcher import Blocks, Launch, Pointer
 from bexp.kernels.shapes import ExpertsShape
 from tests.waits import PATIENCE_SECONDS
@@ -69,6 +69,16 @@ def test_launches_that_triton_compiles_alike_are_one_build() -> None:
     assert first.variant == build(offset=16, size=64, num_pairs=5).variant
     for other in (build(size=33), build(size=1), build(block=32), replace(first, dtypes={**FORMATS, "x": torch.int32})):
         assert first.variant != other.variant
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), None])
+def test_a_kernel_that_cannot_be_compiled_is_known(error: Exception | None) -> None:
+    def compiled() -> Any:
+        if error is not None:
+            raise error
+        return SimpleNamespace(src=None, metadata=None)
+
+    assert run(SimpleNamespace(run=compiled)) is (error is None)  # type: ignore[arg-type]  # stands for a build
 
 
 @pytest.mark.slow

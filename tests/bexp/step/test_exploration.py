@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,3 +329,26 @@ def test_a_timer_that_is_over_when_the_step_ends_goes_off_at_once(rung: list[flo
 def test_no_timer_is_left_where_there_was_none(rung: list[float]) -> None:
     assert attempt(lambda: None, PATIENCE_SECONDS) is None
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and not rung
+
+
+@pytest.mark.parametrize("check", [lambda _: False, lambda _: True, None])
+def test_operations_are_aborted_once_a_process_or_the_store_is_gone(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the deadline, unless no process has failed; the store is gone with the first process."""
+
+    def gone(_: Any) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    aborted: list[float] = []
+    monkeypatch.setattr(agreement, "time", clock := Clock())
+    monkeypatch.setattr(agreement, "_abort_nccl", lambda: aborted.append(clock.monotonic()))
+    watched: Any = SimpleNamespace(
+        _deadline=60.0, _key="key", _number=1, _store=SimpleNamespace(check=check or gone), _has_failed=None
+    )
+    watched._has_failed = partial(agreement.Together._has_failed, watched)
+    begun = clock.monotonic()
+    ended: Any = SimpleNamespace(wait=clock.sleep)
+    agreement.Together._watch(watched, ended, 2.0)
+    waited = aborted[0] - begun
+    assert waited > 60 if check is not None and not check(0) else waited < 4

@@ -14,6 +14,7 @@ from torch import nn
 
 from bexp.explorer.model.quantization import Quantization
 from bexp.explorer.model.training import Precision
+from bexp.out_of_memory import is_out_of_memory
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.quantized import Quantizer, quantize
@@ -155,9 +156,9 @@ def build_model(
         try:
             with device, recording:
                 model = from_config(config, dtype=settings.parameter_dtype, trust_remote_code=False, **arguments)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # the code of a model raises errors of its own
+            if is_out_of_memory(error):
+                raise
             name = resolved.model_class.__name__
             raise UnsupportedModelError(f"{name} does not build: {one_line(error)}") from error
         if settings.precision != "autocast":

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bexp.explorer.cost.text_batches import TextBatch
-from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.batch import is_flattened, make_batch
@@ -97,7 +96,7 @@ def find_leak(
     except LeakError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises is the reason
-        return None if is_out_of_memory(error) else one_line(error)
+        return one_line(error)
     return None
 
 

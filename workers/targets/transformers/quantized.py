@@ -65,6 +65,8 @@ class Quantizer:
                 self._library.validate_environment(device_map=place)
                 self._library.preprocess_model(model, device_map=place)
             except Exception as error:  # a library refuses in ways of its own
+                if is_out_of_memory(error):
+                    raise
                 raise self._refused(error) from error
         self._waiting: dict[int, tuple[str, nn.Module, nn.Module]] = {}
         for name, module in model.named_modules():
@@ -210,6 +212,8 @@ def add_adapters(model: Any, spec: LoRASpec, *, is_quantized: bool = False) -> N
             config = peft.LoraConfig(**lora_arguments(spec), init_lora_weights=False)
             wrapped = peft.get_peft_model(model, config)
         except Exception as error:  # peft raises errors of many kinds
+            if is_out_of_memory(error):
+                raise
             fields = ", ".join(f"training.lora.{name} {_listed(names)}" for name, names in asked.items() if names)
             raise UnsupportedModelError(f"{fields}: {one_line(error)} (peft {peft.__version__})") from error
     for field, missing in _unmatched(spec, wrapped, config).items():

@@ -28,6 +28,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.kernels.builds import Experts
 from bexp.kernels.shapes import ExpertsShape
+from bexp.out_of_memory import is_out_of_memory
 from bexp.trainer.muon_optimizer import outer_modules
 from bexp.transformers.experts import OURS, kernel_shapes
 from bexp.transformers.set_up import set_up
@@ -438,9 +439,9 @@ def with_optimizer_state(parts: ModelParts, name: str, optimizers: Iterable[Opti
             assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
             with torch.compiler.set_stance("force_eager"):  # compiled code has the same state, after seconds
                 optimizer.step()
-        except UnsupportedTrialError:
-            raise
         except Exception as error:  # a library that is broken in any way
+            if isinstance(error, UnsupportedTrialError) or is_out_of_memory(error):
+                raise
             short = shortened(" ".join(str(error).split()), 200) or type(error).__name__
             raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {short}") from error
         on_device += part.count * optimizer.state_bytes

@@ -14,6 +14,7 @@ from bexp.kernels.experts.fused.hopper_epilogue import BAND, HALVES, STRIP, awai
 from bexp.kernels.experts.fused.hopper_main_loop import kernel, multiply, produce
 from bexp.kernels.experts.hopper_grouped.pipeline import jit, make_barriers
 from bexp.kernels.experts.hopper_grouped.schedule import find_rows_tile, row_tiles
+from bexp.kernels.gluon_names import reinterpret, thread_barrier
 
 AHEAD = gl.constexpr(2)
 
@@ -99,7 +100,7 @@ def _epilogue(
                 gate = buffers.index(slot * GATES).load(layout)
                 if GATES == 2:
                     up = buffers.index(slot * GATES + 1).load(layout)
-                gl.thread_barrier()
+                thread_barrier()
                 following = band * strips + strip + AHEAD
                 _copy_pre(pre_desc, row, col, bands, strips, following, H, buffers, arrived, turn + AHEAD, GATES)
                 grad = piece_of(pieces, band, strip, ROWS, STRIPS).load(layout).to(gl.float32)
@@ -172,14 +173,14 @@ def differentiate_hidden_kernel(
     rows = gl.allocate_shared_memory(dtype, [STAGES, CONSUMERS * ROWS, BLOCK_K], A_LAYOUT)
     parts = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [CONSUMERS * HALVES, ROWS, COLUMNS // HALVES], SUMS_LAYOUT)
-    a = rows._reinterpret(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], A_LAYOUT)
+    a = reinterpret(rows, dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], A_LAYOUT)
     if TRANSPOSED:
-        b = parts._reinterpret(dtype, [STAGES, COLUMNS, BLOCK_K], A_LAYOUT)
-        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, COLUMNS // HALVES, BLOCK_K], A_LAYOUT)
+        b = reinterpret(parts, dtype, [STAGES, COLUMNS, BLOCK_K], A_LAYOUT)
+        b_halves = reinterpret(parts, dtype, [STAGES * HALVES, COLUMNS // HALVES, BLOCK_K], A_LAYOUT)
     else:
-        b = parts._reinterpret(dtype, [STAGES, BLOCK_K, COLUMNS], B_LAYOUT)
-        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, BLOCK_K, COLUMNS // HALVES], B_LAYOUT)
-    pieces = sums._reinterpret(dtype, [CONSUMERS * ROWS // BAND * COLUMNS // STRIP, BAND, STRIP], SUMS_LAYOUT)
+        b = reinterpret(parts, dtype, [STAGES, BLOCK_K, COLUMNS], B_LAYOUT)
+        b_halves = reinterpret(parts, dtype, [STAGES * HALVES, BLOCK_K, COLUMNS // HALVES], B_LAYOUT)
+    pieces = reinterpret(sums, dtype, [CONSUMERS * ROWS // BAND * COLUMNS // STRIP, BAND, STRIP], SUMS_LAYOUT)
     buffers = gl.allocate_shared_memory(dtype, [AHEAD * GATES, BAND, STRIP], pre_desc.layout)
     arrived = make_barriers(AHEAD, 1)
     full = make_barriers(STAGES, 2 if GATHERED else 1)

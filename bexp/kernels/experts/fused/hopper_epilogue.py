@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from bexp.kernels.experts.hopper_grouped.pipeline import halves, jit
+from bexp.kernels.gluon_names import thread_barrier
 
 BAND = gl.constexpr(32)
 STRIP = gl.constexpr(64)
@@ -52,7 +53,7 @@ def _pass_half(
 ) -> None:
     mbarrier.wait(free.index(at), parity ^ 1)
     sums.index(at).store(half)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(filled.index(at))
 
 
@@ -72,7 +73,7 @@ def await_sums(filled: gl.tensor, part: gl.tensor, parity: gl.tensor) -> None:
 @jit
 def release_sums(free: gl.tensor, part: gl.tensor) -> None:
     """Signal that the epilogue has read what it needs of a consumer's sums."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(free.index(part * HALVES))
     mbarrier.arrive(free.index(part * HALVES + 1))
 

@@ -14,6 +14,7 @@ from bexp.kernels.experts.fused.hopper_epilogue import BAND, HALVES, STRIP, awai
 from bexp.kernels.experts.fused.hopper_main_loop import kernel, multiply, produce
 from bexp.kernels.experts.hopper_grouped.pipeline import jit, make_barriers
 from bexp.kernels.experts.hopper_grouped.schedule import find_rows_tile, row_tiles
+from bexp.kernels.gluon_names import reinterpret
 
 
 @jit
@@ -122,14 +123,14 @@ def gate_up_gemm_kernel(
     rows = gl.allocate_shared_memory(dtype, [STAGES, CONSUMERS * ROWS, BLOCK_K], A_LAYOUT)
     parts = gl.allocate_shared_memory(dtype, [STAGES * GATES] + w_desc.block_type.shape, w_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [CONSUMERS * HALVES, ROWS, BLOCK_N // HALVES], SUMS_LAYOUT)
-    a = rows._reinterpret(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], A_LAYOUT)
+    a = reinterpret(rows, dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], A_LAYOUT)
     if TRANSPOSED:
-        b = parts._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_K], A_LAYOUT)
-        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, BLOCK_N // HALVES, BLOCK_K], A_LAYOUT)
+        b = reinterpret(parts, dtype, [STAGES, BLOCK_N, BLOCK_K], A_LAYOUT)
+        b_halves = reinterpret(parts, dtype, [STAGES * HALVES, BLOCK_N // HALVES, BLOCK_K], A_LAYOUT)
     else:
-        b = parts._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_N], B_LAYOUT)
-        b_halves = parts._reinterpret(dtype, [STAGES * HALVES, BLOCK_K, BLOCK_N // HALVES], B_LAYOUT)
-    pieces = sums._reinterpret(dtype, [CONSUMERS * ROWS // BAND * BLOCK_N // STRIP, BAND, STRIP], SUMS_LAYOUT)
+        b = reinterpret(parts, dtype, [STAGES, BLOCK_K, BLOCK_N], B_LAYOUT)
+        b_halves = reinterpret(parts, dtype, [STAGES * HALVES, BLOCK_K, BLOCK_N // HALVES], B_LAYOUT)
+    pieces = reinterpret(sums, dtype, [CONSUMERS * ROWS // BAND * BLOCK_N // STRIP, BAND, STRIP], SUMS_LAYOUT)
     full = make_barriers(STAGES, 2 if GATHERED else 1)
     empty = make_barriers(STAGES, CONSUMERS)
     filled = make_barriers(CONSUMERS * HALVES, 1)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from bexp.kernels.experts.fused.hopper_epilogue import pass_nothing_on, pass_on, pass_on_left
 from bexp.kernels.experts.hopper_grouped.pipeline import jit, next_stage, sum_products
 from bexp.kernels.experts.hopper_grouped.schedule import find_rows_tile, row_tiles
+from bexp.kernels.gluon_names import thread_barrier
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -58,7 +59,7 @@ def _say_full(
     """The copies are there of the stage that is BACK before `stage`, if it `exists`: all but the last UNDER_WAY."""
     async_copy.wait_group(UNDER_WAY)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(full.index(gl.where(stage < BACK, stage + STAGES - BACK, stage - BACK)), pred=exists)
 
 

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from bexp.kernels.gluon_names import thread_barrier
+
 jit: Callable[[Callable[..., Any]], Any] = gluon.jit
 
 
@@ -169,7 +171,7 @@ def free_buffer(buffers: gl.tensor, slot: gl.tensor, PART: gl.constexpr, BUFFERS
     A buffer's turn comes only after every other's, so that with one copy fewer under way than buffers it is free.
     """
     tma.store_wait(BUFFERS - 1)
-    gl.thread_barrier()
+    thread_barrier()
     return buffers.index(PART * BUFFERS + slot)
 
 
@@ -183,4 +185,4 @@ def next_slot(slot: gl.tensor, BUFFERS: gl.constexpr) -> gl.tensor:
 def make_visible() -> None:
     """Make this warpgroup's writes to shared memory visible to bulk copies and products from here on."""
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()

@@ -16,6 +16,7 @@ from bexp.kernels.experts.hopper_grouped.pipeline import (
     sum_products,
 )
 from bexp.kernels.experts.hopper_grouped.schedule import find_rows_tile, row_tiles
+from bexp.kernels.gluon_names import thread_barrier
 
 
 @jit
@@ -79,7 +80,7 @@ def _store(
     """A buffer's rows before `end` and columns before N, without a bulk copy; if SCATTERED, each row to its place."""
     ROWS: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
-    gl.thread_barrier()
+    thread_barrier()
     lanes: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
     values = buffer.load(layout)
@@ -128,7 +129,7 @@ def _write(
             slot = next_slot(slot, BUFFERS)
         elif row + ROWS <= end:
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             tma.async_copy_shared_to_global(out_desc, [row, col], buffer)
             slot = next_slot(slot, BUFFERS)
         else:

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from bexp.kernels.experts.hopper_grouped.pipeline import jit, next_stage
+from bexp.kernels.gluon_names import thread_barrier
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 _FIELDS: gl.constexpr = gl.constexpr(8)
@@ -60,7 +61,7 @@ def send_tile(
     message = gl.where(field <= 2, message, gl.where(field == 3, row, col))
     mbarrier.wait(taken.index(slot), parity)
     messages.index(slot).store(message)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(sent.index(slot))
     slot, parity = next_stage(slot, parity, SLOTS)
     return slot, parity
@@ -74,7 +75,7 @@ def receive_tile(
     layout: gl.constexpr = gl.BlockedLayout([_FIELDS], [32], [gl.num_warps()], [0])
     mbarrier.wait(sent.index(slot), parity)
     message = messages.index(slot).load(layout)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(taken.index(slot))
     expert = _field(message, 0)
     start = _field(message, 1)

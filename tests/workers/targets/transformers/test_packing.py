@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.trials.component import measure_component
 from bexp.workers.profiler.trials.whole_model import run_whole_model
+from bexp.workers.targets.transformers import packing
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import quiet_library
@@ -111,6 +113,31 @@ def test_an_attention_that_forgets_the_borders_of_texts_is_found(monkeypatch: py
     assert "attention reaches across packed texts" in str(
         find_leak(tiny, BuildSettings(), CPU, "sdpa", flattened=False)
     )
+
+
+def test_an_attention_that_cannot_be_compared_is_not_taken_for_one_that_keeps_texts_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(packing, "require_apart", no_room)
+    found = find_leak(model_of("llama").tiny, BuildSettings(), CPU, "sdpa", flattened=False)
+    assert found == "OutOfMemoryError: out of memory"
+
+
+@pytest.mark.parametrize(
+    "shortage", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_a_shortage_of_memory_is_no_fault_of_a_class(shortage: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise shortage
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", no_room)
+    with pytest.raises(type(shortage), match=re.escape(str(shortage))):
+        build_model(model_of("llama").tiny, BuildSettings(), CPU)
 
 
 def test_a_model_that_mixes_packed_texts_is_refused_with_the_reason() -> None:
