@@ -13,6 +13,7 @@ from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.training_files import base_model, find_trainer
 from bexp.explorer.model.lengths import is_distribution, parse_lengths
 from bexp.explorer.trainers.accelerate import ACCELERATE
+from bexp.explorer.trainers.fsdp import ACCELERATOR_CONFIG
 from bexp.explorer.trainers.keys import Setting
 from bexp.explorer.trainers.registry import FILES
 
@@ -58,7 +59,7 @@ def with_model(document: Any, trainer: str | None, model: Path | None, folder: P
 def with_contents(document: dict[str, Any], trainer: str, folder: Path) -> dict[str, Any]:
     """Return a trainer's file with the files of its sharding in place of their paths, where there are such files."""
     for key, known in FILES[trainer].keys.items():
-        if known.setting in (Setting.DEEPSPEED, Setting.FSDP_CONFIG, Setting.LAUNCH):
+        if known.setting in (Setting.DEEPSPEED, Setting.FSDP_CONFIG, Setting.LAUNCH) or known is ACCELERATOR_CONFIG:
             document = _with_content(document, key, folder)
     return document
 

@@ -113,9 +113,7 @@ def _fields_of_the_code(setup: RecommendedSetup, known: frozenset[str]) -> dict[
         if packs:
             fields["packing_strategy"] = "bfd"
         if "trl" in sys.modules and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head"):
-            _LOGGER.warning(
-                "TRL %s, and another loss was measured: it needs less memory, its speed is another", OWN_LOSS
-            )
+            _LOGGER.warning("TRL %s: the measured loss is not used, so that memory and speed are others", OWN_LOSS)
     return fields
 
 

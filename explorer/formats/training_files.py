@@ -299,6 +299,10 @@ class StatedTraining:
         if switch is None and (config is None or file.fsdp_needs_switch):
             if config is not None:
                 translation.notes.append(f"{self.keys[Setting.FSDP_CONFIG]} does nothing without fsdp: true")
+            if launch is not None and launch.fsdp is not None and launch.fsdp.version not in file.fsdp_versions:
+                translation.refuse(
+                    (*launch.location, "fsdp_config"), f"must have fsdp_version: {file.fsdp_versions[0]}"
+                )
             return (None, where) if launch is None else (launch.fsdp, (*launch.location, "distributed_type"))
         if launch is not None and launch.fsdp is not None:
             refuse_second_sharding(translation, (*launch.location, "distributed_type"), where)

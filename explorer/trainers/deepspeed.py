@@ -190,7 +190,7 @@ def read_config(config: Section, devices: int, other: Batch | None) -> Batch | N
     if zero.get("zero_hpz_partition_size", 1) not in (None, 1):
         zero.refuse("zero_hpz_partition_size", f"ZeRO++: {Why.HYBRID}: say 1")
     translation.put(("training", "sharding"), _STAGES[stage], zero.at("stage"))
-    _read_formats(config)
+    _read_formats(config, stage)
     gradients = _gradients_of(zero.values, translation.get("hf_config"))
     if stage and devices == 1 and gradients >= LEAST_NOTED:
         translation.notes.append(f"{_buckets(stage, 2, gradients)}; stage 0, which an export says, has none")
@@ -209,7 +209,7 @@ def read_config(config: Section, devices: int, other: Batch | None) -> Batch | N
     config.ignore(_HARMLESS | _RECORDS | {key for key in config.values if key.startswith("_")})
     config.refuse_unread(UNKNOWN_FIELD)
     translation.ignored += [config.at(key) for key in config.values if key in _RECORDS]
-    kept = {key: value for key, value in config.values.items() if key in _HARMLESS or key == "optimizer"}
+    kept = {key: value for key, value in config.values.items() if key in _HARMLESS | {"optimizer", "data_types"}}
     if of_zero := {key: value for key, value in zero.values.items() if key in _HARMLESS_OF_ZERO}:
         kept["zero_optimization"] = of_zero
     translation.put(("kept", DEEPSPEED.name), kept)
@@ -252,10 +252,11 @@ def _read_batch(config: Section, devices: int, other: Batch | None) -> None:
         translation.put(("base_micro_batch_size",), micro, config.at("train_micro_batch_size_per_gpu"))
 
 
+_FLOAT32 = ("fp32", "float32", "float", "torch.float32")
 _OTHER_FORMATS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads")
 
 
-def _read_formats(config: Section) -> None:
+def _read_formats(config: Section, stage: int) -> None:
     """Set the dtype of parameters, with float32 master weights; with `auto`, the Trainer's `bf16` decides.
 
     The reference layers have master weights anyway. Adapters are measured in float32, which takes the same bytes.
@@ -266,12 +267,13 @@ def _read_formats(config: Section) -> None:
     if fills and on[1] is not True and (on[0] == "auto" or "bf16" not in config):
         on[0] = True
     for section in (brain, half):
-        section.refuse_where_set(dict.fromkeys(_OTHER_FORMATS, f"{Why.OTHER_WEIGHTS}: remove it"))
+        if section.get("enabled", False) is not False:
+            section.refuse_where_set(dict.fromkeys(_OTHER_FORMATS, f"{Why.OTHER_WEIGHTS}: remove it"))
         section.ignore(section.values)
-    sums = config.section("data_types")
-    if sums.get("grad_accum_dtype") in ("fp32", "float32"):
-        sums.refuse("grad_accum_dtype", "sums of gradients are measured in the format of the weights: remove it")
     config.ignore({"data_types"})
+    sums, is_half = config.section("data_types"), any(each in (True, "auto") for each in on)
+    if stage and is_half and sums.get("grad_accum_dtype") in _FLOAT32:  # without a stage it is DeepSpeed's default
+        sums.refuse("grad_accum_dtype", "sums of gradients are measured in the format of the weights: remove it")
     if on[0] is not True and on[1] is not True:
         return
     name, section = ("bfloat16", brain) if on[0] is True else ("float16", half)

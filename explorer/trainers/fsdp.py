@@ -7,6 +7,7 @@ forward, and `zero2` keeps them (`reshard_after_forward`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,9 @@ def read_fsdp(
     elif stated not in map(str, versions):
         config.refuse(keys["version"], f"must be {' or '.join(map(str, sorted(versions)))}")
     found = 1 if stated == "1" else 2
+    for name in ("sharding_strategy", "forward_prefetch") if 1 not in versions else ():
+        if name in keys:  # whatever its value
+            config.refuse(keys[name], f"is of FSDP1 alone: remove it; {RESHARDS} says what is freed after forward")
     policy = str(given.get("auto_wrap_policy", "NO_WRAP" if launched else WRAP))
     if (policy.upper() if launched else policy) != WRAP:
         key = keys.get("auto_wrap_policy", f"{PREFIX}auto_wrap_policy")
@@ -250,13 +254,16 @@ def _accelerator_config(settings: TrainerSettings) -> dict[str, Any] | None:
 
 def read_accelerator_config(value: Any) -> None:
     """Read accelerate's settings. Raises ValueError for those that would change the batch."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = json.loads(value)
     config = {} if value is None else value if isinstance(value, Mapping) else None
     if config is None:
-        raise ValueError("is the path of a file: put its content here")
+        is_path = isinstance(value, str)
+        raise ValueError("is the path of a file: put its content here" if is_path else "must be a mapping")
     if config.get("split_batches"):
         raise ValueError("split_batches divides the micro-batch by the number of processes: remove it")
     kept = config.get("gradient_accumulation_kwargs")
-    if isinstance(kept, Mapping) and not is_unset(kept.get("num_steps")):
+    if isinstance(kept, Mapping) and kept.get("num_steps") not in (None, 1):  # the Trainer writes 1 itself
         raise ValueError("num_steps replaces gradient_accumulation_steps: say it there")
 
 

@@ -62,6 +62,11 @@ def _packing_strategy(value: Any) -> None:
         raise ValueError("rows that cut texts are not measured: say packing_strategy: bfd")
 
 
+def _padding(value: Any) -> None:
+    if value not in ("auto", None, 0, 1):  # auto pads on one kind of device, which is not measured
+        raise ValueError("remove it, and round the lengths that you state up to it")
+
+
 def _launched(value: Any) -> Any:
     """Return the content of a configuration of `accelerate launch`, of which TRL has some by name."""
     if isinstance(value, Mapping):
@@ -100,6 +105,7 @@ KEYS = {
         lambda settings: None if settings.is_own_code else NLL,
     ),
     "max_length": key(Setting.SEQ_LENGTH),
+    "pad_to_multiple_of": Key(None, _padding),
     **without_exports(LORA),
     "model_name_or_path": Key(Setting.MODEL),
     "dtype": Key(Setting.WEIGHTS, one_of(_DTYPES)),
@@ -141,7 +147,6 @@ FILE = TrainerFile(
             {
                 Why.OFFLOADING: "activation_offloading",
                 "say dtype and attn_implementation at the top of the file instead": "model_init_kwargs",
-                "remove it, and round the lengths that you state up to it": "pad_to_multiple_of",
                 "is for several devices of old models: remove it": "ignore_bias_buffers",
             }
         ),

@@ -145,7 +145,7 @@ def test_a_loss_that_trl_computes_itself_is_warned_of(
     monkeypatch.setitem(sys.modules, "trl.trainer", SimpleNamespace(__path__=[]))
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
     bexp.training_arguments(told_of_a_config(PURE), config_class=_SFTConfig)
-    assert ("holds no logits, and another loss was measured" in caplog.text) is is_fused
+    assert ("holds no logits: the measured loss is not used" in caplog.text) is is_fused
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

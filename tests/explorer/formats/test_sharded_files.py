@@ -134,6 +134,12 @@ def test_a_configuration_of_accelerate_launch_stands_next_to_any_file(trainer: s
     assert read(trainer, None, launch={"distributed_type": "NO", "num_processes": 8}).num_devices == 1
 
 
+def test_axolotl_is_launched_with_the_second_version_of_fsdp() -> None:
+    first = {**FSDP2_LAUNCH, "fsdp_config": {"fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    assert "must have fsdp_version: 2" in str(refusal(document("axolotl", first)))
+    assert read("trl", None, launch=first).training.precision == "master"
+
+
 def test_a_launcher_decides_the_products_of_a_file_that_does_not() -> None:
     changes: dict[str, Any] = {"bf16": None}
     assert "say bf16: true" in str(refusal(document("llamafactory", **changes)))
@@ -375,21 +381,30 @@ def test_a_compiler_that_is_named_alike_twice_is_read(keys: dict[str, str]) -> N
         ({"fsdp_config": {"version": 1}}, "fsdp_config.version", "must be 2"),
         ({"fsdp_version": 1, "fsdp_config": {}}, "fsdp_version", "these are: 2"),
         ({"fsdp": ["full_shard"]}, "fsdp", "shards by fsdp_config alone"),
+        *(
+            ({"fsdp_config": {key: value}}, f"fsdp_config.{key}", "of FSDP1 alone")
+            for key, value in (("fsdp_sharding_strategy", "FULL_SHARD"), ("forward_prefetch", False))
+        ),
         ({"fsdp_config": {"offload_params": True}}, "fsdp_config.offload_params", "host"),
         ({"deepspeed": {**ZERO3, "train_batch_size": 9}}, "deepspeed.train_batch_size", "must be 8"),
         *(
             ({"deepspeed": {**ZERO3, "bf16": {"enabled": True, key: True}}}, f"deepspeed.bf16.{key}", "formats")
             for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
         ),
-        (
-            {"deepspeed": {**ZERO3, "data_types": {"grad_accum_dtype": "fp32"}}},
-            "deepspeed.data_types.grad_accum_dtype",
-            "format of the weights",
+        *(
+            (
+                {"deepspeed": {**ZERO3, "data_types": {"grad_accum_dtype": name}}},
+                "deepspeed.data_types.grad_accum_dtype",
+                "format of the weights",
+            )
+            for name in ("fp32", "torch.float32")
         ),
         ({"torch_compile": "auto"}, "torch_compile", "execution 'compile'"),
         ({"full_determinism": True}, "full_determinism", "slower"),
         ({"torch_empty_cache_steps": 4}, "torch_empty_cache_steps", "slower"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config", "number of processes"),
+        ({"accelerator_config": '{"split_batches": true}'}, "accelerator_config", "number of processes"),
+        ({"accelerator_config": ["split_batches"]}, "accelerator_config", "must be a mapping"),
     ],
 )
 def test_what_axolotl_does_otherwise_is_refused(changes: dict[str, Any], key: str, words: str) -> None:
@@ -400,8 +415,13 @@ def test_what_axolotl_does_otherwise_is_refused(changes: dict[str, Any], key: st
 
 def test_keys_that_change_nothing_of_a_batch_or_a_format_are_read() -> None:
     for accumulated in ({"grad_accum_dtype": "bf16"}, {"grad_accum_dtype": None}, {}):
-        assert read("axolotl", deepspeed={**ZERO3, "data_types": accumulated}).training.precision == "master"
-    kept = {"even_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        asked = read("axolotl", deepspeed={**ZERO3, "data_types": accumulated})
+        assert (asked.training.precision, asked.kept["deepspeed"]["data_types"]) == ("master", accumulated)
+    summed = {**ZERO3, "zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}}
+    assert read("axolotl", deepspeed=summed).training.sharding == "none", "it is the default of that stage"
+    off = {**ZERO3, "fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}
+    assert read("axolotl", deepspeed=off).training.precision == "master"
+    kept = {"even_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True, "num_steps": 1}}
     for trainer in EVERY:
         assert not any("not read" in notice for notice in read(trainer, accelerator_config=kept).notices)
 

@@ -36,5 +36,10 @@ def test_arguments_that_change_a_step_are_refused(trainer: str, changes: dict[st
 
 
 def test_arguments_that_are_off_change_nothing() -> None:
-    off: dict[str, Any] = {"label_smoothing_factor": 0.0, "full_determinism": False, "torch_compile_mode": None}
+    off: dict[str, Any] = {
+        "pad_to_multiple_of": "auto",
+        "label_smoothing_factor": 0.0,
+        "full_determinism": False,
+        "torch_compile_mode": None,
+    }
     assert not any("not read" in notice for notice in read("trl", **off).notices)
