@@ -59,7 +59,7 @@ def request_of(case: Case) -> ExplorationRequest:
 
 
 def measure(members: dist.ProcessGroup, case: Case, rank: int, meter: LiveStorages) -> int:
-    """Highest bytes of a step's micro-steps, once everything exists, in the better of two steps.
+    """Highest bytes of a step's micro-steps, once everything exists, in the best of six steps.
 
     On a busy host a reduction may still hold its gradients when those of the next layer are made.
     """
@@ -81,7 +81,7 @@ def measure(members: dist.ProcessGroup, case: Case, rank: int, meter: LiveStorag
     micro_steps()
     optimizer.step()
     peaks = []
-    for _ in range(2):
+    for _ in range(6):
         optimizer.zero_grad()
         meter.reset_peak()
         micro_steps()
