@@ -89,7 +89,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Published:
-    """A published input. `file` is its script or YAML, in a package or in the folder of inputs.
+    """A published input. `file` is its script or YAML, in a package or in the folder of inputs; `model` is made for it.
 
     `explored` are options of `bexp explore` for what the file does not say. The run has no key of `dropped`, and
     `replaced` texts of the file are others here.
