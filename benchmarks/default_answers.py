@@ -2,10 +2,12 @@
 
     python -m benchmarks.default_answers benchmarks/published/*.json --device cuda:0 --out results/NAME.json
     python -m benchmarks.default_answers benchmarks/published/llama-3.2-1b.json --again --device cuda:0 --out F
+    python -m benchmarks.default_answers CONFIG --device cuda:0-3 --num-devices 4 --set parallelism=explore --out F
 
 Each configuration runs as a person runs it, in a process of its own, with a new database and with empty caches of
 kernels. `--again` runs it a second time with the kernels of the first one and nothing that was measured. All seconds
 count from the start of the command. `provisional` is what the answer says of itself.
+`checks` are the whole models that ran: how far each one's composed step and peak were off.
 Runs in an existing FILE are kept.
 """
 
@@ -48,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--num-devices", type=int, default=1)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields", help="of the request"
+    )
     parser.add_argument("--again", action="store_true", help="also with the kernels of the first run")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a run is ended")
     parser.add_argument("--until", type=float, default=3600.0, help="begin no run after these seconds")
@@ -58,16 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for config in options.configs:
         with tempfile.TemporaryDirectory() as folder:
             for caches in ("empty", "filled") if options.again else ("empty",):
-                done = any((run["name"], run["caches"]) == (config.stem, caches) for run in runs)
+                key = {"name": config.stem, "caches": caches, "fields": options.fields}
+                done = any(key == {"fields": []} | {name: run[name] for name in key if name in run} for run in runs)
                 if not done and time.monotonic() - begun < options.until:
                     row = answer(config, options, Path(folder))
-                    runs.append({"name": config.stem, "caches": caches, "commit": describe_commit(), **row})
+                    runs.append({**key, "commit": describe_commit(), **row})
                     print({name: value for name, value in runs[-1].items() if name not in UNPRINTED}, flush=True)
                     found = {"environment": describe_environment(), "summary": summarize(runs), "runs": runs}
                     write_results(options.out, found)
     return 0
 
 
+CHECKED = ("role", "mesh", "candidate", "tokens_per_second", "step_error", "peak_error")
+"""What is noted of each whole model."""
 UNPRINTED = ("printed", "hardware", "lines", "answer", "trials")
 
 
@@ -76,8 +85,10 @@ def answer(config: Path, options: argparse.Namespace, folder: Path) -> Row:
     database = tempfile.mkdtemp(dir=folder)
     url = f"sqlite:///{database}/bexp.db"
     own = {"BEXP_DATABASE_URL": url, FOLDER_VARIABLE: str(folder / "kernels")}
-    sizes = ("--seq-length", str(options.seq_length), "--batch-size", str(options.batch_size))
-    command = module_command("bexp.api.cli", "explore", str(config.resolve()), *sizes, "--device", options.device)
+    names = ("seq_length", "batch_size", "num_devices", "device")
+    asked = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    asked += [word for field in options.fields for word in ("--set", field)]
+    command = module_command("bexp.api.cli", "explore", str(config.resolve()), *asked)
     begun_at, begun = time.time(), time.monotonic()
     with subprocess.Popen(command, cwd=database, env=os.environ | own, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -103,10 +114,12 @@ def stored_row(url: str, begun_at: float) -> Row:
     if recommendation is not None and job.request is not None:
         confidence = recommendation.confidence
         found |= {"confidence": confidence, "provisional": is_provisional(confidence, job.request)}
+    whole = [event.data | event.data["check"] for event in events if event.code is EventCode.WHOLE_MODEL]
     return {
         **found,
         "seconds_to": seconds,
         "num_trials": len(trials),
+        "checks": [{name: check.get(name) for name in CHECKED} for check in whole],
         "lines": [f"{_since(event.at, begun_at):6.1f} s  {render_line(event)}" for event in events],
         "answer": job.answer and job.answer.model_dump(mode="json"),
         "trials": [trial.model_dump(mode="json") for trial in trials],

@@ -1,6 +1,7 @@
 """Whole training steps of a transformers model whose sequences several devices share: ours next to torch's own.
 
     torchrun --nproc-per-node 2 -m benchmarks.long_contexts --out benchmarks/results/NAME.json
+    torchrun --nproc-per-node 4 -m benchmarks.long_contexts --seq-lengths 786432 --recompute --no-warm-up --out FILE
     torchrun --nproc-per-node 2 -m benchmarks.long_contexts --tiny --device cpu --out FILE
 
 The model is a Llama of 8 layers with the widths of Llama-3.2-1B, in bfloat16, with AdamW and the loss in chunks; every
@@ -10,7 +11,8 @@ which rotates keys by all-gather, its default, or by all-to-all. `flash` and `cu
 of them.
 
 A step is forward, backward, the mean of the gradients over the ranks, and the optimizer. Contenders take turns; seconds
-are those of the slowest rank, and peaks those of the fullest.
+are those of the slowest rank, and peaks those of the fullest. With `--no-warm-up`, the first step at a length is timed
+after a short one alone: of steps that take a minute.
 
 `gradients` are of two layers, at a length that fits one device: the distance of each contender's to one device's in
 float32, relative to their norm; `alone` is one device in bfloat16. Of each the whole and the worst parameter are given.
@@ -157,6 +159,8 @@ CONTENDERS: dict[str, Contender] = {
     "torch by all-to-all, flash": by_torch("flash", "alltoall"),
     "torch by all-to-all, flash" + REPEATED: by_torch("flash", "alltoall", repeated=True),
     "zigzag, cudnn": ours("cudnn", "zigzag"),
+    "striped, cudnn": ours("cudnn", "striped"),
+    "ring, cudnn": ours("cudnn", "ring"),
     "torch by all-gather, cudnn": by_torch("cudnn", "allgather"),
     "torch by all-gather, cudnn" + REPEATED: by_torch("cudnn", "allgather", repeated=True),
 }
@@ -199,7 +203,7 @@ class Bench:
     """The model, and what its contenders take turns in."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.device, self.short = device, options.short
+        self.device, self.short, self.warms_up = device, options.short, options.warm_up
         self.model = build(options, options.layers, device)
         if options.recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -207,13 +211,14 @@ class Bench:
         self._warm: set[tuple[str, int]] = set()
 
     def turn(self, contender: str, seq_length: int) -> Row:
-        """Return the figures of a step of a contender. Its first turn at a length begins with steps without a clock."""
+        """Return the figures of a step of a contender. Its first turn at a length begins with untimed steps."""
         vocabulary = self.model.config.vocab_size
         tokens = tokens_of(seq_length, vocabulary, self.device)
         with CONTENDERS[contender](self.model) as step:
             if (contender, seq_length) not in self._warm:
                 self._step(step, tokens_of(self.short, vocabulary, self.device))
-                self._step(step, tokens)
+                if self.warms_up:
+                    self._step(step, tokens)
                 self._warm.add((contender, seq_length))
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -284,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--no-warm-up", action="store_false", dest="warm_up", help="no untimed step of a length")
     parser.add_argument("--short", type=int, default=SHORT)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
@@ -293,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": describe_commit(),
         "layers": options.layers,
         "recompute": options.recompute,
+        "warm_up": options.warm_up,
         "sizes": TINY if options.tiny else SIZES,
     }
     rows = Rows(options.out, device, options.until, summarize, **setting)

@@ -328,7 +328,7 @@ class MeshSpace(SearchSpace):
             figures = {"tokens_per_second": ran.tokens_per_second, "measured_peak_bytes": ran.measurement.peak_bytes}
             trial = trial.model_copy(update=figures)
         self._ranking = self._ranker.rank(self._pool)
-        return trial, [whole_model_event(trial, ran, check.probability_better, devices=point.mesh.describe())]
+        return trial, [whole_model_event(trial, ran, check.probability_better, mesh=point.mesh)]
 
     def recommend(self, *, final: bool = False) -> Recommendation | None:
         """Return the best of the candidates whose blocks are all measured; None if there is none."""

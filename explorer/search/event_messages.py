@@ -9,6 +9,7 @@ from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.peak_memory import PeakMemory
 from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.parallelism import Parallelism
 from bexp.explorer.model.amounts import bytes_text, rate_text
 from bexp.explorer.model.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.model.parts import ExploredModel
@@ -177,23 +178,25 @@ def whole_model_event(
     probability_better: float | None = None,
     probability_fits: float | None = None,
     *,
-    devices: str | None = None,
+    mesh: Parallelism | None = None,
     memory: PeakMemory | None = None,
 ) -> EventDraft:
     """Return the event of a whole-model run of the recommended candidate, of its runner-up, or of one that may fit.
 
     `check` is None if the run failed. For the runner-up `probability_better` is the probability, before the run, that
     it is better than the recommended candidate. `probability_fits` is that of fitting, for one that does not fit as
-    composed. Both are None for the recommended candidate. `devices` says how
+    composed. Both are None for the recommended candidate. `mesh` says how
     devices share the model, if they do. `memory` is what fills the candidate's.
     """
     measurement = trial.measurement
-    what = f"Whole model with {'' if devices is None else devices + ' '}{trial.candidate.describe()}"
+    what = f"Whole model with {'' if mesh is None else mesh.describe() + ' '}{trial.candidate.describe()}"
     data: dict[str, Any] = {
         "trial": trial.number,
         "candidate": trial.candidate.model_dump(mode="json"),
         "role": "recommended" if probability_better is None else "runner_up",
     }
+    if mesh is not None:
+        data["mesh"] = mesh.model_dump(mode="json")
     if probability_better is not None and probability_fits is None:
         what = f"Runner-up, {100 * probability_better:.0f}% likely to be better: {what[0].lower()}{what[1:]}"
         data["probability_better"] = probability_better
