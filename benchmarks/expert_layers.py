@@ -170,12 +170,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="two shapes of small sizes, for tests")
     parser.add_argument("--tune-sonicmoe", action="store_true", help="let sonic-moe tune each shape")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders; default: all")
+    parser.add_argument(
+        "--shapes", type=int, nargs=2, default=(0, None), metavar="N", help="from one to before another"
+    )
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.max_seconds
     only = tuple(options.only)
     cells = [
         replace(cell, tune_sonicmoe=options.tune_sonicmoe, only=only)
-        for cell in (tiny_cells() if options.tiny else CELLS)
+        for cell in (tiny_cells() if options.tiny else CELLS)[slice(*options.shapes)]
     ]
     has_liger = "liger" in only or not only
     if options.device != "cpu" and has_liger and find_spec("liger_kernel") is not None:
