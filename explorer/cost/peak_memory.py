@@ -76,7 +76,8 @@ def _holds_logits(table: Composition, row: int) -> bool:
 
 def _tensors(table: Composition, row: int, content: PeakContent) -> str:
     candidate, model = table.candidates[row], table.model
-    training = table.request.sharded(candidate.sharding).training
+    request = table.request.sharded(candidate.sharding)
+    training = request.training
     length = widest(model, table.request) // candidate.context_parallel_size
     tokens = f"{candidate.micro_batch_size} x {length:,}"
     if content is PeakContent.LOGITS:
@@ -92,4 +93,6 @@ def _tensors(table: Composition, row: int, content: PeakContent) -> str:
         return f"{tokens} tokens"
     of = f"{count_parameters(model):,} parameters" if content is PeakContent.PARAMETERS else "of the trained parameters"
     held = f", held by optimizer={training.optimizer.name}" if content is PeakContent.OPTIMIZER_STATES else ""
+    if content is PeakContent.GRADIENTS and request.devices.hold_buckets:
+        held = ", again in DistributedDataParallel's buckets"
     return of + held + ("" if training.sharding is Sharding.NONE else f", sharding={training.sharding}")

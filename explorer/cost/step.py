@@ -102,6 +102,10 @@ def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
     It is sharded over all devices, also those that share sequences: context parallelism is folded into the group that
     FSDP shards over, as torchtitan does (Liang et al., 2024, arXiv:2410.06511). Some tensors exist whole and as the
     share that the optimizer steps: parameters with ZeRO-1 and 2, and gradients with ZeRO-1.
+
+    transformers' trainers drop gradients after a step. So the shares of ZeRO-1 are made in the last backward, while
+    whole gradients are freed. The buckets of replicas hold copies of all gradients (`gradient_as_bucket_view` of
+    DistributedDataParallel is off).
     """
     whole = _whole_parts(model, request)
     if request.mode == "eval":
@@ -116,10 +120,20 @@ def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
 
     return MemoryParts(
         parameters=shard(whole.parameters, 3),
-        gradients=shard(whole.gradients, 2),
+        gradients=_gradient_bytes(model, request, whole.gradients),
         master_weights=shard(whole.master_weights, 1),
         optimizer_states=shard(whole.optimizer_states, 1),
     )
+
+
+def _gradient_bytes(model: ExploredModel, request: ExplorationRequest, whole: int) -> int:
+    level = request.training.sharding.level
+    if level < 1:
+        return 2 * whole if request.devices.hold_buckets else whole
+    share = -(-whole // request.num_devices)
+    if level > 1:
+        return share
+    return whole if isinstance(model, ModelParts) else whole + share
 
 
 def _whole_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryParts:

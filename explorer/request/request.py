@@ -341,6 +341,12 @@ class RequestedDevices:
         return self.asked.num_devices if self.asked.training.sharding.level >= 1 else 1
 
     @property
+    def hold_buckets(self) -> bool:
+        """Whether buckets hold copies of all gradients: those of replicas that a trainer of transformers wraps."""
+        replicas = self.asked.num_devices > 1 and self.asked.training.sharding is Sharding.NONE
+        return replicas and self.asked.mode == "train" and self.asked.target_name == TRANSFORMERS
+
+    @property
     def batch_share(self) -> float:
         """One device's share of the effective batch, as a real number of whole sequences.
 

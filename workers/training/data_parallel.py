@@ -98,6 +98,21 @@ class SingleProcess:
         """Do nothing."""
 
 
+class LoneReplica(SingleProcess):
+    """One process in place of several replicas: it has the memory of their buckets, and exchanges nothing."""
+
+    def __init__(self) -> None:
+        self._buckets: list[Tensor] = []
+
+    def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
+        """Allocate what DistributedDataParallel's buckets take."""
+        self._buckets = [torch.empty_like(parameter) for parameter in optimizer.parameters]
+
+    def finish(self) -> None:
+        """Free it."""
+        self._buckets = []
+
+
 def require_captured(loss: GraphedLoss) -> None:
     """Check that a micro-step that has run was captured.
 
@@ -117,8 +132,13 @@ def data_parallel(
     sharding: Sharding,
     parameter_dtype: torch.dtype,
     gradient_dtype: torch.dtype,
+    *,
+    drops_gradients: bool = False,
 ) -> DataParallel:
-    """Return how the processes of `members` train together with this sharding; None if one process trains alone."""
+    """Return how the processes of `members` train together with this sharding; None if one process trains alone.
+
+    `drops_gradients`: the optimizer frees gradients after a step, so that buckets cannot hold them from step to step.
+    """
     if members is None:
         return SingleProcess()
     separate = gradient_dtype is not parameter_dtype
@@ -126,7 +146,7 @@ def data_parallel(
         from bexp.workers.training.fully_sharded import FullySharded  # noqa: PLC0415 - takes half a second
 
         return FullySharded(members, device, sharding, gradient_dtype if separate else None)
-    return ReplicatedMain(members) if separate else Replicated(members)
+    return ReplicatedMain(members) if separate else Replicated(members, keeps_gradients=not drops_gradients)
 
 
 WATCHDOG_SECONDS = 0.3
@@ -134,10 +154,15 @@ WATCHDOG_SECONDS = 0.3
 
 
 class Replicated:
-    """torch's DistributedDataParallel: gradients live in its buckets, which are reduced in the last micro-step."""
+    """torch's DistributedDataParallel, whose buckets are reduced in the last micro-step.
 
-    def __init__(self, members: dist.ProcessGroup) -> None:
+    With `keeps_gradients`, gradients live in the buckets. Otherwise the buckets hold copies of them, which is torch's
+    default, and that of the trainers that wrap a model in it.
+    """
+
+    def __init__(self, members: dist.ProcessGroup, *, keeps_gradients: bool) -> None:
         self._members = members
+        self._keeps_gradients = keeps_gradients
         self._model: DistributedDataParallel | None = None
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
@@ -153,15 +178,15 @@ class Replicated:
                 process_group=self._members,
                 broadcast_buffers=False,
                 init_sync=False,
-                gradient_as_bucket_view=True,
+                gradient_as_bucket_view=self._keeps_gradients,
             )
         return self._model
 
     def prepare(self, optimizer: Stepped, micro_step: Step) -> None:
         """Run two micro-steps, because torch builds the buckets again in the order of the first backward.
 
-        Gradients are dropped before each, so that every gradient is in a new bucket afterwards. The old buckets are no
-        part of a step, and are freed.
+        Gradients are dropped before each, so that none is in an old bucket afterwards. The old buckets are no part of a
+        step, and are freed.
         """
         for _ in range(2):
             for parameter in optimizer.parameters:

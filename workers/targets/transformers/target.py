@@ -69,7 +69,12 @@ from bexp.workers.targets.transformers.training_run import (
     TrainerOptimizer,
     TransformersTrainingRun,
 )
-from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS, data_parallel
+from bexp.workers.training.data_parallel import (
+    DATA_PARALLEL_MICRO_STEPS,
+    MICRO_STEPS,
+    LoneReplica,
+    data_parallel,
+)
 
 BUILT_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """The micro-batch sizes that kernels are built for. Few kernels differ between neighbours."""
@@ -296,7 +301,10 @@ class TransformersTarget:
         group, dtype = self._instruments.rank_group, self._build.parameter_dtype
         is_data_parallel = together and self._build.training and group.size > 1
         sharding = request.training.sharding
-        parallel = data_parallel(group.members if is_data_parallel else None, self._device, sharding, dtype, dtype)
+        members = group.members if is_data_parallel else None
+        parallel = data_parallel(members, self._device, sharding, dtype, dtype, drops_gradients=True)
+        if together and group.size == 1 and request.devices.hold_buckets:
+            parallel = LoneReplica()
         try:
             if is_data_parallel and sharding is not Sharding.NONE:
                 model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))

@@ -25,9 +25,11 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials import data_parallel_communication
+from bexp.workers.profiler.trials.whole_model import run_steps
 from bexp.workers.targets.transformers.passes import settings_of
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from bexp.workers.targets.transformers.target import TransformersTarget, describe_parts
+from bexp.workers.targets.transformers.training_run import TransformersTrainingRun
 from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.waits import PATIENCE_SECONDS
@@ -99,6 +101,18 @@ class Rank:
             changed = [not torch.equal(own(p.detach()), old) for p, old in zip(trained, before, strict=True)]
         return sum(changed) / len(changed)
 
+    def peak_bytes(self, level: Sharding, num_devices: int = NUM_RANKS, *, together: bool = True) -> int:
+        """Of steps of the tiny model, by these ranks or by one process."""
+        alone = Instruments(CPU, 1)
+        target = self.target if together else TransformersTarget(self.request, alone)
+        request = self.request.sharded(level).model_copy(update={"num_devices": num_devices})
+        settings, texts = settings_of(candidate_at(level), request), [TextBatch.whole(1, request.seq_length)]
+
+        def build() -> TransformersTrainingRun:
+            return target._train(target._resolved.config, settings, texts, request, together=True)
+
+        return run_steps(self.instruments if together else alone, build, PhaseClock()).peak_bytes
+
     def gradient_error(self, level: Sharding) -> float:
         """Of one step's gradients, relative to those of one process, in float32."""
         target = self.target
@@ -145,6 +159,10 @@ def run(folder: Path, kinds: list[str], rank: int) -> None:
         one.open(TRAINING[kind])
         errors = {level: one.gradient_error(level) for level in LEVELS}
         found[kind] = {"errors": errors, "changed": one.changed_share(Sharding.ZERO3)}
+    one.open(TRAINING["full"])
+    found["peaks"] = {level: one.peak_bytes(level) for level in (Sharding.NONE, Sharding.ZERO1)}
+    found["peaks"] |= {f"alone of {n}": one.peak_bytes(Sharding.NONE, n, together=False) for n in (1, NUM_RANKS)}
+    found["trained_bytes"] = one.parts.trainable_bytes
     found["communication"] = one.communication(Sharding.ZERO3).model_dump(mode="json")
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

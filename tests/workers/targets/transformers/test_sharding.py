@@ -46,6 +46,17 @@ def test_the_exchange_is_timed(found: list[dict[str, Any]]) -> None:
         assert measured["host_seconds"] >= 0
 
 
+def test_peaks_have_the_gradients_that_the_level_holds(found: list[dict[str, Any]]) -> None:
+    """Buckets of replicas hold copies. With ZeRO-1 a share of the gradients begins where a whole one ends."""
+    for said in found:
+        peaks, trained = said["peaks"], said["trained_bytes"]
+        one = peaks["alone of 1"]
+        assert peaks[f"alone of {NUM_RANKS}"] == pytest.approx(peaks[Sharding.NONE], rel=0.01)
+        assert peaks[Sharding.NONE] == pytest.approx(one + trained, rel=0.01)
+        states, share = 2 * trained / NUM_RANKS, trained / NUM_RANKS
+        assert peaks[Sharding.ZERO1] == pytest.approx(one + share - states, rel=0.01)
+
+
 def test_training_state_is_divided_as_the_level_says() -> None:
     model = parts()
 
@@ -57,9 +68,9 @@ def test_training_state_is_divided_as_the_level_says() -> None:
     assert isinstance(model, ModelParts)
     whole, trained = model.parameter_bytes, model.trainable_bytes
     share, of_trained = -(-whole // 4), -(-trained // 4)
-    assert bytes_at(Sharding.NONE) == (whole, trained, 2 * trained)
+    assert bytes_at(Sharding.NONE) == (whole, 2 * trained, 2 * trained)
     states = -(-2 * trained // 4)
-    assert bytes_at(Sharding.ZERO1) == (whole + share, trained + of_trained, states)
+    assert bytes_at(Sharding.ZERO1) == (whole + share, trained, states)
     assert bytes_at(Sharding.ZERO2) == (whole + share, of_trained, states)
     assert bytes_at(Sharding.ZERO3) == (share, of_trained, states)
     gathered = [gathered_bytes(model, request_for(num_devices=4, training={"sharding": level})) for level in LEVELS]
