@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -72,7 +73,8 @@ class Rows:
     """A file of rows, each measured by all ranks together, and a summary of them.
 
     A row is written before it is measured, too: if it takes the processes with it, a second start goes on after it. The
-    ranks agree on errors over a group of the host, which works while a device waits for a rank that has failed.
+    ranks agree on errors over a group of the host, which works while a device waits for a rank that has failed. If the
+    hosts of other ranks wait as well, the rank that has failed writes the row, and all end.
     """
 
     def __init__(
@@ -107,8 +109,15 @@ class Rows:
             found = measure()
         except Exception as raised:  # noqa: BLE001 - whatever a contender raises is its row
             error = f"{type(raised).__name__}: {str(raised)[:500]}"
+            traceback.print_exc()
         errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error, group=self._hosts)
+        try:
+            dist.all_gather_object(errors, error, group=self._hosts)
+        except RuntimeError:  # the others wait for this rank inside what they measure
+            if error:
+                rows[-1] = {**key, "error": error}
+                self._write(anyone=True)
+            raise
         rows[-1] = {**key, **found} if not any(errors) else {**key, "error": next(filter(None, errors))}
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -122,7 +131,7 @@ class Rows:
         dist.broadcast_object_list(value, src=0, group=self._hosts)
         return value[0]
 
-    def _write(self) -> None:
-        if dist.get_rank() == 0:
+    def _write(self, *, anyone: bool = False) -> None:
+        if anyone or dist.get_rank() == 0:
             self._results["summary"] = self._summarize(self._results["rows"])
             write_results(self._path, self._results)

@@ -5,7 +5,7 @@
     python -m benchmarks.two_devices fsdp2 --tiny --device cpu --out F
 
 Each run is one of `benchmarks/commands/sharded.py`: transformers' Trainer with FSDP2 (`fsdp2`), with ZeRO-3 (`zero3`),
-with ZeRO-2 and LoRA (`zero2-lora`), and a loop of its own with FSDP2 (`loop`). For each there are:
+with ZeRO-2 and LoRA (`zero2-lora`), without sharding (`ddp`), and a loop of its own with FSDP2 (`loop`). For each:
 
 - `tune`, by the clock of whoever waits;
 - `sweep`: the command itself at half the answer, at the answer and at twice the answer;
@@ -34,7 +34,7 @@ from benchmarks.commands.sharded import LENGTH
 from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.tuned_commands import Command, Row
 
-NEEDS = {"fsdp2": (), "zero3": ("deepspeed",), "zero2-lora": ("deepspeed", "peft"), "loop": ()}
+NEEDS = {"fsdp2": (), "zero3": ("deepspeed",), "zero2-lora": ("deepspeed", "peft"), "ddp": (), "loop": ()}
 """The packages of each run."""
 BATCH_SIZE = 32
 """Sequences of a device's optimizer step."""
@@ -54,7 +54,7 @@ class ShardedCommand(Command):
 
     @property
     def has_own_size(self) -> bool:
-        return self._how != "fsdp2"
+        return self._how not in ("fsdp2", "ddp")
 
     def _arguments(self, size: object, accumulation: object) -> list[str]:
         return [*super()._arguments(size, accumulation), "--how", self._how]

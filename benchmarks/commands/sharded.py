@@ -1,6 +1,7 @@
 """A Llama of 1.2 billion parameters over several processes, by transformers' Trainer or in a loop of its own.
 
-`--how` says what shards it: `fsdp2`, `zero3` and `zero2-lora` for the Trainer, and `loop`, which has FSDP2.
+`--how` says what shards it: `fsdp2`, `zero3`, `zero2-lora`, and `ddp` (nothing) for the Trainer, and `loop`, which has
+FSDP2.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Full(Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--how", choices=["fsdp2", "zero3", "zero2-lora", "loop"], required=True)
+    parser.add_argument("--how", choices=["fsdp2", "zero3", "zero2-lora", "ddp", "loop"], required=True)
     options = parser.parse_args()
     config = LlamaConfig(**(TINY | {"vocab_size": 512} if options.tiny else SIZES))
     texts = Full(config.vocab_size, 32 if options.tiny else LENGTH)
@@ -54,7 +55,9 @@ def main() -> None:
 def _trainer(config: LlamaConfig, texts: Full, options: argparse.Namespace, watch: Watch) -> None:
     """Train by transformers' Trainer."""
     sharded: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
-    if options.how != "fsdp2":
+    if options.how == "ddp":
+        sharded = {}
+    elif options.how != "fsdp2":
         stage = {"stage": 3 if options.how == "zero3" else 2, "overlap_comm": torch.cuda.is_available()}
         sized = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
         sharded = {"deepspeed": {**sized, "zero_optimization": stage, "bf16": {"enabled": "auto"}}}

@@ -138,7 +138,11 @@ def _steps(
 
 
 def _compile(module: nn.Module, experts: str | None, changes: Changes) -> None:
+    import torch._dynamo.config as dynamo  # noqa: PLC0415 - takes seconds, and eager layers do not need it
+
     leave_eager(experts)
+    changes.on_undo(partial(setattr, dynamo, "optimize_ddp", dynamo.optimize_ddp))
+    dynamo.optimize_ddp = False  # it splits graphs by buckets, and fails in a part of a layer
     for layer in decoder_layers(module):
         before = getattr(layer, "_compiled_call_impl", None)
         changes.on_undo(partial(setattr, layer, "_compiled_call_impl", before))

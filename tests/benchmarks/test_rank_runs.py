@@ -50,6 +50,22 @@ def test_each_row_is_written_and_measured_once_even_if_it_fails(tmp_path: Path) 
     assert (found["summary"], found["commit"], len(calls)) == (2, "c", 1)
 
 
+@pytest.mark.usefixtures("_alone")
+def test_a_rank_that_fails_while_others_wait_writes_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    rows = Rows(path, CPU, 100.0, len)
+
+    def nobody_answers(*_: object, **__: object) -> None:
+        raise RuntimeError("timed out")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "all_gather_object", nobody_answers)
+        patched.setattr(dist, "get_rank", lambda: 3)
+        with pytest.raises(RuntimeError, match="timed out"):
+            rows.measure(fail, name="b")
+    assert json.loads(path.read_text())["rows"] == [{"name": "b", "error": "ValueError: no kernel"}]
+
+
 def test_turns_are_summarised_next_to_the_best_of_torch() -> None:
     row: partial[dict[str, Any]] = partial(dict, seq_length=8, peak_bytes=4)
     rows = [

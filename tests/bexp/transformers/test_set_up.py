@@ -280,6 +280,14 @@ def test_a_compiled_layer_knows_whether_kernels_run_here(reason: str | None, mon
     assert bool(compiled(torch.zeros(2, 8, 16))) is (reason is not None)
 
 
+def test_compiled_layers_are_not_split_by_the_buckets_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda layer: None)
+    applied = set_up(models.tiny("llama"), Settings(compile=True))
+    assert not torch._dynamo.config.optimize_ddp
+    applied.undo()
+    assert torch._dynamo.config.optimize_ddp
+
+
 @pytest.mark.parametrize("traceable", [True, False])
 def test_a_compiled_layer_traces_our_experts_where_it_can(traceable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function` under torch.compile with static shapes.
 
     A profile compiles the same code for many shapes. torch's limit of a few is lifted, because beyond it code silently
-    runs eagerly.
+    runs eagerly. DistributedDataParallel's splitting of graphs is off, because code is compiled in small parts.
     """
     import torch._dynamo.config as dynamo  # noqa: PLC0415 - takes seconds, and eager runs do not need it
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, _RECOMPILE_LIMIT)
+    dynamo.optimize_ddp = False
     return torch.compile(function, dynamic=False)
 
 
