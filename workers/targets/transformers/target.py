@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -247,14 +247,16 @@ class TransformersTarget:
         # The first micro-batch is not timed, because the optimizer may still run at the same time.
         texts = [TextBatch.whole(size, request.seq_length)] if batches is None else list(batches.measured)
         texts = texts if batches is None else [texts[0], *texts]
-        yield self._train(self._resolved.config, settings, texts, request, together=True)
+        with self._train(self._resolved.config, settings, texts, request, together=True) as run:
+            yield run
 
     @contextmanager
     def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
         """Build a model of the self-check's configuration."""
         tiny = self._resolved.tiny
-        run = self._train(tiny, Settings(), [TextBatch.whole(1, tiny.seq_length)], request, together=together)
-        yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
+        texts = [TextBatch.whole(1, tiny.seq_length)]
+        with self._train(tiny, Settings(), texts, request, together=together) as run:
+            yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
 
     def _order_kernels(self) -> None:
         """Have our expert kernels built for each size, if the request may choose one of them."""
@@ -288,6 +290,7 @@ class TransformersTarget:
 
     # -- building ------------------------------------------------------------------------------------------------
 
+    @contextmanager
     def _train(
         self,
         config: ResolvedConfig,
@@ -296,8 +299,11 @@ class TransformersTarget:
         request: ExplorationRequest,
         *,
         together: bool,
-    ) -> TransformersTrainingRun:
-        """A whole model in training, with the same micro-batches in each step. The ranks have different data."""
+    ) -> Iterator[TransformersTrainingRun]:
+        """A whole model in training, with the same micro-batches in each step. The ranks have different data.
+
+        What setting it up has changed beside the model, such as a rotation of all models of the class, is undone.
+        """
         group, dtype = self._instruments.rank_group, self._build.parameter_dtype
         is_data_parallel = together and self._build.training and group.size > 1
         sharding = request.training.sharding
@@ -305,24 +311,25 @@ class TransformersTarget:
         parallel = data_parallel(members, self._device, sharding, dtype, dtype, drops_gradients=True)
         if together and group.size == 1 and request.devices.hold_buckets:
             parallel = LoneReplica()
-        try:
-            if is_data_parallel and sharding is not Sharding.NONE:
-                model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))
-            elif self._build.quantization is not None:  # the plain weights of all layers may not fit at once
-                model = build_by_layers(config, self._build, self._device, lambda _: None)
-            else:
-                model = build_model(config, self._build, self._device)
-            set_up(model, settings)
-        except (SettingsError, UnsupportedModelError) as error:
-            raise UnsupportedTrialError(str(error)) from error
-        seed = self._build.seed + group.rank
-        flattens = request.flattens
+        seed, flattens = self._build.seed + group.rank, request.flattens
         rows = [arranged(one, settings.attention, flattens=flattens) for one in texts]
         made = [make_batch(config.config, one, self._device, seed=seed) for one in rows]
         batches = made * (DATA_PARALLEL_MICRO_STEPS if is_data_parallel else MICRO_STEPS) if len(made) == 1 else made
-        name = request.training.optimizer.name
-        awaits = request.runner.awaits_losses
-        return TransformersTrainingRun(model, batches, name, self._build, self._device, parallel, awaits_losses=awaits)
+        name, awaits = request.training.optimizer.name, request.runner.awaits_losses
+        with ExitStack() as changes:
+            try:
+                if is_data_parallel and sharding is not Sharding.NONE:
+                    model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))
+                elif self._build.quantization is not None:  # the plain weights of all layers may not fit at once
+                    model = build_by_layers(config, self._build, self._device, lambda _: None)
+                else:
+                    model = build_model(config, self._build, self._device)
+                changes.callback(set_up(model, settings).undo)
+            except (SettingsError, UnsupportedModelError) as error:
+                raise UnsupportedTrialError(str(error)) from error
+            yield TransformersTrainingRun(
+                model, batches, name, self._build, self._device, parallel, awaits_losses=awaits
+            )
 
     def _parts(self) -> PartsBuilder:
         if self._builder is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -108,10 +109,13 @@ class Rank:
         request = self.request.sharded(level).model_copy(update={"num_devices": num_devices})
         settings, texts = settings_of(candidate_at(level), request), [TextBatch.whole(1, request.seq_length)]
 
-        def build() -> TransformersTrainingRun:
-            return target._train(target._resolved.config, settings, texts, request, together=True)
+        with ExitStack() as stack:
 
-        return run_steps(self.instruments if together else alone, build, PhaseClock()).peak_bytes
+            def build() -> TransformersTrainingRun:
+                made = target._train(target._resolved.config, settings, texts, request, together=True)
+                return stack.enter_context(made)
+
+            return run_steps(self.instruments if together else alone, build, PhaseClock()).peak_bytes
 
     def gradient_error(self, level: Sharding) -> float:
         """Of one step's gradients, relative to those of one process, in float32."""
@@ -121,19 +125,20 @@ class Rank:
         settings = settings_of(candidate_at(level), request)
         config = target._resolved.tiny
         texts = [TextBatch.whole(2, config.seq_length)]
-        together = target._train(config, settings, texts, request, together=True)
-        for number in range(together.num_micro_steps):
-            together.micro_step(number)
+        with target._train(config, settings, texts, request, together=True) as together:
+            for number in range(together.num_micro_steps):
+                together.micro_step(number)
         model: Any = together._model
         model = getattr(model, "module", model)
         batches: list[Any] = [None] * NUM_RANKS
         dist.all_gather_object(batches, together._batches[0])
-        alone: Any = target._train(config, settings, texts, request, together=False)._model
-        alone.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
-        for batch in batches:
-            with target._build.autocast(CPU):
-                loss = alone(**batch).loss
-            (loss / NUM_RANKS).backward()
+        with target._train(config, settings, texts, request, together=False) as run:
+            alone: Any = run._model
+            alone.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+            for batch in batches:
+                with target._build.autocast(CPU):
+                    loss = alone(**batch).loss
+                (loss / NUM_RANKS).backward()
         target._build = replace(target._build, dtype=torch.bfloat16)
         pairs = [
             (whole(ours.grad), theirs.grad)

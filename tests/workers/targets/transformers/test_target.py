@@ -19,6 +19,7 @@ from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrial
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from tests.bexp.kernels.references import assert_same_values
+from tests.bexp.transformers import fake_liger
 from tests.workers.targets.transformers.targets import HARDWARE, candidate, open_target, opened, parts_of, request_for
 
 pytest.importorskip("transformers")
@@ -130,3 +131,18 @@ def test_a_type_without_parts_is_refused_with_the_way_to_measure_it_whole() -> N
 def test_a_routing_that_the_models_own_routers_would_not_follow_is_refused(routing: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedTrialError, match="the model's own routers decide"):
         open_target(routing=routing)
+
+
+def test_a_whole_model_leaves_the_library_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every later measurement would have the rotation of liger's kernels."""
+    fake_liger.install(monkeypatch)
+    target, parts, request = opened()
+    library = vars(sys.modules["transformers.models.llama.modeling_llama"])
+    before = library["apply_rotary_pos_emb"]
+    with target.training_run(candidate(kernels="liger"), parts, request) as whole:
+        assert library["apply_rotary_pos_emb"] is not before
+        whole.begin()
+    assert library["apply_rotary_pos_emb"] is before
+    with pytest.raises(RuntimeError, match="lost"), target.training_run(candidate(kernels="liger"), parts, request):
+        raise RuntimeError("lost")
+    assert library["apply_rotary_pos_emb"] is before
