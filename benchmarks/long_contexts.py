@@ -62,15 +62,16 @@ IGNORED = -100
 
 Step = Callable[[Tensor], Tensor]
 """Forward and backward of tokens (1, S); returns the loss."""
-Contender = Callable[[Any], AbstractContextManager[Step]]
-"""What sets a model up for the time of its steps."""
+Contender = Callable[[Any, str], AbstractContextManager[Step]]
+"""What sets a model up, with what it recomputes, for the time of its steps."""
 
 
 @contextmanager
-def set_up_for(model: Any, attention: str, layout: str | None = None) -> Iterator[Any]:
+def set_up_for(model: Any, attention: str, recompute: str, layout: str | None = None) -> Iterator[Any]:
     """Set a model up for the time of a contender, with a layout if ranks share its sequences."""
     context = None if layout is None else ContextParallel(_group(), layout)
-    applied = set_up(model, Settings(loss="chunked", attention=attention), context_parallel=context)
+    settings = Settings(loss="chunked", attention=attention, recompute=recompute)
+    applied = set_up(model, settings, context_parallel=context)
     try:
         yield model
     finally:
@@ -88,8 +89,8 @@ def ours(kernel: str, layout: str | None) -> Contender:
     """Return the contender that shares sequences by our layout; None: each rank computes whole sequences."""
 
     @contextmanager
-    def prepare(model: Any) -> Iterator[Step]:
-        with set_up_for(model, f"sdpa:{kernel}", layout):
+    def prepare(model: Any, recompute: str) -> Iterator[Step]:
+        with set_up_for(model, f"sdpa:{kernel}", recompute, layout):
             yield partial(_whole_step, model)
 
     return prepare
@@ -105,7 +106,7 @@ def by_torch(kernel: str, rotation: str, *, repeated: bool = False) -> Contender
     """Return the contender that shares sequences by torch's context parallelism, with `repeated` keys or grouped."""
 
     @contextmanager
-    def prepare(model: Any) -> Iterator[Step]:
+    def prepare(model: Any, recompute: str) -> Iterator[Step]:
         from torch.distributed.tensor.experimental import _attention  # noqa: PLC0415 - the other contenders need none
         from transformers import AttentionInterface  # noqa: PLC0415 - likewise
 
@@ -113,7 +114,7 @@ def by_torch(kernel: str, rotation: str, *, repeated: bool = False) -> Contender
         attention = partial(_causal_attention, repeated)
         AttentionInterface.register("benchmark_sdpa", attention)  # a name without masks, which would be S x S
         mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
-        with set_up_for(model, "benchmark_sdpa"):
+        with set_up_for(model, "benchmark_sdpa", recompute):
             yield partial(_torch_step, model, mesh, KERNELS[kernel])
 
     return prepare
@@ -204,9 +205,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.device, self.short, self.warms_up = device, options.short, options.warm_up
+        self.recompute = options.recompute
         self.model = build(options, options.layers, device)
-        if options.recompute:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         self._warm: set[tuple[str, int]] = set()
 
@@ -214,7 +214,7 @@ class Bench:
         """Return the figures of a step of a contender. Its first turn at a length begins with untimed steps."""
         vocabulary = self.model.config.vocab_size
         tokens = tokens_of(seq_length, vocabulary, self.device)
-        with CONTENDERS[contender](self.model) as step:
+        with CONTENDERS[contender](self.model, self.recompute) as step:
             if (contender, seq_length) not in self._warm:
                 self._step(step, tokens_of(self.short, vocabulary, self.device))
                 if self.warms_up:
@@ -241,6 +241,7 @@ class Gradients:
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._model = build(options, 2, device)
+        self._recompute = options.recompute
         self._tokens = tokens_of(options.short, self._model.config.vocab_size, device)
         self._right: list[Tensor] = []
 
@@ -248,7 +249,7 @@ class Gradients:
         """Return the errors of all gradients and of the worst parameter's."""
         if not self._right:
             self._right = self._of_one_device()
-        with contender(self._model) as step:
+        with contender(self._model, self._recompute) as step:
             step(self._tokens)
             reduce_gradients(self._model)
             found = [parameter.grad.double() for parameter in self._model.parameters()]
@@ -288,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("long_contexts", __doc__)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", action="store_const", const="full", default="none", help="every layer")
     parser.add_argument("--no-warm-up", action="store_false", dest="warm_up", help="no untimed step of a length")
     parser.add_argument("--short", type=int, default=SHORT)
     parser.add_argument("--rounds", type=int, default=2)
