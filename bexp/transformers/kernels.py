@@ -39,8 +39,9 @@ def set_kernels(module: nn.Module, changes: Changes) -> None:
     stand_in = _stand_in(config, layers)
     parts = [part for layer in layers for part in layer.modules()]
     experts = {id(part) for experts_module in expert_modules(stand_in) for part in experts_module.modules()}
-    sources = {name: sys.modules[name] for name in (type(layer).__module__ for layer in layers)}
-    names = [_Namespace(vars(source)) for source in sources.values()]
+    # A sharded layer's own class is fully_shard's; the library's is among its bases.
+    classes = {class_ for layer in layers for class_ in type(layer).__mro__ if issubclass(class_, nn.Module)}
+    names = [_Namespace(vars(sys.modules[source])) for source in {class_.__module__ for class_ in classes}]
     attributes = [(_Namespace(vars(part)), id(part) in experts) for part in parts]
     known = inspect.signature(replace).parameters
     try:

@@ -59,6 +59,20 @@ def test_a_layer_alone_is_changed_as_in_its_model(monkeypatch: pytest.MonkeyPatc
     assert "forward" not in vars(layer.get_submodule("mlp"))
 
 
+def test_a_sharded_layer_of_another_class_leaves_the_library_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fully_shard makes a subclass in a module of torch."""
+    fake_liger.install(monkeypatch)
+    model = models.tiny("llama")
+    names = source_of(model)
+    for layer in decoder_layers(model):
+        layer.__class__ = type("Sharded", (type(layer),), {"__module__": torch.nn.functional.__name__})
+    applied = set_up(model, LIGER)
+    changed = {name for name, value in source_of(model).items() if names.get(name) != value}
+    assert changed == {"apply_rotary_pos_emb"}
+    applied.undo()
+    assert source_of(model) == names
+
+
 def test_a_package_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_liger.install(monkeypatch, fails=True)
     model = models.tiny("llama")
