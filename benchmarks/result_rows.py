@@ -140,6 +140,13 @@ def tuned(result: Row) -> Iterable[Row]:
         }
 
 
+def answer_checks(result: Row) -> Iterable[Row]:
+    """Return the whole models of each answer, in the order in which they ran."""
+    for run in result["runs"]:
+        for number, check in enumerate(run["checks"], 1):
+            yield check | {"name": run["name"], "number": number, "commit": run["commit"]}
+
+
 def sharded(result: Row) -> Iterable[Row]:
     """Return each training command over several devices with its answer, and what a sweep of it reached."""
     for name, row in result["runs"].items():
