@@ -305,6 +305,8 @@ def share_longer(samples: SampleLengths, size: int, tokens: float) -> float:
 def describe_evaluation(batch: EvaluationBatch, most_bytes: int) -> str:
     """Return whether the largest batch of an evaluation fits `most_bytes`, and if not, why and what would."""
     shown = f"one batch of {batch.batch_size:,}" + (f" x {batch.length:,} tokens" if batch.length else "")
+    if batch.failure is not None:
+        return f"not measured: {shown} {batch.failure}"
     if batch.peak_bytes is not None and batch.peak_bytes <= most_bytes:
         return f"{shown}, the longest there is, has a peak of {bytes_text(batch.peak_bytes)}"
     of = f"of {bytes_text(most_bytes)}"

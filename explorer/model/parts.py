@@ -81,7 +81,8 @@ class EvaluationBatch(Frozen):
 
     batch_size: Annotated[int, Field(ge=1)]
     length: Count = Field(description="Tokens of each text; 0 if they are not known.")
-    peak_bytes: Count | None = Field(description="With what is kept; null if there was no memory for it.")
+    peak_bytes: Count | None = Field(description="With what is kept; null if it failed, or had no memory.")
+    failure: str | None = Field(None, max_length=1000, description="How it failed.", exclude_if=is_null)
     kept_bytes: Count = Field(0, description="Outputs of other batches that are kept on the device for metrics.")
     kept_rows: Count = Field(0, description="The rows that these outputs belong to.")
     fitting_size: Annotated[int, Field(ge=1)] | None = Field(None, exclude_if=is_null)

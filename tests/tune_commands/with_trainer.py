@@ -22,7 +22,7 @@ class Slow(Trainer):
     let_pass: Callable[[float], None]
     fail_from = fail_from_tokens = 1 << 30
     evaluation_fails_from_tokens = 1 << 30
-    fail_if_applied = False
+    fail_if_applied = evaluation_is_broken = False
 
     def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         if self.fail_if_applied and model.loss_function is not ForCausalLMLoss:
@@ -36,6 +36,8 @@ class Slow(Trainer):
     def prediction_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         if inputs["input_ids"].numel() >= self.evaluation_fails_from_tokens:
             raise MemoryError("out of memory")
+        if self.evaluation_is_broken:
+            raise ValueError("no such metric")
         return super().prediction_step(model, inputs, *given, **named)
 
 
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--fail_from", type=int, default=1 << 30)
     parser.add_argument("--fail_from_tokens", type=int, default=1 << 30)
     parser.add_argument("--evaluation_fails_from_tokens", type=int, default=1 << 30)
+    parser.add_argument("--evaluation_is_broken", action="store_true")
     parser.add_argument("--fail_if_applied", action="store_true")
     options = parser.parse_args()
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=256, n_positions=LONGEST))
@@ -78,6 +81,7 @@ def main() -> None:
     trainer.seconds_per_token, trainer.fail_from = options.seconds_per_token, options.fail_from
     trainer.fail_from_tokens = options.fail_from_tokens
     trainer.evaluation_fails_from_tokens = options.evaluation_fails_from_tokens
+    trainer.evaluation_is_broken = options.evaluation_is_broken
     trainer.fail_if_applied = options.fail_if_applied
     trainer.add_callback(EarlyStoppingCallback(1000))
     before = math.exp(trainer.evaluate()["eval_loss"]), (trainer.predict(some).metrics or {})["test_loss"]

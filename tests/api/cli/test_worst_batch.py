@@ -108,6 +108,10 @@ GIB = 1 << 30
         ),
         ({"peak_bytes": None}, "one batch of 8 has no memory; lower per_device_eval_batch_size"),
         (
+            {"peak_bytes": None, "failure": "crashed: KeyError: 'labels'"},
+            "not measured: one batch of 8 crashed: KeyError: 'labels'",
+        ),
+        (
             {"peak_bytes": None, "fitting_size": 2, "fitting_peak_bytes": 3 * GIB},
             "one batch of 8 has no memory; per_device_eval_batch_size 2 has 3.0 GiB",
         ),

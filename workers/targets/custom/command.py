@@ -227,7 +227,7 @@ class CommandProcess:
         return math.gcd(FIRST_SIZE, self._command.batch_size or FIRST_SIZE)
 
     def _evaluate(self, until: float) -> dict[str, Any] | None:
-        """Return the memory of the Trainer's evaluation, if it can be measured.
+        """Return the memory of the Trainer's evaluation, or why it failed; None if there is none to run.
 
         A failure of it is none of the training.
         """
@@ -237,14 +237,15 @@ class CommandProcess:
         self._line.send({"command": "evaluate", "most_bytes": self._most_bytes})
         try:
             reply = self._receive(min(until, time.monotonic() + EVALUATION_SECONDS))
-            outcome = Outcome(reply["outcome"])
+            outcome = Outcome(reply.pop("outcome"))
         except TrialFailedError as error:
-            reply, outcome = {}, error.outcome
+            reply, outcome = {"reason": str(error)}, error.outcome
+        reason = reply.pop("reason", None)
         if outcome is not Outcome.OK:
             self._start(None, until)
         if outcome not in (Outcome.OK, Outcome.OUT_OF_MEMORY):
-            return None
-        return {"peak_bytes": None, **batch, **{name: value for name, value in reply.items() if name != "outcome"}}
+            reply["failure"] = shortened(f"{outcome}: {reason}", 1000)
+        return {"peak_bytes": None, **batch, **reply}
 
     def _compare_gradients(self, size: int, until: float) -> dict[str, Any]:
         """Whether the size may change: by the gradients of one batch in large and in small micro-batches.

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from bexp.explorer.model.parts import EvaluationBatch
 from bexp.explorer.records.measurement import Outcome
 from bexp.tune.clock import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
@@ -413,6 +414,18 @@ def test_a_command_whose_own_size_has_no_memory_is_described_by_half_of_it(comma
     described = process.ask("describe", PATIENCE_SECONDS)
     assert (described["batch_size"], described["micro_batch_size"]) == (8, 1), "its own size is 2"
     assert described["evaluation"]["peak_bytes"] is None
+    assert measure(process, 1).repeats > 0
+
+
+def test_an_evaluation_that_fails_is_told_and_is_no_fault_of_the_training(commands: Commands) -> None:
+    given = ("--output_dir", str(commands.folder / "out"), "--evaluation_is_broken")
+    process = commands(str(SCRIPTS / "with_trainer.py"), *given)
+    open_(process)
+    evaluation = process.ask("describe", PATIENCE_SECONDS)["evaluation"]
+    assert evaluation["peak_bytes"] is None
+    assert evaluation["failure"].startswith("crashed: ")
+    assert "ValueError: no such metric" in evaluation["failure"]
+    assert EvaluationBatch.model_validate(evaluation).batch_size == 8
     assert measure(process, 1).repeats > 0
 
 
