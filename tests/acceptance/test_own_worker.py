@@ -55,7 +55,13 @@ def test_the_device_that_a_command_names_measures_and_the_job_of_a_killed_one_wa
 ) -> None:
     explored = machine.run("explore", CONFIGURATION, "--device", RECORDED)
     killed = machine.start("explore", CONFIGURATION, "--device", RECORDED)
-    wait_until(lambda: len(list_jobs(queue.database)[0]) == 2, "it is not submitted")
+
+    def is_submitted() -> bool:
+        for process in psutil.Process(killed.pid).children(recursive=True):
+            process.suspend()  # before it has imported what it needs to begin
+        return len(list_jobs(queue.database)[0]) == 2
+
+    wait_until(is_submitted, "it is not submitted")
     killed.send_signal(signal.SIGSTOP)  # or it would see that its worker has died
     for process in psutil.Process(killed.pid).children(recursive=True):
         process.kill()
