@@ -16,6 +16,7 @@ from typing import Any
 
 from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
+from bexp.explorer.model.target import TRANSFORMERS
 from bexp.explorer.model.training import Sharding
 from bexp.explorer.model.translation import Section, put_dtype
 from bexp.explorer.trainers.document import (
@@ -104,10 +105,16 @@ def exchange_notes(settings: TrainerSettings) -> list[str]:
     if settings.num_devices == 1:
         return []
     if settings.sharding is Sharding.NONE:
-        return [
+        lines = [
             "communication: without ZeRO, DeepSpeed reduces gradients when backward has ended, and nothing hides it; "
             "the measured step reduces them while backward goes on"
         ]
+        if settings.target_name == TRANSFORMERS:
+            lines.append(
+                "memory: the measured step holds gradients twice, as DistributedDataParallel does; DeepSpeed holds "
+                "them once, and a bucket of up to 500,000,000 of them"
+            )
+        return lines
     gradients = _gradients_of(_kept(settings).get("zero_optimization", {}), settings.request["hf_config"])
     buckets = _buckets(settings.sharding.level, settings.dtype.itemsize, gradients)
     lines = [f"{buckets}; a smaller reduce_bucket_size takes less"]
