@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for config in options.configs:
         with tempfile.TemporaryDirectory() as folder:
             for caches in ("empty", "filled") if options.again else ("empty",):
-                key = {"name": config.stem, "caches": caches, "fields": options.fields}
-                done = any(key == {"fields": []} | {name: run[name] for name in key if name in run} for run in runs)
+                key = {"name": config.stem, "caches": caches} | asked_of(options)
+                done = any(key == ONE_DEVICE | {name: run[name] for name in key if name in run} for run in runs)
                 if not done and time.monotonic() - begun < options.until:
                     row = answer(config, options, Path(folder))
                     runs.append({**key, "commit": describe_commit(), **row})
@@ -73,6 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     found = {"environment": describe_environment(), "summary": summarize(runs), "runs": runs}
                     write_results(options.out, found)
     return 0
+
+
+ONE_DEVICE: Row = {"num_devices": 1, "fields": []}
+"""What runs asked for that do not say it."""
+
+
+def asked_of(options: argparse.Namespace) -> Row:
+    """Return what a run is asked for beyond its configuration."""
+    return {"num_devices": options.num_devices, "fields": options.fields}
 
 
 CHECKED = ("role", "mesh", "candidate", "tokens_per_second", "step_error", "peak_error")
@@ -140,10 +149,16 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> Row:
     for caches in ("empty", "filled"):
         of_one = [run for run in runs if run["caches"] == caches]
         if of_one:
-            seconds = {run["name"]: run["seconds"] for run in of_one}
-            firm = [run["name"] for run in of_one if run.get("provisional") is False]
+            seconds = {_name(run): run["seconds"] for run in of_one}
+            firm = [_name(run) for run in of_one if run.get("provisional") is False]
             summary[caches] = {"seconds": seconds, "median": statistics.median(seconds.values()), "firm": firm}
     return summary
+
+
+def _name(run: Mapping[str, Any]) -> str:
+    asked = ONE_DEVICE | {name: run[name] for name in ONE_DEVICE if name in run}
+    devices = [] if asked["num_devices"] == 1 else [f"{asked['num_devices']} devices"]
+    return " ".join([run["name"], *devices, *asked["fields"]])
 
 
 if __name__ == "__main__":

@@ -114,8 +114,8 @@ class Rows:
         try:
             dist.all_gather_object(errors, error, group=self._hosts)
         except RuntimeError:  # the others wait for this rank inside what they measure
-            if error:
-                rows[-1] = {**key, "error": error}
+            if error and json.loads(self._path.read_text())["rows"][-1].get("error") == UNFINISHED:
+                rows[-1] = {**key, "error": error}  # the first to tell is the cause
                 self._write(anyone=True)
             raise
         rows[-1] = {**key, **found} if not any(errors) else {**key, "error": next(filter(None, errors))}

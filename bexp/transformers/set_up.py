@@ -62,7 +62,8 @@ def set_up(
     and places. The allocator is the process's and not the model's: `bexp.allocator` sets it. With `strict` a pinned
     attention back end fails where it would leave a call to another. `chunk` is the number of tokens of a chunk of the
     loss. With `context_parallel` the ranks of its group share each sequence (`set_context_parallel`). A configuration's
-    `use_cache` is set to false, since training has no use for a cache.
+    `use_cache` is set to false, since training has no use for a cache. While layers are compiled, torch's splitting of
+    graphs by DistributedDataParallel's buckets is off in the process.
 
     Raises `SettingsError` if the model cannot have a setting; the model is then as it was.
     """

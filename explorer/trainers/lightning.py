@@ -57,9 +57,10 @@ _COMPILE = """
 
 def compile_layers(layers):
     \"\"\"Compile each of a model's decoder layers; call this last.\"\"\"
-    for layer in layers:
+{whole}    for layer in layers:
         layer.compile()
 """
+_WHOLE_GRAPHS = "    torch._dynamo.config.optimize_ddp = False  # as measured: DDP's buckets split no layer's graph\n"
 _ATTENTION = """
 
 def attention():
@@ -88,7 +89,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
             number, written = f"the first {number}", f"range({number})"
         functions.append(_RECOMPUTE.format(number=number, indices=written))
     if settings.compiled_layers:
-        functions.append(_COMPILE)
+        imports += ["import torch"] if strategy == '"ddp"' else []
+        functions.append(_COMPILE.format(whole=_WHOLE_GRAPHS if strategy == '"ddp"' else ""))
     if settings.attention in KERNELS:
         imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
         functions.append(_ATTENTION.format(kernel=KERNELS[settings.attention]))

@@ -55,12 +55,13 @@ def test_a_rank_that_fails_while_others_wait_writes_its_error(tmp_path: Path, mo
     path = tmp_path / "rows.json"
     rows = Rows(path, CPU, 100.0, len)
 
-    def nobody_answers(*_: object, **__: object) -> None:
-        raise RuntimeError("timed out")
-
     with monkeypatch.context() as patched:
+
+        def nobody_answers(*_: object, **__: object) -> None:
+            patched.setattr(dist, "get_rank", lambda: 3)
+            raise RuntimeError("timed out")
+
         patched.setattr(dist, "all_gather_object", nobody_answers)
-        patched.setattr(dist, "get_rank", lambda: 3)
         with pytest.raises(RuntimeError, match="timed out"):
             rows.measure(fail, name="b")
     assert json.loads(path.read_text())["rows"] == [{"name": "b", "error": "ValueError: no kernel"}]

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 from torch import nn
 
+from bexp.explorer.dimensions.execution import Execution
 from bexp.explorer.dimensions.recompute import Recompute, recomputed_layers
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.export import export
@@ -49,6 +51,17 @@ def test_the_layers_that_were_measured_are_recomputed(policy: str, monkeypatch: 
     chosen = recomputed_layers(shapes.request.model, best.recompute)
     expected = {index for index, is_recomputed in enumerate(chosen) if is_recomputed}
     assert recomputed_by(replace(shapes, report=None), 10, monkeypatch) == expected
+
+
+@pytest.mark.parametrize(("num_devices", "splits"), [(1, True), (4, False)])
+def test_compiled_layers_of_replicas_are_not_split_by_buckets(
+    num_devices: int, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda layer: None)
+    answer = exploration(candidate(execution=Execution.COMPILE), num_devices=num_devices)
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        module_of(answer, monkeypatch)["compile_layers"](nn.ModuleList([nn.Linear(1, 1)]))
+        assert torch._dynamo.config.optimize_ddp is splits
 
 
 def test_devices_may_be_those_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

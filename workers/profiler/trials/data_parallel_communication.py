@@ -67,6 +67,7 @@ class _UnitCollectives:
         self._members = members
         self._barrier = barrier
         self._sharding = request.training.sharding
+        self._in_buckets = request.devices.hold_buckets
         self._again = self._sharding is Sharding.ZERO3 and not is_last
         ranks = members.size()
         share, reduced = -(-unit.num_parameters // ranks), -(-unit.num_gradients // ranks)
@@ -105,8 +106,12 @@ class _UnitCollectives:
     def copy(self) -> None:
         """Make the copies for these collectives.
 
-        Sharding copies gathered parameters out of a buffer, and gradients into one. Replicas reduce gradients in place.
+        Sharding copies gathered parameters out of a buffer, and gradients into one. Replicas reduce gradients in place,
+        or copy them into buckets and back.
         """
+        if self._in_buckets:
+            self._gradients.clone()
+            self._gradients.clone()
         if self._sharding is not Sharding.NONE:
             for _ in range(2 if self._again else 1):
                 self._parameters.clone()

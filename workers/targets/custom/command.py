@@ -47,6 +47,8 @@ MOST_SAMPLES = 64
 EVALUATION_SECONDS = 60.0
 """How long one evaluation batch may take, so that its failure leaves time for the training."""
 END_SECONDS = 10.0
+MOST_TEXT = 997
+"""Characters of a text that may have 1,000: `shortened` adds three dots."""
 FIRST_SIZE = 4
 TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
 NO_STEP, TOO_FEW_STEPS = "it ended before its first optimizer step", "it ended before its steps could be timed"
@@ -70,7 +72,7 @@ STARTS = 1.5
 
 
 def _not_compared(reason: str) -> dict[str, Any]:
-    text = shortened(f"whether the size changes the gradients was not compared, because {reason}", 1000)
+    text = shortened(f"whether the size changes the gradients was not compared, because {reason}", MOST_TEXT)
     return {"agrees": None, "text": text}
 
 
@@ -215,7 +217,7 @@ class CommandProcess:
             "processes": self._data["processes"],
             "evaluation": self._evaluate(until),
             "gradients": self._compare_gradients(own, until),
-            "switched_off": [shortened(each, 200) for each in found.get("switched_off", ())[:64]],
+            "switched_off": [shortened(each, 197) for each in found.get("switched_off", ())[:64]],
         }
 
     @property
@@ -240,11 +242,11 @@ class CommandProcess:
             outcome = Outcome(reply.pop("outcome"))
         except TrialFailedError as error:
             reply, outcome = {"reason": str(error)}, error.outcome
-        reason = reply.pop("reason", None)
+        outcome, reason = self._explained(outcome, reply.pop("reason", ""))
         if outcome is not Outcome.OK:
             self._start(None, until)
         if outcome not in (Outcome.OK, Outcome.OUT_OF_MEMORY):
-            reply["failure"] = shortened(f"{outcome}: {reason}", 1000)
+            reply["failure"] = shortened(f"{outcome}: {reason}", MOST_TEXT)
         return {"peak_bytes": None, **batch, **reply}
 
     def _compare_gradients(self, size: int, until: float) -> dict[str, Any]:
