@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for config in options.configs:
         with tempfile.TemporaryDirectory() as folder:
             for caches in ("empty", "filled") if options.again else ("empty",):
-                key = {"name": config.stem, "caches": caches} | asked_of(options)
+                asked = {"num_devices": options.num_devices, "fields": options.fields}
+                key = {"name": config.stem, "caches": caches, **asked}
                 done = any(key == ONE_DEVICE | {name: run[name] for name in key if name in run} for run in runs)
                 if not done and time.monotonic() - begun < options.until:
                     row = answer(config, options, Path(folder))
@@ -77,12 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 ONE_DEVICE: Row = {"num_devices": 1, "fields": []}
 """What runs asked for that do not say it."""
-
-
-def asked_of(options: argparse.Namespace) -> Row:
-    """Return what a run is asked for beyond its configuration."""
-    return {"num_devices": options.num_devices, "fields": options.fields}
-
 
 CHECKED = ("role", "mesh", "candidate", "tokens_per_second", "step_error", "peak_error")
 """What is noted of each whole model."""

@@ -217,7 +217,7 @@ class CommandProcess:
             "processes": self._data["processes"],
             "evaluation": self._evaluate(until),
             "gradients": self._compare_gradients(own, until),
-            "switched_off": [shortened(each, 197) for each in found.get("switched_off", ())[:64]],
+            "switched_off": [shortened(each, 197) for each in found.get("switched_off", ())[:64]],  # 200 with dots
         }
 
     @property

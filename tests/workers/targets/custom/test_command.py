@@ -429,6 +429,26 @@ def test_an_evaluation_that_fails_is_told_and_is_no_fault_of_the_training(comman
     assert measure(process, 1).repeats > 0
 
 
+@pytest.mark.parametrize("first", range(6))
+def test_a_long_failure_of_an_evaluation_is_shortened_to_what_may_be_stored(first: int) -> None:
+    """As of a process that died, with its last lines."""
+
+    def died(_: float) -> None:
+        raise TrialFailedError(Outcome.CRASHED, "x" * first + " name" * 400)
+
+    process: Any = SimpleNamespace(
+        _hello={"evaluation": {"batch_size": 8, "length": 0}},
+        _popen=object(),
+        _most_bytes=1,
+        _line=SimpleNamespace(send=lambda _: None),
+        _receive=died,
+        _explained=lambda outcome, reason: (outcome, reason),
+        _start=lambda *_: None,
+    )
+    found = CommandProcess._evaluate(process, 1.0)
+    assert EvaluationBatch.model_validate(found).failure is not None
+
+
 def test_a_child_that_has_left_the_session_of_a_dead_parent_is_ended(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
