@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+from bexp.tune import clock
 from bexp.tune.environment import HOOK
 from bexp.tune.imports import _Watcher
 from tests.chaos.fork_server import ForkedProcess, shared_server
@@ -56,6 +57,10 @@ def start_training(command: Sequence[str], *, cwd: str, env: Mapping[str, str], 
     return process
 
 
+BRIEF = {"WARM_UP_SECONDS": 0.1, "LEAST_SECONDS": 0.2, "PRECISE_SECONDS": 0.6, "SETTLING_SECONDS": 1.0}
+"""How long steps are timed, in place of the product's seconds: tests look at what is counted, not how precisely."""
+
+
 class _Ranks(RankServer):
     """Forks the ranks of torchrun, which are scripts of ours."""
 
@@ -80,6 +85,8 @@ def _main(arguments: list[str], folder: str, environment: dict[str, str]) -> Non
     for watcher in [finder for finder in sys.meta_path if isinstance(finder, _Watcher)]:
         for name in [name for name in watcher._patches if name in sys.modules]:
             watcher._patches.pop(name)(sys.modules[name])
+    for name, seconds in BRIEF.items():
+        setattr(clock, name, seconds)
     sys.tracebacklimit = 9  # a traceback is no longer for having been forked: only the last lines printed are kept
     if is_launcher:
         run.main()

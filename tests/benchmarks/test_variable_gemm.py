@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,12 @@ import torch
 from benchmarks import expert_runs, result_rows, variable_gemm
 from benchmarks.expert_problems import GEMMS, Gemms
 from benchmarks.expert_runs import measure, run_cells
-from benchmarks.isolation import LostError, Send, messages
+from benchmarks.isolation import LostError, messages
 from benchmarks.turns import TurnsBudget
 from benchmarks.variable_cases import CASES, EVEN, PAIR, REPORTED, UNEVEN, Case, routes_of
 from benchmarks.variable_gemm import CELLS, Cell, describe, describe_summary, summarize, tiny_cells
+from tests.benchmarks.processes import TURNS, NamedCell, die, hang
+from tests.waits import PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
 
@@ -90,42 +91,19 @@ def test_a_wrong_result_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["bmm"]["outcome"] == "ok"
 
 
-FIGURES = {"peak_bytes": None, "largest_error": 0.0}
-
-
-def die(
-    send: Send, cells: list[Cell], device: str, without: frozenset[str], never: frozenset[str], max_seconds: float
-) -> None:
-    """The first cell has a contender that takes the process down."""
-    for number, cell in enumerate(cells):
-        names = [name for name in ("good", "bad") if name not in without or number]
-        for name in names:
-            send(name)
-            if name == "bad" and cell is cells[0] and not cell.is_reported:
-                os._exit(3)
-        rows = [cell.key | {"load": EVEN, "contender": name, "outcome": "ok", **FIGURES} for name in names]
-        send((number, rows))
-        send(expert_runs.TURNS)
-        send((number, rows))
-
-
 def test_a_contender_that_takes_the_process_down_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TURNS == expert_runs.TURNS
     monkeypatch.setattr(expert_runs, "run_cells", die)
-    cells = [Cell(PAIR, torch.float16), Cell(PAIR, torch.bfloat16, is_reported=True)]
-    first, second = measure(cells, "cpu", time.monotonic() + 300)
+    cells: Any = [NamedCell("first", ends=True), NamedCell("second")]
+    first, second = measure(cells, "cpu", time.monotonic() + PATIENCE_SECONDS)
     assert {row["contender"]: row["outcome"] for row in first} == {"good": "ok", "bad": "crashed"}
     assert "status 3" in next(row["reason"] for row in first if row["contender"] == "bad")
     assert {row["contender"]: row["outcome"] for row in second} == {"good": "ok", "bad": "ok"}
     assert [row["contender"] for row in summarize(first)["ended"]] == ["bad"]
 
 
-def hang(send: Send) -> None:
-    send("one")
-    time.sleep(600)
-
-
 def test_a_process_that_is_silent_is_ended() -> None:
-    found = messages(hang, silence_seconds=30)
+    found = messages(hang, silence_seconds=PATIENCE_SECONDS)
     assert next(found) == "one"
     found.close()  # its process is ended
     with pytest.raises(LostError, match=r"nothing within 0\.1 s"):

@@ -15,46 +15,57 @@ from bexp.workers.process.environment import CPU_DEFAULTS
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
 
 MIB = 1 << 20
+CASES = {
+    "no holes": ((150, 0), [150, 1, True]),
+    "eight holes": ((150, 8), [150, 2, True]),
+    "larger than all holes": ((250, 5), [250, 2, True]),
+    "too large": ((900, 8), [None, 2, True]),
+}
+"""The mebibytes of a bytearray and its runs with pieces; the mebibytes that it got, its runs, and whether the limit is
+what it was."""
 LIMITED = f"""
-import json, resource, sys
+import json, os, resource, sys
 from bexp.measure import host_limits
 from bexp.measure.heap_holes import run_without_holes
-large, pieces = int(sys.argv[1]), int(sys.argv[2])
-calls = []
-host_limits.limit_data(300 * {MIB})
-before = resource.getrlimit(resource.RLIMIT_DATA)
 
-def run():
-    calls.append(1)
-    if len(calls) == 1:  # freed large tensors are holes; those kept between them fit in no older hole
-        held = [(bytearray(32 * {MIB}), bytearray(2 * {MIB})) for _ in range(pieces)]
-        run.kept = [small for _, small in held]
-        del held
-    return len(bytearray(large * {MIB}))
+def limited(large, pieces):
+    calls = []
+    host_limits.limit_data(300 * {MIB})
+    before = resource.getrlimit(resource.RLIMIT_DATA)
 
-try:
-    found = run_without_holes(run) // {MIB}
-except MemoryError:
-    found = None
-print(json.dumps([found, len(calls), resource.getrlimit(resource.RLIMIT_DATA) == before]))
+    def run():
+        calls.append(1)
+        if len(calls) == 1:  # freed large tensors are holes; those kept between them fit in no older hole
+            held = [(bytearray(32 * {MIB}), bytearray(2 * {MIB})) for _ in range(pieces)]
+            run.kept = [small for _, small in held]
+            del held
+        return len(bytearray(large * {MIB}))
+
+    try:
+        found = run_without_holes(run) // {MIB}
+    except MemoryError:
+        found = None
+    return [found, len(calls), resource.getrlimit(resource.RLIMIT_DATA) == before]
+
+for given in json.loads(sys.argv[1]):  # each in a process with a heap of its own, which need not import all again
+    child = os.fork()
+    if child == 0:
+        print(json.dumps(limited(*given)), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
-def limited(large_mib: int, pieces: int) -> list[object]:
-    """The mebibytes that a process with 300 could take, its runs, and whether its limit is what it was."""
-    command = [sys.executable, "-c", LIMITED, str(large_mib), str(pieces)]
+@pytest.fixture(scope="module")
+def found() -> dict[str, object]:
+    command = [sys.executable, "-c", LIMITED, json.dumps([given for given, _ in CASES.values()])]
     done = subprocess.run(command, env=os.environ | CPU_DEFAULTS, capture_output=True, text=True, check=True)
-    found: list[object] = json.loads(done.stdout)
-    return found
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("large_mib", "pieces", "found"),
-    [(150, 0, [150, 1, True]), (150, 8, [150, 2, True]), (250, 5, [250, 2, True]), (900, 8, [None, 2, True])],
-    ids=["no holes", "eight holes", "larger than all holes", "too large"],
-)
-def test_a_limit_counts_what_is_in_use(large_mib: int, pieces: int, found: list[object]) -> None:
-    assert limited(large_mib, pieces) == found
+@pytest.mark.parametrize("case", CASES)
+def test_a_limit_counts_what_is_in_use(found: dict[str, object], case: str) -> None:
+    assert found[case] == CASES[case][1]
 
 
 def test_another_failure_is_not_tried_again() -> None:

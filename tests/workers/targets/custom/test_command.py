@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ from bexp.tune.placeholders import APPLY_VALUES
 from bexp.tune.waiting import Notes
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, CommandProcess
+from bexp.workers.targets.custom import command
+from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, SILENT_SECONDS, CommandProcess
 from bexp.workers.targets.custom.training_command import TrainingCommand, locks_of
 from tests.forked_trainings import SCRIPTS
 from tests.tune_commands import texts as of_a_trainer
@@ -221,21 +224,21 @@ def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
     script = "import os; raise SystemExit('sees ' + os.environ['CUDA_VISIBLE_DEVICES'])"
     other = DeviceLocks(["MIG-c"], directory=tmp_path)
 
-    def said() -> str:
+    def said(seconds: float) -> str:
         arguments = (sys.executable, "-c", script)
         given = TrainingCommand(arguments, str(tmp_path), {}, devices=("cuda:0", "cuda:2"))
         process = CommandProcess(given)
         try:
             with pytest.raises(TrialFailedError) as caught:
-                process.ask("open", 3.0, device="cuda:0", choice=None)
+                process.ask("open", seconds, device="cuda:0", choice=None)
             return str(caught.value)
         finally:
             process.end()
 
     assert other.acquire(timeout_seconds=0)
-    assert f"MIG-c is in use by process {os.getpid()} of user " in said()
+    assert f"MIG-c is in use by process {os.getpid()} of user " in said(0.1)
     other.release()
-    assert "sees MIG-a,MIG-c" in said()
+    assert "sees MIG-a,MIG-c" in said(PATIENCE_SECONDS)
     with pytest.raises(DeviceBusyError):
         other.acquire(timeout_seconds=0)  # between two starts of the command, too
     locks_of(("cuda:2",)).release()
@@ -339,15 +342,22 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Co
 def test_a_start_that_takes_long_is_said_once(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, printed: str
 ) -> None:
-    monkeypatch.setattr("bexp.workers.targets.custom.command.SILENT_SECONDS", 1.0)
-    monkeypatch.setattr("bexp.workers.targets.custom.command.END_SECONDS", 5.0)
     notes = Notes(tmp_path)
     for _ in range(2):
         process = CommandProcess(TrainingCommand((sys.executable, "-c", code), str(tmp_path), {}, None, str(tmp_path)))
         commands.started.append(process)
+        said: list[str] = []
+
+        def later(process: CommandProcess = process, said: list[str] = said) -> float:
+            """The start has taken long as soon as all is printed, and all its time once that is said."""
+            said += notes.new()
+            is_started = process._said_at < math.inf and (process._tail or not printed)
+            return time.monotonic() + (1e4 if said else SILENT_SECONDS if is_started else 0.0)
+
+        monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=later))
         with pytest.raises(TrialFailedError, match="did not answer in time"):
-            process.ask("open", 2.5, device="cpu", choice=None)
-        assert notes.new() == [f"the command has run for 1 s and made no optimizer step yet{printed}"]
+            process.ask("open", PATIENCE_SECONDS, device="cpu", choice=None)
+        assert [*said, *notes.new()] == [f"the command has run for 20 s and made no optimizer step yet{printed}"]
 
 
 COMPILED_LOOP = """

@@ -21,40 +21,29 @@ pytestmark = [pytest.mark.slow(together="trainings")]
 SIZES = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4")
 
 
-def start(folder: Path, *given: str) -> CommandProcess:
-    configuration, seen = folder / "fsdp.yaml", folder / "seen"
+def test_each_process_has_the_size_of_the_trial_and_a_killed_rank_ends_the_group_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One start serves all sizes, as those of a person's file take long."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    configuration, seen = tmp_path / "fsdp.yaml", tmp_path / "seen"
     configuration.write_text(yaml.safe_dump({**FSDP2_LAUNCH, "num_processes": 2, "use_cpu": True}))
     seen.mkdir()
     launcher = ("-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(configuration))
-    script = (str(SCRIPTS / "with_a_launcher.py"), "--output_dir", str(folder / "out"), "--seen", str(seen))
-    training = CommandProcess(TrainingCommand((sys.executable, *launcher, *script, *SIZES, *given), str(folder), {}))
-    training.ask("open", PATIENCE_SECONDS, device="cpu", choice=None)
-    return training
-
-
-def test_each_process_has_the_size_of_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    training = start(tmp_path)
+    given = ("--output_dir", str(tmp_path / "out"), "--seen", str(seen), "--kill_from", "16")
+    command = (sys.executable, *launcher, str(SCRIPTS / "with_a_launcher.py"), *given, *SIZES)
+    training = CommandProcess(TrainingCommand(command, str(tmp_path), {}))
     try:
+        training.ask("open", PATIENCE_SECONDS, device="cpu", choice=None)
         described = training.ask("describe", PATIENCE_SECONDS)
         figures = training.ask("measure", PATIENCE_SECONDS, micro_batch_size=8)
+        sizes = [set((seen / str(rank)).read_text().split()) for rank in range(2)]
+        with pytest.raises(TrialFailedError) as caught:
+            training.ask("measure", PATIENCE_SECONDS, micro_batch_size=16)
     finally:
         training.end()
     assert (described["batch_size"], described["micro_batch_size"]) == (8, 2), "of each device, as observed"
     assert described["processes"]["number"] == 2
     assert figures["micro_step_seconds"] > 0
-    for rank in range(2):
-        sizes = (tmp_path / "seen" / str(rank)).read_text().split()
-        assert set(sizes) == {"2", "8"}, "one start serves both sizes"
-
-
-def test_a_killed_rank_ends_the_group_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    training = start(tmp_path, "--kill_from", "8")
-    try:
-        training.ask("describe", PATIENCE_SECONDS)
-        with pytest.raises(TrialFailedError) as caught:
-            training.ask("measure", PATIENCE_SECONDS, micro_batch_size=8)
-    finally:
-        training.end()
+    assert sizes == [{"2", "8"}] * 2
     assert (caught.value.outcome, str(caught.value)) == (Outcome.CRASHED, "rank 1 was killed by SIGKILL")
