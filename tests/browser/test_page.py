@@ -25,6 +25,8 @@ from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service
 from tests.browser.views import ENTER, TAB, button, count, log_in, open_exploration
 from tests.workers.replay.samples import MODEL, request
 
+pytestmark = pytest.mark.slow(together="browser")
+
 MAX_BYTES = 600_000
 MAX_LIST_SECONDS = 0.5
 """Of the processor, for the login and the list."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 
 from bexp.explorer.dimensions.candidate import Candidate
@@ -17,6 +18,8 @@ from tests.browser.conftest import Service
 from tests.browser.views import CONTRAST, ENTER, count, log_in
 from tests.contracts.samples import make_worker
 from tests.workers.replay.samples import request
+
+pytestmark = pytest.mark.slow(together="browser")
 
 ON_SCREEN = "(one) => one.getBoundingClientRect().right <= document.documentElement.clientWidth"
 DIFFERENCES = (

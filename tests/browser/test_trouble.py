@@ -6,12 +6,16 @@ import json
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import pytest
+
 from bexp.explorer.cost.step import required_bytes
 from bexp.explorer.records.event import render_line
 from tests.browser.chromium import ZONE, Chromium
 from tests.browser.conftest import Service
 from tests.browser.views import ENTER, button, count, log_in, open_exploration
 from tests.workers.replay.samples import request
+
+pytestmark = pytest.mark.slow(together="browser")
 
 FAST = "(window.slow ??= setTimeout, window.setTimeout = (task, delay) => slow(task, delay / 20), 1)"
 """Lets what the page repeats come sooner."""
