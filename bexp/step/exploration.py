@@ -6,6 +6,7 @@ random state are as they were before. The search (`bexp.explorer`) chooses what 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
 from bexp.step.results import StepRecommendation, describe_result
 from bexp.step.training_step import OptimizerState, TrainingStep, left_alone
 
+_LOGGER = logging.getLogger(__name__)
 SCATTERED = 0.15
 """Relative standard deviation between measurements of one size, from which on a note says that timings scattered."""
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -143,7 +145,9 @@ class _Exploration:
             return search_step(self._describe(first), self._decide_in_time, self._tell_recommendation)
         except BrokenGroupError:
             raise
-        except Exception as error:  # noqa: BLE001 - other processes wait, and plain measurements need no search
+        except Exception as error:  # other processes wait, and plain measurements need no search
+            if not isinstance(error, ValueError):  # which says what of the sizes no search takes
+                _LOGGER.warning("the search failed", exc_info=True)
             reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
             self._notes.append(
                 f"the search failed ({reason}): sizes were measured in ascending order, the fastest is recommended, "

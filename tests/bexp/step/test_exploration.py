@@ -40,7 +40,7 @@ def without_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search fails before its first size."""
 
     def refuse(*_: Any) -> Any:
-        raise ValueError("the search is broken")
+        raise RuntimeError("the search is broken")
 
     monkeypatch.setattr("bexp.step.exploration.search_step", refuse)
 
@@ -114,19 +114,23 @@ def test_a_note_says_that_timings_scattered(clock: Clock) -> None:
     assert "timings scattered: two measurements of one size differ by about" in found.notes[0]
 
 
-def test_a_size_that_the_search_does_not_know_leaves_all_to_the_plain_rule(clock: Clock) -> None:
+def test_a_size_that_the_search_does_not_know_leaves_all_to_the_plain_rule(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     found = explore(Example(clock), sizes=(1, 300))
     assert (found.micro_batch_size, found.confidence) == (300, None)
     assert "at most 64 sizes, up to 256" in found.notes[0]
+    assert caplog.text == ""
 
 
 @pytest.mark.usefixtures("without_search")
-def test_without_the_search_no_confidence_is_claimed(clock: Clock) -> None:
+def test_without_the_search_no_confidence_is_claimed(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     found = explore(Example(clock), effective_batch_size=16)
     assert (found.micro_batch_size, found.grad_accum_steps, found.confidence) == (8, 2, None)
     assert [result.outcome for result in found.results] == ["ok"] * 4
     assert "the search is broken" in found.notes[0]
     assert "no confidence is stated" in found.notes[0]
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.usefixtures("without_search")
