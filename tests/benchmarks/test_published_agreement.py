@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published_inputs import agreement
+from benchmarks.published_agreement import agreement
 
 PROMISE = {
     "micro_batch_size": 4,
