@@ -1,11 +1,19 @@
-"""The place where an error was raised, for a reason of one line."""
+"""What an error says and where it was raised, for a reason of one line."""
 
 from __future__ import annotations
 
 import traceback
 from pathlib import Path
 
+from bexp.explorer.model.spelling import shortened
+
 _OWN = Path(__file__).parent
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line that an error says, or the name of its class."""
+    lines = str(error).strip().splitlines()
+    return shortened(lines[0], 500) if lines else type(error).__name__
 
 
 def place_of(error: BaseException) -> str:

@@ -1,8 +1,9 @@
-"""The errors that mean a lack of memory."""
+"""The errors that mean a lack of memory.
+
+The module needs no torch, because a worker reads the last words of a process by it.
+"""
 
 from __future__ import annotations
-
-import torch
 
 EXHAUSTED = (
     "out of memory",
@@ -15,9 +16,13 @@ EXHAUSTED = (
 """Texts of torch, CUDA's libraries, C++ and the system when memory runs out, in lower case."""
 
 
+def says_exhausted(text: str) -> bool:
+    """Return whether a text says that memory ran out."""
+    said = text.lower()
+    return any(words in said for words in EXHAUSTED)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory of device or host ran out. Torch raises a plain RuntimeError for the host's."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    said = str(error).lower()
-    return any(words in said for words in EXHAUSTED)
+    is_torchs = any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__)
+    return is_torchs or isinstance(error, MemoryError) or says_exhausted(str(error))

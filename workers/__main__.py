@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bexp.measure.device_names import parse_devices
+from bexp.measure.device_names import RECORDED, parse_devices
 from bexp.workers.devices.discovery import default_devices, device_key, parse_counts, visible_devices
 from bexp.workers.process.start import StartedProcess, process_environment, uses_spares
 from bexp.workers.settings import WorkerSettings, read_settings
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 USAGE = 2
 """The exit status of a wrong command line."""
-RECORDED = "replay:"
-"""The prefix of a recorded table's path, where a device is named."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

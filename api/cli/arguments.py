@@ -14,6 +14,9 @@ JobId = Annotated[
     str,
     typer.Argument(metavar="ID", help="The id of the exploration, its first characters (four or more), or `latest`."),
 ]
+Command = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
+]
 LogDir = Annotated[
     Path | None,
     typer.Option("--log-dir", metavar="DIR", help="Keep the log below DIR.", rich_help_panel="Output"),

@@ -9,13 +9,10 @@ from typing import Annotated
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.arguments import AsJson, Command
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.child_process import module_command, safe_environment
 
-Command = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
-]
 BatchSize = Annotated[
     int | None,
     typer.Option(

@@ -19,7 +19,7 @@ from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.model.spelling import did_you_mean
 from bexp.explorer.model.target import TRANSFORMERS, describe_target
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.measure.device_names import parse_devices
+from bexp.measure.device_names import RECORDED, parse_devices
 from bexp.storage.ids import new_worker_name
 from bexp.targets.registry import installed_targets
 from bexp.tune.waiting import Notes
@@ -189,7 +189,7 @@ def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
 def _check_target(request: ExplorationRequest, device: str | None) -> None:
     """Raise CommandError if the worker that this command starts would not have the request's target."""
     name, installed = request.target_name, installed_targets()
-    if name in installed or (device or "").startswith("replay:"):
+    if name in installed or (device or "").startswith(RECORDED):
         return
     if name == TRANSFORMERS:
         hint = "pip install 'bexp[transformers]'"
@@ -210,7 +210,7 @@ def _check_kind_of_device(device: str | None, needed: str | None) -> None:
 
 def _check_number_of_devices(device: str | None, needed: int) -> None:
     """Raise CommandError if the only worker would own too few devices: the exploration would wait for ever."""
-    if device is None or device.startswith("replay:"):
+    if device is None or device.startswith(RECORDED):
         return
     owned = len(named_devices(device))
     if owned < needed:

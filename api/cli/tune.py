@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.arguments import AsJson, Verbose
+from bexp.api.cli.arguments import AsJson, Command, Verbose
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.explore import WorkerDevice
@@ -34,9 +34,6 @@ from bexp.storage.ids import new_job_id
 from bexp.tune.environment import temporary_folder
 from bexp.tune.placeholders import APPLY, APPLY_VALUES, scalar_of, stands_in
 
-Command = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
-]
 Try = Annotated[
     list[str] | None,
     typer.Option(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+RECORDED = "replay:"
+"""What stands before the path of a recorded table where a device is named."""
 _DEVICES = re.compile(r"cpu|cuda(?::(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?)?")
 
 

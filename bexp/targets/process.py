@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bexp.error_place import place_of
-from bexp.explorer.model.spelling import shortened
+from bexp.error_place import first_line, place_of
 from bexp.measure import host_limits
 from bexp.measure.heap_holes import run_without_holes
 from bexp.measure.memory_meters import byte_meter
@@ -80,14 +79,14 @@ def answer(handle: Callable[[Mapping[str, Any]], dict[str, Any]], command: Mappi
     try:
         return {"outcome": "ok", **handle(command)}
     except (TargetError, NotImplementedError) as error:
-        return {"outcome": "unsupported", "reason": _one_line(error)}
+        return {"outcome": "unsupported", "reason": first_line(error)}
     except StepError as error:
-        return {"outcome": "crashed", "reason": _one_line(error)}
+        return {"outcome": "crashed", "reason": first_line(error)}
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return {"outcome": "out_of_memory", "reason": _one_line(error)}
+        return {"outcome": "out_of_memory", "reason": first_line(error)}
     except Exception as error:  # noqa: BLE001 - the target is the caller's, and any failure of it is an outcome
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {_one_line(error)}{place_of(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}{place_of(error)}"
         return {"outcome": "out_of_memory" if is_out_of_memory(error) else "crashed", "reason": reason}
 
 
@@ -140,11 +139,6 @@ def _limit_memory(device: torch.device, limit_bytes: int, context_bytes: int) ->
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
     else:
         host_limits.limit_data(limit_bytes)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return shortened(lines[0], 500) if lines else type(error).__name__
 
 
 MICRO_STEPS = 2

@@ -17,13 +17,12 @@ from bexp.explorer.dimensions.loss import LOSS
 from bexp.explorer.model.model import EXPERT_COUNTS
 from bexp.explorer.model.optimizers import LIBRARY
 from bexp.explorer.model.quantization import quantization_of
+from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.step.results import StepRecommendation
 from bexp.transformers.settings import Float8, Settings
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation
 
-_OWN_ATTENTION = "own"
-"""The attention back end of a model that was measured whole: whatever its code calls."""
 _SIZES = {
     "model_type": ("model_type",),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -114,7 +113,7 @@ class RecommendedSetup:
             settings = _settings(recommendation, candidate, request)
         except (ValueError, TypeError) as error:
             raise RecommendationError(f"this recommendation cannot be applied: {error}") from error
-        own_code = candidate.get("attention_backend") == _OWN_ATTENTION and not is_library_code(request)
+        own_code = candidate.get("attention_backend") == OWN_ATTENTION and not is_library_code(request)
         dtype = recommendation.get("dtype")
         return cls(
             settings=settings,
@@ -206,7 +205,7 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
     experts = candidate.get("expert_backend")
     loss = training.get("loss") if isinstance(training, Mapping) else None
     kind = loss.get("kind") if isinstance(loss, Mapping) else None
-    is_whole = attention == _OWN_ATTENTION
+    is_whole = attention == OWN_ATTENTION
     of_library = request.get("hf_config") is not None
     if is_whole or candidate.get("loss") is not None or of_library:  # its own was measured
         kind = candidate.get("loss")

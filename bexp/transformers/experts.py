@@ -174,8 +174,8 @@ def _reference(
 ) -> Tensor:
     """Compute the same with one product for each expert, for devices without our kernels."""
     from bexp.kernels.experts.grouped_ffn import grouped_ffn  # noqa: PLC0415 - kept light
-    from bexp.kernels.experts.loop import grouped_gemm  # noqa: PLC0415 - it needs Triton, or is for this back end alone
-    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415 - it needs Triton, or is for this back end alone
+    from bexp.kernels.experts.loop import grouped_gemm  # noqa: PLC0415 - likewise
+    from bexp.kernels.experts.rows import sorted_rows  # noqa: PLC0415 - likewise
 
     rows = sorted_rows(routes, w_in.shape[0], count=True)
     return grouped_ffn(x, weights.to(x.dtype), w_in, w_out, activation, rows, grouped_gemm)

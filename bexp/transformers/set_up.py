@@ -84,7 +84,7 @@ def _steps(
     chunk: int | None,
     context: ContextParallel | None,
 ) -> list[tuple[str, Callable[[], None]]]:
-    """Yield each setting that differs from the library's, in words, with its setter. Inner modules come first."""
+    """Return each setting that differs from the library's, in words, with its setter. Inner modules come first."""
     steps: list[tuple[str, Callable[[], None]]] = []
     core = settings.policy is Recompute.SELECTIVE
     by_operation = settings.policy in BY_OPERATION

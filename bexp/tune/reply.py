@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from bexp.error_place import place_of
-from bexp.explorer.model.spelling import shortened
+from bexp.error_place import first_line, place_of
 from bexp.out_of_memory import is_out_of_memory
 
 
@@ -36,12 +35,7 @@ def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def failed(error: BaseException) -> dict[str, Any]:
     """Return the outcome of an error."""
-    reason = f"{type(error).__name__}: {_one_line(error)}"
+    reason = f"{type(error).__name__}: {first_line(error)}"
     if is_out_of_memory(error):
         return {"outcome": "out_of_memory", "reason": reason}
     return {"outcome": "crashed", "reason": reason + place_of(error)}
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return shortened(lines[0], 500) if lines else type(error).__name__

@@ -54,11 +54,14 @@ class BackEnd(NamedTuple):
 
     @classmethod
     def of_block(cls, text: str, *, has_experts: bool) -> BackEnd:
-        """Return the back end of a reference block, which names its experts or its attention, and the compiler."""
-        names = text.split("+")
-        own = next((name for name in names if not _is_mark(name)), None)
-        kernels = cls(experts=own) if has_experts else cls(attention=own)
-        return kernels._replace(marks=tuple(filter(_is_mark, names)))
+        """Return the back end of a reference block, which names its experts or its attention, if any, before its marks.
+
+        A back end of experts may have the name of a mark.
+        """
+        own, *marks = text.split("+")
+        if has_experts:
+            return cls(experts=own, marks=tuple(marks))
+        return cls(marks=(own, *marks)) if _is_mark(own) else cls(attention=own, marks=tuple(marks))
 
     @property
     def plain(self) -> BackEnd:

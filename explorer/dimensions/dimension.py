@@ -16,7 +16,7 @@ from bexp.explorer.dimensions.place import EmptySpaceError, Place, ReportedPlace
 if TYPE_CHECKING:
     from bexp.explorer.dimensions.candidate import Candidate
 
-V = TypeVar("V")
+V = TypeVar("V", bound=str)
 Row = tuple[str, str]
 """A label and a text, as an answer prints them."""
 Point = Mapping[str, Any]

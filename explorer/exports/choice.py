@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +86,7 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
     missing = find_missing(trainer, best.candidate, request, report)
     rate, confidence = best.expected_tokens_per_second, best.confidence or 0
     own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=confidence)
-    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing, best.measured_peak_bytes)
+    extra = _unmeasured_bytes(trainer, request, report, best.candidate, best.measured_peak_bytes)
     fits = extra == 0 or best.required_bytes + extra <= known.memory_limit_bytes
     if fits and not missing:
         return own
@@ -151,8 +150,7 @@ def _best_expressible(
     replaced = REPLACEABLE.intersection(*missing.values())
     rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
     extra_A = [
-        _unmeasured_bytes(trainer, request, report, table.candidates[row], missing[row], posterior.bytes(row).peak)
-        for row in rows
+        _unmeasured_bytes(trainer, request, report, table.candidates[row], posterior.bytes(row).peak) for row in rows
     ]
     needed_A = posterior.memory.required_C[rows] + np.array(extra_A)
     rows, own_row = rows[needed_A <= posterior.limit_bytes], table.row.get(own.candidate)
@@ -181,7 +179,6 @@ def _unmeasured_bytes(
     request: ExplorationRequest,
     report: DeviceReport | None,
     candidate: Candidate,
-    missing: Collection[str],
     peak_bytes: int,
 ) -> int:
     """Return the bytes of a candidate that were not measured: full logits, and this trainer's number formats."""

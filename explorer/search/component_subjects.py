@@ -25,17 +25,16 @@ from bexp.explorer.request.request import ExplorationRequest
 Subject = tuple[ComponentKind, str | None]
 """A kind of component, and the kind of layer that it stands for, if any."""
 
-IRRELEVANT = frozenset(
+OF_THE_SEARCH = frozenset(
     {
-        # of the space and the search
-        *DimensionsAsked.model_fields,  # components name what they have of a dimension
+        *DimensionsAsked.model_fields,  # components and candidates name what they have of a dimension
         "batch_size",
         *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
         *("sampler", "fresh", "notices", "labels", "kept", "device_kind", "trainer", "quick"),
-        # taken into account in another way
-        *("target", "model", "hf_config", "num_devices", "training"),
     }
 )
+"""Fields of a request that say what is searched for and how, and not what a candidate trains."""
+IRRELEVANT = OF_THE_SEARCH | {"target", "model", "hf_config", "num_devices", "training"}
 """Fields of a request that a component's time does not depend on, or that `component_subjects` treats by itself."""
 
 _ATTENTION_FIELDS = {

@@ -147,14 +147,6 @@ def explain_without_fit(
     return f"{why}. {way}", remedies
 
 
-def smallest_requirement(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
-    """Return the bytes that the smallest candidate of a request is predicted to need, with context and margin.
-
-    Raises EmptySpaceError if the request admits no candidate on this device.
-    """
-    return required_bytes(_least_memory(request, report, model).peak, report.hardware, request.allocator)
-
-
 class _Least(NamedTuple):
     """The predicted memory of the candidate that is predicted to need least."""
 

@@ -10,29 +10,18 @@ from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.recommendation import CandidateFigures, Recommendation, Role
 from bexp.explorer.records.run_report import ReportedRun, RunReport
 from bexp.explorer.request.request import ExplorationRequest
+from bexp.explorer.search.component_subjects import OF_THE_SEARCH
 
 FURTHEST_OFF = 1.25
 """A run that is faster or slower than composed by more than this factor was not limited by what is composed.
 
 Waiting for data or for another program is the usual cause. Such a run says nothing about the composition.
 """
-COMPARED = {
-    "target": True,
+SAME_IF_NAMED_OTHERWISE = {
     "model": {"name"},
     "hf_config": {"_name_or_path", "transformers_version", "torch_dtype", "dtype"},
-    "hf_seq_length": True,
-    "lengths": True,
-    "batching": True,
-    "target_config": True,
-    "mode": True,
-    "num_devices": True,
-    "parallelism": True,
-    "routing": True,
-    "execution": True,
-    "allocator": True,
-    "training": True,
 }
-"""Fields of a request that say what is trained and how; a set names keys within one that change nothing."""
+"""Keys of fields of a request that change nothing of what is trained."""
 
 
 def is_same_training(one: ExplorationRequest, other: ExplorationRequest) -> bool:
@@ -121,10 +110,10 @@ def _speeds(reported: Sequence[ReportedRun]) -> list[float]:
 
 
 def _compared(request: ExplorationRequest) -> dict[str, object]:
-    document = request.model_dump(mode="json", include=set(COMPARED))
+    document = request.model_dump(mode="json", exclude={*OF_THE_SEARCH})
     document["target"] = request.target_name
     document["execution"] = request.plain_execution
-    for field, ignored in COMPARED.items():
-        if isinstance(ignored, set) and isinstance(document.get(field), dict):
+    for field, ignored in SAME_IF_NAMED_OTHERWISE.items():
+        if isinstance(document[field], dict):
             document[field] = {key: value for key, value in document[field].items() if key not in ignored}
     return document

@@ -165,6 +165,11 @@ class TrainerFile:
     program: str | None = None
     """A pattern of the program that starts the trainer with its file; None if `bexp tune` changes no such file."""
 
+    def __post_init__(self) -> None:
+        """Raise TypeError if nothing says with which optimizer a file trains that names none."""
+        if Setting.OPTIMIZER not in {*self.defaults, *(key.setting for key in self.keys.values())}:
+            raise TypeError(f"no key of the file of '{self.model}' is the optimizer, and `defaults` has none")
+
     def name_of(self, setting: Setting) -> str:
         """Return the key that an export writes for a setting."""
         return next(name for name, key in self.keys.items() if key.setting is setting and key.write is not None)

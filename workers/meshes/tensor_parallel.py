@@ -25,10 +25,7 @@ from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.ffn_block import MLP, DenseFFN, MoEFFN
 from bexp.workers.targets.reference.head import Embedding, Head
 from bexp.workers.targets.reference.norm import norm_over_ranks
-
-# torch 2.13 has new names, and warns about the old ones.
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from bexp.workers.training.collectives import all_gather, reduce_scatter
 
 WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
 """Names of parameters that every rank has whole: norms, biases after a sum, routers, learned positions."""
@@ -59,20 +56,20 @@ class SequenceParallel:
         """Gather without a graph, straight to its place."""
         rows, length, width = x_BSD.shape
         out_BSD = x_BSD.new_empty((rows, self.size * length, width))
-        _gather(out_BSD.view(-1, width), x_BSD.reshape(-1, width), group=self.group)
+        all_gather(out_BSD.view(-1, width), x_BSD.reshape(-1, width), group=self.group)
         return out_BSD
 
     def reduced(self, x_BSD: Tensor) -> Tensor:
         """Sum and scatter without a graph, straight from its place."""
         rows, length, width = x_BSD.shape
         out_BSD = x_BSD.new_empty((rows, length // self.size, width))
-        _scatter(out_BSD.view(-1, width), x_BSD.reshape(-1, width), group=self.group)
+        reduce_scatter(out_BSD.view(-1, width), x_BSD.reshape(-1, width), group=self.group)
         return out_BSD
 
     def total(self, own: Tensor) -> Tensor:
         """Return the sum over the ranks, without a graph. Gathering few numbers is faster than reducing them."""
         each = own.new_empty((self.size, *own.shape))
-        _gather(each.view(-1), own.contiguous().view(-1), group=self.group)
+        all_gather(each.view(-1), own.contiguous().view(-1), group=self.group)
         return each.sum(dim=0)
 
 
@@ -325,7 +322,7 @@ def _shared_losses(logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: 
     if group is not None:
         own_2T = torch.stack((sums_T, own_scores_T))
         each_N2T = own_2T.new_empty((group.size(), *own_2T.shape))
-        _gather(each_N2T.view(-1), own_2T.view(-1), group=group)
+        all_gather(each_N2T.view(-1), own_2T.view(-1), group=group)
         all_T, scores_T = each_N2T[:, 0].logsumexp(dim=0), each_N2T[:, 1].sum(dim=0)
     share_T1 = highest_T1.sub_(all_T.unsqueeze(1)).exp_()
     torch.mul(exponentials_TV, share_T1, out=logits_TV)

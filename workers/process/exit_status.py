@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from bexp.explorer.records.measurement import Outcome
+from bexp.out_of_memory import says_exhausted
 from bexp.workers.process.protocol import RankLost
 
 OTHERS_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
@@ -14,16 +15,13 @@ OTHERS_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGH
 KILLED_HINT = "if nobody ended it on purpose, the worker's host may have run out of memory: dmesg there says so"
 """Advice about a process that was killed for no known reason."""
 
-OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate memory", "out of memory")
-
 
 def classify_exit(name: str, status: int, output: str, kernel_killed: bool) -> tuple[Outcome, str]:
     """Return the outcome of the trial that the process called `name` was running, and the reason in one line."""
     reason = f"{name} {describe_status(status)}"
     if status == -signal.SIGKILL and kernel_killed:
         return Outcome.OUT_OF_MEMORY, f"{reason}: the kernel's out-of-memory killer ended it"
-    exhausted = any(word in output.lower() for word in OUT_OF_MEMORY_WORDS)
-    outcome = Outcome.OUT_OF_MEMORY if exhausted else Outcome.CRASHED
+    outcome = Outcome.OUT_OF_MEMORY if says_exhausted(output) else Outcome.CRASHED
     return outcome, f"{reason}: {output}" if output else reason
 
 

@@ -32,7 +32,6 @@ from bexp.storage.workers import REPLAYED
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError
 from bexp.workers.replay.recording import ComponentRow, Recording, WholeModelRow
 
-PREFIX = "replay:"
 SAME = ("mode", "routing", "plain_execution", "training")
 """Fields of a request that measurements depend on, apart from the model."""
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bexp.explorer.cost.activation_memory import OPTIMIZER_BUCKET_BYTES
 from bexp.explorer.model.model import DType
 from bexp.explorer.model.optimizers import MUON
 from bexp.explorer.model.training import OptimizerSpec
 from bexp.trainer.muon_optimizer import hidden_matrices
 from bexp.workers.instruments.kernel_shapes import torch_dtype
-
-BUCKET_BYTES = 256 << 20
-"""The most that a step allocates to convert one tensor list between formats."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class TrainingOptimizer:
         dtype: DType,
         *,
         hyperparameters: OptimizerSettings = OptimizerSettings(),
-        bucket_bytes: int | None = BUCKET_BYTES,
+        bucket_bytes: int | None = OPTIMIZER_BUCKET_BYTES,
     ) -> None:
         self.parameters = list(parameters)
         self._hyperparameters = hyperparameters

@@ -69,6 +69,7 @@ def test_each_back_end_has_its_name_and_its_reason_on_a_cpu() -> None:
     for kernel in EXPERT_KERNELS:
         backend = expert_backend(kernel.name)
         assert backend.name == kernel.name
+        assert not (kernel.waits and backend.traceable_dtypes), "no graph contains what waits"
         assert (backend.unsupported_reason(experts_shape(width=128), CPU) is None) == backend.stock
 
 

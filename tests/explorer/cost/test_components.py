@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ from pydantic import ValidationError
 
 from bexp.explorer.cost.components import BackEnd, Component
 from bexp.explorer.cost.decomposition import Decomposer, Decomposition
-from bexp.explorer.dimensions.candidate import Candidate
+from bexp.explorer.dimensions.attention import ATTENTION_OF
+from bexp.explorer.dimensions.candidate import CHOICES, Candidate
+from bexp.explorer.dimensions.dimension import CodePart
+from bexp.explorer.dimensions.experts import EXPERTS_OF
+from bexp.explorer.model.expert_kernels import EXPERT_KERNELS
+from bexp.explorer.model.target import TRANSFORMERS
 from tests.explorer.cost.tiny import model_of, request
 
 
@@ -30,6 +36,15 @@ def split(
 
 
 SHARED: dict[str, Any] = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
+
+
+def test_marks_of_a_layer_are_no_names_of_its_kernels_and_belong_to_one_choice() -> None:
+    """They share one text with both."""
+    of_layers = [choice for choice in CHOICES if choice.part is CodePart.LAYER]
+    each = [{choice.mark(value) for value in choice.values} - {None} for choice in of_layers]
+    marks = set[str | None]().union(*each)
+    assert len(marks) == sum(map(len, each)) > 1
+    assert not marks & {*chain(*ATTENTION_OF.values()), *EXPERTS_OF[TRANSFORMERS]}
 
 
 def test_joint_components_are_those_that_need_several_processes() -> None:
@@ -63,7 +78,9 @@ def test_equal_components_of_two_candidates_are_one() -> None:
     ("kind", "text", "back_end"),
     [
         ("attention", "flash", BackEnd(attention="flash")),
-        ("moe_ffn", "quack", BackEnd(experts="quack")),
+        *(("moe_ffn", kernel.name, BackEnd(experts=kernel.name)) for kernel in EXPERT_KERNELS),
+        ("moe_ffn", "quack+compiled", BackEnd(experts="quack", marks=("compiled",))),
+        ("dense_ffn", "compiled", BackEnd(marks=("compiled",))),
         ("shell", "compile=true", BackEnd(setting="compile=true")),
         ("layer", "sdpa", BackEnd("sdpa")),
         ("layer", "sdpa+grouped_mm+liger+compiled", BackEnd("sdpa", "grouped_mm", ("liger", "compiled"))),

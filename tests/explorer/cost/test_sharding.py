@@ -14,9 +14,9 @@ from bexp.explorer.model.training import Sharding
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import base_candidates
-from bexp.explorer.search.relaxations import smallest_requirement
 from tests.explorer.data_parallel import communicates_in, request, run
 from tests.explorer.explorations import answer_of
+from tests.explorer.search.least import smallest_requirement
 from tests.explorer.simulator import SimulatedDevice, report
 
 

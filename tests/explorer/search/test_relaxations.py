@@ -15,11 +15,11 @@ from bexp.explorer.search.relaxations import (
     SmallestCandidate,
     explain_without_fit,
     find_relaxations,
-    smallest_requirement,
 )
 from tests.explorer.cost import described
 from tests.explorer.cost.described import part
 from tests.explorer.explorations import MODEL, request
+from tests.explorer.search.least import smallest_requirement
 from tests.explorer.simulator import report
 
 DEVICE = report(memory_gib=40)

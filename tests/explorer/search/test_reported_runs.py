@@ -86,6 +86,11 @@ def test_two_requests_are_about_the_same_training_whatever_they_explore() -> Non
     )
     assert not is_same_training(plain, padded)
     assert not is_same_training(padded, packed)
+    of_adapters = config | {"target": "transformers", "training": {"lora": {"r": 8, "target_modules": "all-linear"}}}
+    whole, quantised = (
+        ExplorationRequest.model_validate(of_adapters | weights) for weights in ({}, {"quantization": "bnb_4bit"})
+    )
+    assert not is_same_training(whole, quantised), "4-bit weights are another speed and another peak"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from bexp.explorer.exports.export import export
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.formats.training_files import why_refused
 from bexp.explorer.model.training import LoRASpec, Sharding
+from bexp.explorer.trainers.document import ExportError
 from bexp.explorer.trainers.keys import Setting
 from bexp.explorer.trainers.registry import FILES, TRAINERS
 from tests.explorer.exports.samples import CONFIG, SHARDED, candidate, exploration
@@ -41,6 +42,33 @@ CASES: dict[str, dict[str, Any]] = {
     "QLoRA": QUANTIZED,
     "in 8 bits": {**QUANTIZED, "quantization": "bnb_8bit"},
 }
+
+
+def settings_of(name: str, **changes: Any) -> list[str] | None:
+    """The lines of an export but the one that names the measured candidate; None if the trainer cannot express it."""
+    try:
+        document = export(name, exploration(candidate(**changes), trainer=name))
+    except ExportError:
+        return None
+    return [line for line in (*document.text.splitlines(), *document.header) if "measured candidate" not in line]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recompute": "full"},
+        {"attention_backend": "flash_attention_2"},
+        {"expert_backend": "batched_mm"},
+        {"execution": "compile"},
+        {"kernels": "liger"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_export_says_each_setting_that_its_trainer_can_express(name: str, change: dict[str, str]) -> None:
+    """A trainer that is taken to express what no key of its file holds would run something else."""
+    found = settings_of(name, **change)
+    assert found is None or found != settings_of(name)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from bexp.explorer.trainers.registry import FILES, TRAINERS
+
 FOUND = """
 import json, tempfile
 from pathlib import Path
@@ -90,9 +92,11 @@ def found() -> dict[str, Any]:
 def test_its_name_is_in_the_schema_and_in_the_help() -> None:
     assert found()["schema"][-1] == found()["openapi"][-1] == "toy"
     assert " or toy" in " ".join(found()["explore"].split())
-    assert "torchtune or Toy" in " ".join(found()["explore"].split()), "files that are read"
+    last = TRAINERS[[*FILES][-1]].title
+    assert f"{last} or Toy" in " ".join(found()["explore"].split()), "files that are read"
     assert "toy-yaml" in found()["best"]
-    assert "LLaMA-Factory or Toy" in found()["tune"]
+    last = [TRAINERS[name].title for name, file in FILES.items() if file.program is not None][-1]
+    assert f"{last} or Toy" in found()["tune"]
 
 
 def test_what_it_cannot_express_is_refused_and_it_is_named_where_it_can() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from bexp.explorer.dimensions.attention import ATTENTION_OF, LIBRARY_ATTENTION, TORCH_KERNELS
+from bexp.explorer.dimensions.attention import ATTENTION_OF, TORCH_KERNELS
 from bexp.explorer.dimensions.experts import EXPERTS_OF, LIBRARY_EXPERTS
 from bexp.explorer.model.expert_kernels import NAMED_EXPERTS
 from bexp.explorer.model.hardware import NAME_IT
@@ -12,7 +12,7 @@ from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from bexp.transformers.experts import OURS
 from bexp.workers.instruments.back_ends import report_device
 from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape
-from bexp.workers.targets.transformers import probe, resolved
+from bexp.workers.targets.transformers import probe
 from tests.contracts.samples import make_report
 from tests.workers.profiler.samples import MODEL
 from tests.workers.targets.reference.models import small_model, small_moe
@@ -39,7 +39,6 @@ def test_a_request_may_name_what_workers_have() -> None:
     assert {backend.name for backend in expert_backends()} == EXPERTS_OF[BEXP]
     assert {*LIBRARY_EXPERTS, *OURS} == EXPERTS_OF[TRANSFORMERS]
     assert {*probe.STOCK_EXPERTS} < LIBRARY_EXPERTS
-    assert set(resolved._ATTENTION) == LIBRARY_ATTENTION
     assert {kernel for kernels in probe.PINNED.values() for kernel in kernels} == TORCH_KERNELS
 
 

@@ -27,6 +27,7 @@ def test_an_exit_status_is_described_in_words(status: int, words: str) -> None:
         (-signal.SIGKILL, "CUDA out of memory", False, Outcome.OUT_OF_MEMORY, False),
         (-signal.SIGABRT, "terminate called: std::bad_alloc", False, Outcome.OUT_OF_MEMORY, False),
         (1, "RuntimeError: Cannot allocate memory", False, Outcome.OUT_OF_MEMORY, False),
+        (1, "DefaultCPUAllocator: not enough memory: you tried to allocate 9", False, Outcome.OUT_OF_MEMORY, False),
         (-signal.SIGSEGV, "Fatal Python error", True, Outcome.CRASHED, False),
     ],
 )

@@ -26,6 +26,7 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.targets.target import ProfiledTarget, TrainingRun
+from bexp.workers.training.collectives import all_gather, reduce_scatter
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS
 
 COMPUTE_TOKENS = 4096
@@ -38,10 +39,6 @@ MOST_BLOCKS = 4096
 REPEATS = 5
 SECONDS = 2.0
 """The seconds for the repeats, of which there are at least two."""
-
-# torch 2.13 has new names, and warns about the old ones.
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _UnitCollectives:
@@ -92,7 +89,7 @@ class _UnitCollectives:
         """Issue the collectives of forward, without waiting for them."""
         if self._sharding is Sharding.NONE:
             return []
-        return [_gather(self._parameters, self._shard, group=self._members, async_op=True)]
+        return [all_gather(self._parameters, self._shard, group=self._members, async_op=True)]
 
     def begin_backward(self) -> list[Any]:
         """Issue the collectives of backward, without waiting for them."""
@@ -101,7 +98,7 @@ class _UnitCollectives:
         gathered = self.begin_forward() if self._again else []
         if not self._reduced.numel():  # all parameters are frozen
             return gathered
-        return [*gathered, _scatter(self._reduced, self._gradients, self._mean, self._members, async_op=True)]
+        return [*gathered, reduce_scatter(self._reduced, self._gradients, self._mean, self._members, async_op=True)]
 
     def copy(self) -> None:
         """Make the copies for these collectives.

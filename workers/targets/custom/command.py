@@ -35,7 +35,7 @@ from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.targets.custom.group_end import cause_of, forget_failures, started_with
-from bexp.workers.targets.custom.process import last_lines
+from bexp.workers.targets.custom.process import last_lines, last_output
 from bexp.workers.targets.custom.training_command import OtherBatchError, TrainingCommand, environment_of, locks_of
 from bexp.workers.targets.custom.training_line import TrainingLine
 
@@ -412,7 +412,7 @@ class CommandProcess:
             if time.monotonic() >= until:
                 ran = f": it ran for {time.monotonic() - self._started_at:.0f} s and made no optimizer step"
                 late = "" if self._has_begun else ran
-                what = f"the command did not answer in time{late}{self._last_lines()}"
+                what = f"the command did not answer in time{late}{last_output(self._tail)}"
                 raise TrialFailedError(Outcome.TIMED_OUT, what)
             if time.monotonic() >= self._said_at:
                 self._say_wait()
@@ -452,7 +452,7 @@ class CommandProcess:
         output = " | ".join(last_lines(self._tail, LAST_LINES))
         if status == 0:
             why = TOO_FEW_STEPS if self._has_begun else NO_STEP
-            raise TrialFailedError(Outcome.UNSUPPORTED, f"the command does not train: {why}{self._last_lines()}")
+            raise TrialFailedError(Outcome.UNSUPPORTED, f"the command does not train: {why}{last_output(self._tail)}")
         ended = classify_exit("the command", status, output, count_kernel_oom_kills() > self._kills)
         raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
 
@@ -474,10 +474,6 @@ class CommandProcess:
             self._reader.join(END_SECONDS)
             if popen.stdout is not None and not self._reader.is_alive():  # else somebody else holds the other end
                 popen.stdout.close()
-
-    def _last_lines(self) -> str:
-        lines = last_lines(self._tail, LAST_LINES)
-        return f"; its last output: {' | '.join(lines)}" if lines else ""
 
     def _read_output(self, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stdout is not None

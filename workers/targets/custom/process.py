@@ -72,7 +72,7 @@ class TargetProcess:
             line = self._replies.get(timeout=timeout_seconds)
         except queue.Empty:
             self.end()
-            reason = f"the target did not answer within {timeout_seconds:.3g} s{self._last_lines()}"
+            reason = f"the target did not answer within {timeout_seconds:.3g} s{last_output(self._tail)}"
             raise TrialFailedError(Outcome.TIMED_OUT, reason) from None
         if line is None:
             status = self._ended_status()
@@ -112,10 +112,6 @@ class TargetProcess:
         assert self._popen.returncode is not None, "it was waited for"
         return self._popen.returncode
 
-    def _last_lines(self) -> str:
-        lines = last_lines(self._tail, LAST_LINES)
-        return f"; its last output: {' | '.join(lines)}" if lines else ""
-
     def _read_replies(self) -> None:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
@@ -132,6 +128,12 @@ def last_lines(output: Iterable[str], number: int) -> list[str]:
     """Return the last lines of output; of a traceback of Python's own, its last line is enough."""
     lines = [line for line in output if line]
     return lines[-1:] if lines and "Error" in lines[-1] else lines[-number:]
+
+
+def last_output(output: Iterable[str]) -> str:
+    """Return what a message adds of the last lines of output; nothing if there are none."""
+    lines = last_lines(output, LAST_LINES)
+    return f"; its last output: {' | '.join(lines)}" if lines else ""
 
 
 def _input(popen: subprocess.Popen[bytes]) -> IO[bytes]:

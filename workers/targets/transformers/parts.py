@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-KINDS: tuple[WeightKind, ...] = ("attention", "dense MLP", "experts", "embeddings and head", "adapters", "other")
+KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 WeightsByKind = dict[WeightKind, WeightBytes]
 _ADAPTER = re.compile(r"(^|\.)lora_")
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")

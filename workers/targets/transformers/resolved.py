@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost.text_batches import TextBatch
+from bexp.explorer.dimensions.attention import LIBRARY_ATTENTION
 from bexp.explorer.dimensions.experts import LIBRARY_EXPERTS
 from bexp.explorer.formats.model_types import reserved_positions
 from bexp.explorer.model.parts import LayerPart, Part
@@ -86,9 +87,6 @@ def _with_limit(values: dict[str, Any], config: Any) -> dict[str, Any]:
         if isinstance(part.get(name), int):
             part[name] = TINY_POSITIONS
     return limited
-
-
-_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def resolve(
@@ -174,7 +172,7 @@ class ResolvedModel:
     @property
     def attention_implementations(self) -> dict[str, str | None]:
         """The library's attention implementations: None for one that can be set, else why it cannot."""
-        return {name: self._refusal("get_correct_attn_implementation", name) for name in _ATTENTION}
+        return {name: self._refusal("get_correct_attn_implementation", name) for name in sorted(LIBRARY_ATTENTION)}
 
     @property
     def experts_implementations(self) -> dict[str, str | None]:

@@ -16,6 +16,7 @@ import torch
 from bexp.explorer.records.measurement import Outcome
 from bexp.targets import process
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
+from bexp.workers.targets.custom.process import last_output
 from bexp.workers.targets.custom.target import CustomTarget
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, ProcessStandIn, measure, open_custom, write
 
@@ -171,7 +172,9 @@ def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
         assert found.backward_peak_bytes > 0
         process = target._process
         assert process is not None
-        monkeypatch.setattr(process, "_replies", SilentQueue(lambda: "waiting for a lock" in process._last_lines()))
+        monkeypatch.setattr(
+            process, "_replies", SilentQueue(lambda: "waiting for a lock" in last_output(process._tail))
+        )
         with pytest.raises(TrialFailedError, match=r"within 600 s; its last output: .*waiting for a lock") as caught:
             measure(target, 10)
         assert caught.value.outcome is Outcome.TIMED_OUT
