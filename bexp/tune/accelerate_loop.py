@@ -11,10 +11,12 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.clock import ACCUMULATION
+from bexp.tune.compilation import is_compiled
 from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed, is_shuffled, training_loader
 from bexp.tune.lengths import Lengths
 from bexp.tune.link import SIZE, CannotSetError, asked, refusing, serving
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
+from bexp.tune.saving import save_nothing
 
 
 def patch(module: ModuleType) -> None:
@@ -25,15 +27,17 @@ def patch(module: ModuleType) -> None:
 
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
-        is_compiled = self.state.dynamo_plugin.backend.value != "NO" or any(hasattr(e, "_orig_mod") for e in given)
+        compiles = self.state.dynamo_plugin.backend.value != "NO" or any(map(is_compiled, given))
         training = training_loader(given)
         passed_over = next((each for each in given if isinstance(each, DataLoader)), None)
         if training is None and passed_over is not None:
             followed.other_size = followed.other_size or passed_over.batch_size
         with refusing():
             replaced = [
-                _resized(self, each, first, is_compiled=is_compiled) if each is training else each for each in given
+                _resized(self, each, first, is_compiled=compiles) if each is training else each for each in given
             ]
+        if training is not None:
+            save_nothing()
         loaders = [each.loader if isinstance(each, SizedLoader) else each for each in replaced]
         prepared = prepare(self, *loaders, **named)
         for each, sized in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):

@@ -1,12 +1,15 @@
-"""The seconds that torch.compile takes in a process of a training command."""
+"""What torch.compile does in a process of a training command: the seconds it takes, and for which size."""
 
 from __future__ import annotations
 
+import sys
 import time
 from types import ModuleType
+from typing import Any
 
 _new: list[float] = []
 """Of each compilation since the last look."""
+_has_compiled: list[bool] = []
 
 
 def patch(module: ModuleType) -> None:
@@ -19,6 +22,7 @@ def patch(module: ModuleType) -> None:
     def end(_: object) -> None:
         if begun:
             _new.append(time.perf_counter() - begun.pop())
+            _has_compiled[:] = [True]
 
     module.callback_handler.register_start_callback(begin)
     module.callback_handler.register_end_callback(end)
@@ -29,3 +33,24 @@ def new_seconds() -> float:
     seconds = sum(_new)
     _new.clear()
     return seconds
+
+
+def compile_anew() -> None:
+    """Have the next size compiled for itself, as in a run of its own.
+
+    When the compiler meets a second size, it compiles for any size from then on.
+    """
+    if _has_compiled:
+        _has_compiled.clear()
+        sys.modules["torch._dynamo"].reset()
+
+
+def is_compiled(model: Any) -> bool:
+    """Return whether a part of a model is compiled: by `torch.compile`, by its own `compile`, or in its `forward`."""
+    modules = model.modules() if hasattr(model, "modules") else ()
+    return any(
+        "_orig_mod" in own.get("_modules", ())
+        or own.get("_compiled_call_impl") is not None
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+        for own in map(vars, modules)
+    )

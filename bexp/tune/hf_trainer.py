@@ -23,6 +23,7 @@ from bexp.explorer.cost.text_batches import Epoch
 from bexp.measure.heap import freeze_imports
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.clock import ACCUMULATION, Clock
+from bexp.tune.compilation import compile_anew
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import (
     SCRATCH,
@@ -41,6 +42,7 @@ from bexp.tune.peak import peak_bytes, reset_peak
 from bexp.tune.placeholders import APPLY, FIXED_SIZES, owner_of_sizes, text_of
 from bexp.tune.ranks import Ranks
 from bexp.tune.reply import describe_parameters, measured
+from bexp.tune.saving import save_nothing
 from bexp.tune.trainer_accumulation import TrainerCheck
 
 _OFF = {
@@ -153,6 +155,7 @@ def _prepare(arguments: Any) -> None:
 def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     """Describe the training, then measure the sizes that the trial asks for, until it ends."""
     serving.append(trainer)
+    save_nothing()
     freeze_imports()
     ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
@@ -281,6 +284,7 @@ def _measure(
     """
     from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
 
+    compile_anew()
     arguments = trainer.args
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30

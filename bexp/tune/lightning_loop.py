@@ -15,11 +15,13 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.clock import ACCUMULATION
+from bexp.tune.compilation import is_compiled
 from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, follow, followed, with_sampler
 from bexp.tune.lengths import Lengths, WorstFirst
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, asked, refusing, switch_off
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
 from bexp.tune.reply import describe_parameters
+from bexp.tune.saving import save_nothing
 
 _LEFT_OUT = {
     "Checkpoint",
@@ -45,8 +47,8 @@ def patch(module: ModuleType) -> None:
         bound = signature(fit).bind(self, model, *given, **named)
         bound.arguments["ckpt_path"] = None
         data = [bound.arguments.get(name) for name in ("datamodule", "train_dataloaders")]
-        is_compiled = hasattr(model, "_orig_mod")
-        _prepare(self, getattr(model, "_orig_mod", model), data, import_module(package), is_compiled=is_compiled)
+        own, package_of_it = getattr(model, "_orig_mod", model), import_module(package)
+        _prepare(self, own, data, package_of_it, is_compiled=is_compiled(model))
         fit(*bound.args, **bound.kwargs)
         os._exit(0)  # the command's code for its end is not for a trial
 
@@ -57,6 +59,7 @@ def patch(module: ModuleType) -> None:
 
 def _prepare(trainer: Any, model: Any, data: list[Any], package: Any, *, is_compiled: bool) -> None:
     """Switch off all but a training's steps, and have its loader resized as soon as it is made."""
+    save_nothing()
     configure = model.configure_callbacks
     model.configure_callbacks = lambda: _kept(configure())
     trainer.callbacks = [*_kept(trainer.callbacks), package.callbacks.LambdaCallback(on_train_start=_never_end)]

@@ -47,6 +47,7 @@ def test_a_trainer_is_tuned_and_runs_with_the_answer_and_its_own_batch(machine: 
     state = json.loads((out / "checkpoint-25" / "trainer_state.json").read_text())
     assert (state["train_batch_size"], state["global_step"], state["max_steps"]) == (size, 25, 25)
     assert (out / "finished").exists()
+    assert (machine.folder / "best" / "model.safetensors").exists(), "its own callback saves in the run alone"
     kept = re.findall(r"^bexp: \d+ optimizer .* \S+ \+- \S+ of the [\d,]+ that were", machine.err(process), re.M)
     assert len(kept) == 1, machine.err(process)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo import callback
 
 from bexp.tune import compilation
 from bexp.tune.clock import Clock
@@ -78,18 +81,59 @@ def test_what_was_compiled_before_the_first_noted_step_belongs_to_it(now: list[f
     assert compilation.new_seconds() == 0.0, "each counts once"
 
 
-def test_torch_says_when_it_compiles() -> None:
-    """The names of torch's module are those that the patch needs."""
-    from torch._dynamo import callback
-
+@pytest.fixture
+def followed() -> Iterator[None]:
+    """Compilations of torch are followed."""
     handler = callback.callback_handler
     before = len(handler.start_callbacks), len(handler.end_callbacks)
     compilation.patch(callback)
-    try:
-        arguments = callback.CallbackTrigger.DYNAMO, "0/0"
-        with handler.install_callbacks(*arguments):
-            pass
-        assert compilation._new
-    finally:
-        compilation.new_seconds()
-        del handler.start_callbacks[before[0] :], handler.end_callbacks[before[1] :]
+    yield
+    compilation.new_seconds()
+    del handler.start_callbacks[before[0] :], handler.end_callbacks[before[1] :]
+
+
+@pytest.mark.usefixtures("followed")
+def test_torch_says_when_it_compiles() -> None:
+    """The names of torch's module are those that the patch needs."""
+    with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
+        pass
+    assert compilation._new
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")  # torch's own code, which is imported late
+@pytest.mark.usefixtures("followed")
+@pytest.mark.parametrize(("anew", "are_dynamic"), [(True, [False, False]), (False, [False, True])])
+def test_each_size_is_compiled_for_itself(anew: bool, are_dynamic: list[bool]) -> None:
+    torch._dynamo.reset()
+    found: list[bool] = []
+
+    def compile_noted(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        given = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        found.append(any(isinstance(each, torch.SymInt) for each in given))
+        return graph.forward
+
+    run = torch.compile(lambda x: x.sin(), backend=compile_noted)
+    for size in (2, 8):
+        run(torch.ones(size, 3))
+        if anew:
+            compilation.compile_anew()
+    assert found == are_dynamic
+
+
+class Parts(nn.Module):
+    """A model with a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def test_each_way_to_compile_a_model_is_seen() -> None:
+    assert not compilation.is_compiled(Parts())
+    assert not compilation.is_compiled(torch.optim.SGD(Parts().parameters()))
+    assert compilation.is_compiled(torch.compile(Parts(), backend="eager"))
+    by_itself, by_forward, by_layer = Parts(), Parts(), Parts()
+    by_itself.compile(backend="eager")
+    by_forward.forward = torch.compile(by_forward.forward, backend="eager")
+    by_layer.layer = torch.compile(by_layer.layer, backend="eager")  # type: ignore[assignment]  # likewise
+    assert all(map(compilation.is_compiled, (by_itself, by_forward, by_layer)))

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Subset
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.tune_commands.texts import LONGEST, Padded, Texts
@@ -39,6 +46,17 @@ class Slow(Trainer):
         if self.evaluation_is_broken:
             raise ValueError("no such metric")
         return super().prediction_step(model, inputs, *given, **named)
+
+
+class Saves(TrainerCallback):
+    """Saves the model by itself, as callbacks do that keep the best one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+        model.save_pretrained(self._folder)
+        model.config.save_pretrained(self._folder)
 
 
 def main() -> None:
@@ -84,6 +102,7 @@ def main() -> None:
     trainer.evaluation_is_broken = options.evaluation_is_broken
     trainer.fail_if_applied = options.fail_if_applied
     trainer.add_callback(EarlyStoppingCallback(1000))
+    trainer.add_callback(Saves(options.output_dir.with_name("best")))
     before = math.exp(trainer.evaluate()["eval_loss"]), (trainer.predict(some).metrics or {})["test_loss"]
     trainer.train()
     trainer.save_model()
