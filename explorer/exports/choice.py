@@ -21,9 +21,9 @@ from bexp.explorer.request.request import ExplorationRequest, place_of
 from bexp.explorer.search.alternatives import accumulate, best_among, dividing_rows, expected_tokens_per_second
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import explored_models, prune_space
+from bexp.explorer.search.legal_space import explored_models
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.restored import restore_knowledge
+from bexp.explorer.search.restored import restore_knowledge, restore_space
 from bexp.explorer.search.trainer_terms import (
     answer_refusal,
     compute_dtype,
@@ -123,13 +123,13 @@ def _restore(request: ExplorationRequest, report: DeviceReport, exploration: Exp
     models = explored_models(request, report)
     if not exploration.trials or not models:
         return None
+    history = TrialHistory(exploration.trials, request.budget, len(models))
     try:
-        space = prune_space(models[0], request, report)
+        space = restore_space(models[0], request, report, history.trials_of(models[0].variant))
     except EmptySpaceError:
         return None
     if space.table is None:
         return None
-    history = TrialHistory(exploration.trials, request.budget, len(models))
     return restore_knowledge(space, request, report, history).posterior
 
 

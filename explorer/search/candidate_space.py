@@ -32,7 +32,7 @@ from bexp.explorer.search.loop import ProgressLog, VariantContext
 from bexp.explorer.search.noise_limit import noise_figures
 from bexp.explorer.search.relaxations import explain_without_fit, find_smallest
 from bexp.explorer.search.reported_runs import reported_event
-from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate, restore_knowledge
+from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate, first_too_large, restore_knowledge
 from bexp.explorer.search.samplers import SearchStages, make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
@@ -49,6 +49,7 @@ class CandidateSpace(SearchSpace):
         self._request = context.request
         self._history = context.history
         self._log = log
+        self._pruned = space
         self._table = space.table
         self._plainest = space.bases[0]
         self._bases = tuple(c for c in space.bases if c in space.table.row)
@@ -143,6 +144,16 @@ class CandidateSpace(SearchSpace):
     def is_answered(self) -> bool:
         """Whether a candidate is known well enough to be recommended."""
         return self._posterior.search_confidence is not None
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether memory is shorter than predicted, so that candidates were left out that save some."""
+        return self.first_too_large is not None
+
+    @property
+    def first_too_large(self) -> Candidate | None:
+        """The candidate that shows it."""
+        return first_too_large(self._pruned, self._posterior, self._context.trials)
 
     @property
     def ends_search(self) -> bool:

@@ -59,6 +59,18 @@ def space_event(space: LegalSpace, num_predicted_out: int, limit_bytes: int, *, 
     )
 
 
+def wider_space_event(space: LegalSpace, short: Candidate) -> EventDraft:
+    """Return the event that memory is short after all, so that candidates are considered that save it."""
+    return EventDraft(
+        code=EventCode.SPACE,
+        message=(
+            f"Memory is short: {short.describe()} needs more than predicted. Candidates that tile or recompute are "
+            f"considered after all: {len(space.candidates):,} in all"
+        ),
+        data={**space.summarize(), "num_dominated": 0},
+    )
+
+
 def weights_event(weights: Sequence[WeightBytes]) -> EventDraft:
     """Return the event that says how many bytes of a model's weights are quantised."""
     return EventDraft(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 
 from bexp.explorer.cost.parameters import count_parameters
 from bexp.explorer.cost.step import memory_limit
@@ -21,11 +22,13 @@ from bexp.explorer.search.event_messages import (
     space_event,
     variant_event,
     weights_event,
+    wider_space_event,
 )
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import PruneSpace, explored_models, prune_space
 from bexp.explorer.search.loop import ProgressLog, SearchLoop, VariantContext
 from bexp.explorer.search.relaxations import explain_without_fit
+from bexp.explorer.search.restored import restore_space
 from bexp.explorer.search.search_space import SearchExtension, SearchSpace, extension_for
 
 
@@ -36,7 +39,7 @@ def explore(
     *,
     history: Sequence[Trial] = (),
     clock: Callable[[], float] = time.perf_counter,
-    prune: PruneSpace = prune_space,
+    prune: PruneSpace | None = None,
 ) -> Iterator[Progress]:
     """Run a request on a device and yield the results step by step. The last step has the answer.
 
@@ -50,7 +53,7 @@ def explore(
         history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
             search goes on as it would have gone. What was in flight when that run ended is measured again.
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
-        prune: enumerates a variant's space; a caller who explores one space many times may keep the result.
+        prune: enumerates a variant's space for a caller who explores one space many times; no trial widens that.
     """
     if report.refusal is not None:
         answer = Answer(variants=(VariantAnswer.without_model(report.refusal),))
@@ -71,7 +74,7 @@ def explore(
 
 
 def _explore_variant(
-    context: VariantContext, prune: PruneSpace, extension: SearchExtension | None
+    context: VariantContext, prune: PruneSpace | None, extension: SearchExtension | None
 ) -> Generator[Progress, None, VariantAnswer]:
     """Explore one variant: its recommendation, or why there is none."""
     answer = VariantAnswer(
@@ -91,7 +94,15 @@ def _explore_variant(
         yield log.step()
         reason, remedies = explain_without_fit(context.request, context.report, context.model)
         return answer.model_copy(update={"reason": reason, "remedies": remedies})
+    said = bool(context.trials) and space.is_refuted  # before a resume
     recommendation = yield from SearchLoop(context, space, log).run()
+    if isinstance(space, CandidateSpace) and (large := space.first_too_large) is not None:
+        wider = prune_space(context.model, context.request, context.report, is_short=True)
+        log.describe_space(wider.legal.summarize())
+        if not said:
+            log.add(wider_space_event(wider.legal, large))
+        space = CandidateSpace(context, wider, log)
+        recommendation = yield from SearchLoop(context, space, log).run()
     if recommendation is None:
         reason, remedies = space.explain()
         return answer.model_copy(update={"reason": reason, "remedies": remedies})
@@ -102,9 +113,12 @@ def _explore_variant(
     return answer.model_copy(update=known)
 
 
-def open_candidates(context: VariantContext, prune: PruneSpace, log: ProgressLog) -> CandidateSpace | None:
+def open_candidates(context: VariantContext, prune: PruneSpace | None, log: ProgressLog) -> CandidateSpace | None:
     """Return the candidates of a variant that may fit; None if none may. The log gets the events of the space."""
-    space = prune(context.model, context.request, context.report)
+    if prune is None:
+        space = restore_space(context.model, context.request, context.report, context.trials)
+    else:
+        space = replace(prune(context.model, context.request, context.report), trusted=frozenset())
     if not context.trials:  # after a resume that was said before
         if len(context.request.space.variants()) > 1:
             log.add(variant_event(context.model))

@@ -183,6 +183,8 @@ class PrunedSpace:
     """Candidates that are predicted not to fit."""
     num_dominated: int
     """Candidates that recompute or tile to save memory where it is not short."""
+    trusted: frozenset[Candidate]
+    """The candidates that surely fit, as predicted, because of which those were left out."""
     bases: tuple[Candidate, ...]
     """In order of preference, whether they may fit or not."""
     table: Composition | None
@@ -196,17 +198,21 @@ class PrunedSpace:
 PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
 
 
-def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
+def prune_space(
+    model: ExploredModel, request: ExplorationRequest, report: DeviceReport, *, is_short: bool = False
+) -> PrunedSpace:
     """Enumerate the space of a variant and drop the candidates that are predicted not to fit, or to be dominated.
+
+    None is dominated if memory `is_short`, whatever is predicted.
 
     Raises EmptySpaceError if the request admits no candidate on this device.
     """
-    pruned = _prune(model, request, report)
+    pruned = _prune(model, request, report, is_short=is_short)
     if pruned.legal.candidates or request.recompute is not None:
         return pruned
     try:
         named = {**request.model_dump(), "recompute": (Recompute.OFFLOAD,)}
-        on_host = _prune(model, ExplorationRequest.model_validate(named), report)
+        on_host = _prune(model, ExplorationRequest.model_validate(named), report, is_short=is_short)
     except ValueError:  # the target, the trainer, or the number of devices does not have it
         return pruned
     if not on_host.legal.candidates:
@@ -215,7 +221,7 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
 
 
 @_collector_paused()
-def _prune(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
+def _prune(model: ExploredModel, request: ExplorationRequest, report: DeviceReport, *, is_short: bool) -> PrunedSpace:
     space = enumerate_candidates(request, report, model)
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
@@ -225,7 +231,9 @@ def _prune(model: ExploredModel, request: ExplorationRequest, report: DeviceRepo
     everything = Composition((*space.candidates, *others), model, request, communicates=communicates)
     limit, number = memory_limit(request, report.hardware), len(space.candidates)
     fits = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS) <= limit
-    dominated = _dominated(everything, number, request, report, limit)
+    dominated, trusted = np.zeros(number, dtype=np.bool_), frozenset[Candidate]()
+    if not is_short:
+        dominated, trusted = _dominated(everything, number, request, report, limit)
     stays = fits[:number] & ~dominated
     legal = space.restrict(compress(space.candidates, stays))
     num_dominated = int((fits[:number] & dominated).sum())
@@ -236,11 +244,15 @@ def _prune(model: ExploredModel, request: ExplorationRequest, report: DeviceRepo
         kept = [everything.decompositions[row] for row in rows]
         candidates = [everything.candidates[row] for row in rows]
         table = Composition(candidates, model, request, decompositions=kept)
-    return PrunedSpace(legal, number - int(fits[:number].sum()), num_dominated, bases, table)
+    return PrunedSpace(legal, number - int(fits[:number].sum()), num_dominated, trusted, bases, table)
 
 
-def _dominated(table: Composition, number: int, request: ExplorationRequest, report: DeviceReport, limit: int) -> Mask:
+def _dominated(
+    table: Composition, number: int, request: ExplorationRequest, report: DeviceReport, limit: int
+) -> tuple[Mask, frozenset[Candidate]]:
     """Return which of the first `number` candidates give throughput for memory that the same micro-batch has anyway.
+
+    Return their rivals, too: the candidates that are sure to fit.
 
     Tiles and policies that a request names are tried in any case.
     """
@@ -254,14 +266,15 @@ def _dominated(table: Composition, number: int, request: ExplorationRequest, rep
     ]
     dominated = np.zeros(number, dtype=np.bool_)
     if not rivals:
-        return dominated
+        return dominated, frozenset()
     rows, others = np.array(rivals).T
     sure = predict_memory(table, report.hardware, activation_share=SURE_ACTIVATIONS) <= limit
     seconds = [predict_component_seconds(c, table.model, request, report.hardware) for c in table.components]
     device, host = np.array([[s.device for s in seconds]]), np.array([s.host for s in seconds])
     micro_step_C = table.micro_step_seconds(device, host)[0]
-    dominated[rows[sure[others] & (micro_step_C[others] < (1 - LEAST_LOSS) * micro_step_C[rows])]] = True
-    return dominated
+    loses = sure[others] & (micro_step_C[others] < (1 - LEAST_LOSS) * micro_step_C[rows])
+    dominated[rows[loses]] = True
+    return dominated, frozenset(table.candidates[row] for row in others[loses])
 
 
 def _rivals(candidate: Candidate, unspent: Iterable[Point]) -> Iterator[Candidate]:

@@ -117,13 +117,19 @@ class SearchLoop:
     def run(self) -> Generator[Progress, None, Recommendation | None]:
         """Explore until the confidence target or the budget is reached, then compare and check; returns the answer.
 
+        There is none, and no more than what is in flight is measured, as soon as the space is refuted.
+
         Each `Progress` is stored before the next is asked for.
         """
+        if self._space.is_refuted:
+            return None
         yield from self._prepare()
         yield from self._finish_contaminated()
-        while True:
+        while not self._space.is_refuted:
             before = self._history.next_number
             yield from self._search()
+            if self._space.is_refuted:
+                return None
             yield from self._compare()
             if self._history.next_number > before:
                 continue
@@ -131,6 +137,8 @@ class SearchLoop:
             if check is None:
                 break
             yield from self._run_whole_model(check)
+        if self._space.is_refuted:
+            return None
         recommendation = self._space.recommend(final=True)
         if self._log.is_pending:
             yield self._log.step(recommendation=recommendation)
@@ -139,7 +147,7 @@ class SearchLoop:
     def _prepare(self) -> Iterator[Progress]:
         """Measure what the space needs before it can suggest anything, with nothing else in flight."""
         needed, started = self._space.prepare(), self._clock()
-        while (suggestion := next(needed, None)) is not None:
+        while not self._space.is_refuted and (suggestion := next(needed, None)) is not None:
             self._scheduler.queue(suggestion, self._clock() - started)
             yield from self._complete_all()
             started = self._clock()
@@ -180,7 +188,8 @@ class SearchLoop:
         The search may overdraw its budget until there is one candidate to recommend.
         """
         history, index = self._history, self._context.index
-        if history.is_hopeless(self._context.variant) or self._space.ends_search or history.overdrawn(index):
+        ended = self._space.is_refuted or self._space.ends_search
+        if ended or history.is_hopeless(self._context.variant) or history.overdrawn(index):
             return True
         return history.exhausted(index) and self._space.is_answered
 

@@ -77,6 +77,11 @@ class SearchSpace(ABC):
         """Whether whole models have ended the search for the time being."""
 
     @property
+    def is_refuted(self) -> bool:
+        """Whether trials have shown that the space was chosen wrongly, so that another takes its place."""
+        return False
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether noise keeps the confidence below its target, or noise or time whole models from raising it."""
         return False
