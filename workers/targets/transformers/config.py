@@ -7,8 +7,8 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, cast
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeGuard, cast, get_args
 
 from bexp.explorer.formats.model_types import TEXT_TWINS, TWIN_VALUES
 from bexp.explorer.model.base import RuleError
@@ -157,9 +157,19 @@ def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -
             raise UnsupportedModelError(f"{name} is a method of {made.__name__}, no value")
     with quiet_library():
         try:
-            return _without_cache(_as_causal(made(**arguments), model_type))
+            return _without_cache(_as_causal(made(**_with_floats(made, arguments)), model_type))
         except Exception as error:  # a configuration's own checks raise errors of any kind
             raise UnsupportedModelError(f"the configuration of {model_type!r} is refused: {one_line(error)}") from error
+
+
+def _with_floats(made: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration with 1.0 for 1 where its class takes no other number than a float.
+
+    jq and JavaScript write 1.0 as 1, which the class would refuse.
+    """
+    types = {each.name: each.type for each in fields(made)} if is_dataclass(made) else {}
+    alone = {name for name, kind in types.items() if float in (kinds := {kind, *get_args(kind)}) and int not in kinds}
+    return {name: float(value) if name in alone and is_int(value) else value for name, value in arguments.items()}
 
 
 def _as_causal(config: Any, model_type: str) -> Any:

@@ -153,3 +153,19 @@ def own_class(text_type: str) -> Any:
         "qwen3_omni_moe_text": Qwen3OmniMoeThinkerTextModel,
     }
     return within.get(text_type) or transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[text_type]]
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"model_type": "glm4_moe", "routed_scaling_factor": 1}, "routed_scaling_factor"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 7}, "swiglu_limit"),
+        ({"model_type": "llama", "initializer_range": 1}, "initializer_range"),
+    ],
+)
+def test_a_number_that_jq_writes_without_its_point_is_a_float_where_the_class_takes_no_other(
+    values: dict[str, Any], field: str
+) -> None:
+    found = getattr(resolve_config(values, TOKENS).config, field)
+    assert (found, type(found)) == (values[field], float)
+    assert type(resolve_config(values, TOKENS).config.vocab_size) is int
