@@ -81,7 +81,7 @@ class TunedCommand:
         """
         lines = []
         adds_flags = takes_flags and any(self.has_flag(field) for field in _FIELDS)
-        where = " or ".join(["the script", *self._files])
+        where = " or ".join(["the script", *self._files, *(["its arguments"] if self._has_other_arguments else [])])
         for field, value in values.items():
             name, new = self._names.get(field, field), text_of(value)
             flags = list(self._flags(name))
@@ -142,6 +142,13 @@ class TunedCommand:
     def _files(self) -> list[str]:
         """The files of settings in the arguments of the script, which may read its sizes there."""
         return [match[1] for each in self.arguments[self._begin :] if (match := _FILE.fullmatch(each))]
+
+    @property
+    def _has_other_arguments(self) -> bool:
+        """Whether the script has arguments that are no files, such as a flag of its own for a size."""
+        module = self.arguments[self._begin : self._begin + 1] == ["-m"]
+        own = self.arguments[self._begin + (2 if module else 1) :]
+        return any(_FILE.fullmatch(each) is None for each in own)
 
     def _flags(self, name: str) -> Iterator[_Flag]:
         """Yield each `--name value`, `--name=value` or `name=value` after the script; others belong to its launcher."""

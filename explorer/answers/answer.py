@@ -28,7 +28,7 @@ from bexp.explorer.records.recommendation import (
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.trainers.registry import FILES
 
-TOTAL = "total"
+TOTAL, QUEUE = "total", "queue"
 LEAST_GAIN = 1.01
 """The least gain over the best candidate with stock kernels that is stated."""
 SPEED_NOTES = {NoteCode.COMPILATION: "compilation", NoteCode.HOST_PACE: "pace"}
@@ -288,15 +288,17 @@ def _remedy_rows(remedies: Sequence[Relaxation]) -> Iterable[Row]:
 
 
 def _time_spent(timings: Mapping[str, float]) -> str:
-    """Return the activities that took more than a hundredth of the longest, and the total.
+    """Return the activities that took more than a hundredth of the longest, their total, and the wait before it.
 
     A recording is replayed in less time than its activities once took: there is no total then.
     """
-    parts = {name: seconds for name, seconds in timings.items() if name != TOTAL}
-    least = max(parts.values(), default=0.0) / 100
+    parts = {name: seconds for name, seconds in timings.items() if name not in (TOTAL, QUEUE)}
+    least = max(timings.values(), default=0.0) / 100
     listed = ", ".join(f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in parts.items() if s > least)
     total = timings.get(TOTAL, 0.0)
-    return f"{seconds_text(total)} in total: {listed}" if total > max(parts.values(), default=0.0) else listed
+    spent = f"{seconds_text(total)} in total: {listed}" if total > max(parts.values(), default=0.0) else listed
+    waited = timings.get(QUEUE, 0.0)
+    return f"{spent}; before it, {seconds_text(waited)} in the queue" if waited > least else spent
 
 
 def variant_table(variants: Sequence[VariantAnswer]) -> Table:

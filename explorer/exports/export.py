@@ -72,7 +72,12 @@ def header_lines(
         if choice.candidate.settings is not None:
             lines.append(f"your target's setting: {choice.candidate.settings}")
     if request.target_name not in trainer.targets:
-        lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
+        other = (
+            "your own code was measured"
+            if request.is_own_code
+            else f"{trainer.title} is not the code that was measured"
+        )
+        lines.append(f"{other}: this promises no tokens/s")
     elif trainer.own_loss is not None and not request.is_own_code:
         lines.append(f"{trainer.title} {trainer.own_loss}, and another loss was measured: this promises no tokens/s")
     elif choice.missing:

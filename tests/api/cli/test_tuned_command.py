@@ -203,7 +203,7 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
         ),
         (
             "python train.py {micro_batch_size} --lr={lr}",
-            [("for the command", "{micro_batch_size} = 8, {lr} = 0.5"), ("", "optim sgd in the script")],
+            [("for the command", "{micro_batch_size} = 8, {lr} = 0.5"), ("", "optim sgd in the script or its arguments")],
             {"choice": {"lr": 0.5, "optim": "sgd"}, "steps": None},
         ),
         (
@@ -219,10 +219,18 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
         (
             "python train.py run.yaml --lr 1",
             [
-                ("for the command", f"{SIZE} 1 -> 8 in the script or run.yaml"),
-                ("", f"{STEPS} 16 -> 2 in the script or run.yaml"),
+                ("for the command", f"{SIZE} 1 -> 8 in the script or run.yaml or its arguments"),
+                ("", f"{STEPS} 16 -> 2 in the script or run.yaml or its arguments"),
             ],
             {},
+        ),
+        (
+            "accelerate launch --num_processes 1 train.py --bs 1",
+            [
+                ("for the command", "micro-batch 1 -> 8 in the script or its arguments"),
+                ("", "accumulation steps 16 -> 2 in the script or its arguments"),
+            ],
+            {"class_name": LOOP},
         ),
         ("python train.py", [("for the command", "nothing to change")], {"own": {SIZE: 8, STEPS: 2}}),
     ],
