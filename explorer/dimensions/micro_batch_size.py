@@ -178,7 +178,12 @@ class MicroBatchSize(Dimension):
         sizes, fixed = self.considered(place), place.model.fixed_micro_batch_size
         if fixed is not None and fixed not in sizes:
             raise EmptySpaceError(f"the micro-batch has to stay {fixed}, because its samples depend on each other")
-        return column_of("micro_batch_size", sizes if fixed is None else (fixed,))
+        if fixed is not None:
+            return column_of("micro_batch_size", (fixed,))
+        most = place.model.largest_micro_batch_size(place.num_devices)
+        if most is not None and sizes and sizes[0] > most:
+            raise EmptySpaceError(f"the training has too few samples for a micro-batch of {sizes[0]}: {most} at most")
+        return column_of("micro_batch_size", [size for size in sizes if most is None or size <= most])
 
     def bases(self, place: ReportedPlace) -> Column:
         """Return the smallest size, or the one that the request names."""

@@ -189,6 +189,9 @@ class ModelSpec(Frozen):
     rate_unit: ClassVar[RateUnit] = RateUnit.TOKENS
     fixed_micro_batch_size: ClassVar[None] = None
 
+    def largest_micro_batch_size(self, num_devices: int) -> None:
+        """Return None: no samples are known that a size could have too few of."""
+
     @property
     def title(self) -> str:
         """A name of the explored model, for a person."""

@@ -200,6 +200,12 @@ class ModelParts(Frozen):
         """The only size that leaves the training as it is; None if any does, or if that is not known."""
         return self.micro_batch_size if self.gradients is not None and self.gradients.keeps_size else None
 
+    def largest_micro_batch_size(self, num_devices: int) -> int | None:
+        """Return the largest size that the training has samples for, or its own if that is larger; None if unknown."""
+        if self.samples is None:
+            return None
+        return max(1, self.samples.number // num_devices, self.micro_batch_size or 0)
+
     @property
     def rate_unit(self) -> RateUnit:
         """The unit of its rates: a model that is measured whole may not say how many tokens a sample has."""

@@ -203,7 +203,10 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
         ),
         (
             "python train.py {micro_batch_size} --lr={lr}",
-            [("for the command", "{micro_batch_size} = 8, {lr} = 0.5"), ("", "optim sgd in the script or its arguments")],
+            [
+                ("for the command", "{micro_batch_size} = 8, {lr} = 0.5"),
+                ("", "optim sgd in the script or its arguments"),
+            ],
             {"choice": {"lr": 0.5, "optim": "sgd"}, "steps": None},
         ),
         (

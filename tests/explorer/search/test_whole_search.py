@@ -11,7 +11,7 @@ from bexp.explorer.answers.answer import Explored, answer_text
 from bexp.explorer.cost.components import ComponentKind
 from bexp.explorer.model.hardware import BackendSupport
 from bexp.explorer.model.model import DType
-from bexp.explorer.model.parts import GradientComparison, ModelParts, Part
+from bexp.explorer.model.parts import GradientComparison, ModelParts, Part, SampleLengths
 from bexp.explorer.model.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
@@ -191,6 +191,22 @@ def test_rates_are_of_samples_where_nobody_knows_their_tokens() -> None:
     said += [row.text for row in text.rows]
     assert sum(" samples/s" in each for each in said) > len(command.tasks)
     assert not [each for each in said if "tokens/s" in each]
+
+
+def test_no_size_is_tried_that_the_training_has_too_few_samples_for() -> None:
+    command = Command(RISING, 0.003, 4)
+    report = command.report("cuda")
+    assert report.parts is not None
+    samples = SampleLengths(number=10, num_read=10, longest=64)
+    few = report.model_copy(update={"parts": report.parts.model_copy(update={"samples": samples})})
+    [*_, last] = explore(ExplorationRequest.model_validate({"target": LOCAL}), few, command, clock=lambda: 0.0)
+    assert last.answer is not None
+    assert last.answer.recommendation is not None
+    assert max(task.candidate.micro_batch_size for task in command.tasks) == 8
+    asked = ExplorationRequest.model_validate({"target": LOCAL, "micro_batch_size": 16})
+    [*_, last] = explore(asked, few, command, clock=lambda: 0.0)
+    assert last.answer is not None
+    assert last.answer.variants[0].reason == "the training has too few samples for a micro-batch of 16: 10 at most"
 
 
 @pytest.mark.parametrize("own", [1, 4])
