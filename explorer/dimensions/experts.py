@@ -55,7 +55,7 @@ class ExpertsAsked(Frozen):
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
         None,
         description="The expert kernels to choose among. Null: all that the device can use but those that must be "
-        "named, such as `batched_mm`.",
+        "named, such as `batched_mm` on a GPU.",
     )
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from bexp.explorer.model.base import FieldPath, RuleError
+from bexp.explorer.model.model import EXPERT_COUNTS
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_CONFIG_DEPTH = 16
@@ -118,7 +119,18 @@ def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
     for path, reason in _faults(config, (), numbers):
         raise RuleError(reason, path)
     numbers.check_products()
+    for path, part in (((), config), (("text_config",), config.get("text_config"))):
+        if isinstance(part, Mapping):
+            _check_routes(part, path)
     return config
+
+
+def _check_routes(part: Mapping[str, Any], path: FieldPath) -> None:
+    """Raise RuleError if a token would go to more experts than there are, or to none."""
+    most = max((part[key] for key in EXPERT_COUNTS if type(part.get(key)) is int), default=0)
+    top_k = part.get("num_experts_per_tok")
+    if most > 1 and type(top_k) is int and not 1 <= top_k <= most:
+        raise RuleError(f"must be from 1 to {most}, the number of experts", (*path, "num_experts_per_tok"))
 
 
 def check_size(config: Mapping[str, Any]) -> None:
