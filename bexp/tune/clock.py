@@ -114,9 +114,18 @@ class Clock:
         self._ended = now
 
     def note(self, seconds: float, number: int | None, positions: int | None) -> None:
-        """Note a micro-step, which may have ended before this clock began. Its seconds count without compilations."""
+        """Note a micro-step, which may have ended before this clock began. Its seconds count without compilations.
+
+        Adversarial training and optimizers with a closure call backward several times for a micro-batch: that is one.
+        """
         compiled = new_seconds()
         seconds, is_first = max(0.0, seconds - compiled), False
+        begun = self._micro_steps[self._step_ends[-1] if self._step_ends else 0 :]  # of this optimizer step
+        if begun and number is not None and begun[-1].number == number:
+            last = begun[-1]
+            compiled += last.compile_seconds
+            self._micro_steps[-1] = replace(last, seconds=last.seconds + seconds, compile_seconds=compiled)
+            return
         if self.micro_batches is not None and number is not None and positions is not None:
             widths = {positions, *self.micro_batches.widths_of_others(number)}
             is_first = not widths <= self._met and seconds < LONG_SECONDS
@@ -180,18 +189,8 @@ class Clock:
 
     @property
     def accumulation(self) -> int | None:
-        """The micro-batches of an optimizer step: the commonest number after the first step. None before the second.
-
-        A loop may call backward several times for a micro-batch. Where its data loader numbers micro-batches, each
-        counts once.
-        """
-        steps = [self._micro_steps[begin:end] for begin, end in pairwise(self._step_ends)]
-        counts = [
-            len(micro_steps)
-            if any(each.number is None for each in micro_steps)
-            else len({e.number for e in micro_steps})
-            for micro_steps in steps
-        ]
+        """The micro-batches of an optimizer step: the commonest number after the first step. None before the second."""
+        counts = [end - begin for begin, end in pairwise(self._step_ends)]
         return statistics.mode(counts) if counts else None
 
     def figures(self) -> dict[str, Any]:
