@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+import numpy as np
 from optuna.trial import Trial as OptunaTrial
 
 from bexp.explorer.cost.components import Component
@@ -32,7 +33,7 @@ from bexp.explorer.search.loop import ProgressLog, VariantContext
 from bexp.explorer.search.noise_limit import noise_figures
 from bexp.explorer.search.relaxations import explain_without_fit, find_smallest
 from bexp.explorer.search.reported_runs import reported_event
-from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate, first_too_large, restore_knowledge
+from bexp.explorer.search.restored import LAST_RUNS, RUNS, BaseCandidate, restore_knowledge
 from bexp.explorer.search.samplers import SearchStages, make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
@@ -49,8 +50,9 @@ class CandidateSpace(SearchSpace):
         self._request = context.request
         self._history = context.history
         self._log = log
-        self._pruned = space
         self._table = space.table
+        self._trusted = space.trusted
+        self._trusted_rows = sorted(space.table.row[each] for each in space.trusted if each in space.table.row)
         self._plainest = space.bases[0]
         self._bases = tuple(c for c in space.bases if c in space.table.row)
         report = context.report
@@ -152,8 +154,12 @@ class CandidateSpace(SearchSpace):
 
     @property
     def first_too_large(self) -> Candidate | None:
-        """The candidate that shows it."""
-        return first_too_large(self._pruned, self._posterior, self._context.trials)
+        """A trusted candidate that ran out of memory, or does not fit as now measured; None if all seem to fit."""
+        for trial in self._context.trials:
+            if trial.measurement.outcome is Outcome.OUT_OF_MEMORY and trial.candidate in self._trusted:
+                return trial.candidate
+        too_large = np.flatnonzero(~self._posterior.memory.may_fit_C[self._trusted_rows])
+        return self._table.candidates[self._trusted_rows[too_large[0]]] if len(too_large) else None
 
     @property
     def ends_search(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.history import TrialHistory
@@ -94,19 +93,6 @@ def restore_space(
     if space.table is None or all(trial.candidate in space.table.row for trial in trials) or not space.trusted:
         return space
     return prune_space(model, request, report, is_short=True)
-
-
-def first_too_large(space: PrunedSpace, posterior: Posterior, trials: Iterable[Trial]) -> Candidate | None:
-    """Return a trusted candidate that ran out of memory, or does not fit as now measured; None if all seem to fit.
-
-    If there is one, memory is shorter than predicted, and candidates that save some were left out wrongly.
-    """
-    for trial in trials:
-        if trial.measurement.outcome is Outcome.OUT_OF_MEMORY and trial.candidate in space.trusted:
-            return trial.candidate
-    rows = sorted(posterior.table.row[each] for each in space.trusted if each in posterior.table.row)
-    too_large = np.flatnonzero(~posterior.memory.may_fit_C[rows])
-    return posterior.table.candidates[rows[too_large[0]]] if len(too_large) else None
 
 
 def restore_knowledge(
