@@ -21,7 +21,7 @@ from bexp.client.progress import is_watched, numbered_printer
 from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome, SizeResult
-from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
+from bexp.explorer.search.step_exploration import SizesError, StepAnswer, StepDescription, search_step
 from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
 from bexp.step.results import StepRecommendation, describe_result
 from bexp.step.training_step import OptimizerState, TrainingStep, left_alone
@@ -146,7 +146,7 @@ class _Exploration:
         except BrokenGroupError:
             raise
         except Exception as error:  # other processes wait, and plain measurements need no search
-            if not isinstance(error, ValueError):  # which says what of the sizes no search takes
+            if not isinstance(error, SizesError):
                 _LOGGER.warning("the search failed", exc_info=True)
             reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
             self._notes.append(

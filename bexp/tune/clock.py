@@ -120,9 +120,7 @@ class Clock:
         """
         compiled = new_seconds()
         seconds, is_first = max(0.0, seconds - compiled), False
-        begun = self._micro_steps[self._step_ends[-1] if self._step_ends else 0 :]  # of this optimizer step
-        if begun and number is not None and begun[-1].number == number:
-            last = begun[-1]
+        if (last := self._same_micro_batch(number)) is not None:
             compiled += last.compile_seconds
             self._micro_steps[-1] = replace(last, seconds=last.seconds + seconds, compile_seconds=compiled)
             return
@@ -133,6 +131,20 @@ class Clock:
         self._micro_steps.append(
             MicroStep(seconds, self._began is not None and not is_first, number, positions, is_first, compiled)
         )
+
+    def _same_micro_batch(self, number: int | None) -> MicroStep | None:
+        """Return the last micro-step if it is of the micro-batch with this number, in this optimizer step.
+
+        A loop may draw all micro-batches of an optimizer step before the first backward. Then all have the number of
+        the last one, and each call is of another.
+        """
+        end = self._step_ends[-1] if self._step_ends else 0
+        begun = self._micro_steps[end:]
+        if not begun or number is None or begun[-1].number != number:
+            return None
+        before = self._micro_steps[end - 1].number if end else -1
+        drawn = number - (-1 if before is None else before)
+        return begun[-1] if drawn <= len({each.number for each in begun}) else None
 
     def end_step(self) -> None:
         """End an optimizer step, after which the loop may be over."""
@@ -190,7 +202,13 @@ class Clock:
     @property
     def accumulation(self) -> int | None:
         """The micro-batches of an optimizer step: the commonest number after the first step. None before the second."""
-        counts = [end - begin for begin, end in pairwise(self._step_ends)]
+        steps = [self._micro_steps[begin:end] for begin, end in pairwise(self._step_ends)]
+        counts = [
+            len(micro_steps)
+            if any(each.number is None for each in micro_steps)
+            else len({each.number for each in micro_steps})
+            for micro_steps in steps
+        ]
         return statistics.mode(counts) if counts else None
 
     def figures(self) -> dict[str, Any]:

@@ -12,20 +12,24 @@ _new: list[float] = []
 _has_compiled: list[bool] = []
 
 
+_begun: list[float] = []
+"""When the present compilation began."""
+
+
 def patch(module: ModuleType) -> None:
     """Time each compilation of this process from now on, those of backward passes and of new shapes included."""
-    begun: list[float] = []
+    module.callback_handler.register_start_callback(_begin)
+    module.callback_handler.register_end_callback(_end)
 
-    def begin(_: object) -> None:
-        begun[:] = [time.perf_counter()]
 
-    def end(_: object) -> None:
-        if begun:
-            _new.append(time.perf_counter() - begun.pop())
-            _has_compiled[:] = [True]
+def _begin(_: object) -> None:
+    _begun[:] = [time.perf_counter()]
 
-    module.callback_handler.register_start_callback(begin)
-    module.callback_handler.register_end_callback(end)
+
+def _end(_: object) -> None:
+    if _begun:
+        _new.append(time.perf_counter() - _begun.pop())
+        _has_compiled[:] = [True]
 
 
 def new_seconds() -> float:
@@ -42,15 +46,15 @@ def compile_anew() -> None:
     """
     if _has_compiled:
         _has_compiled.clear()
-        sys.modules["torch._dynamo"].reset()
+        sys.modules["torch._dynamo"].reset()  # which forgets who listens, too
+        patch(sys.modules["torch._dynamo.callback"])
 
 
 def is_compiled(model: Any) -> bool:
     """Return whether a part of a model is compiled: by `torch.compile`, by its own `compile`, or in its `forward`."""
-    modules = model.modules() if hasattr(model, "modules") else ()
     return any(
-        "_orig_mod" in own.get("_modules", ())
-        or own.get("_compiled_call_impl") is not None
-        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
-        for own in map(vars, modules)
+        "_orig_mod" in vars(each).get("_modules", ())
+        or vars(each).get("_compiled_call_impl") is not None
+        or hasattr(each.forward, "_torchdynamo_orig_callable")
+        for each in (model.modules() if hasattr(model, "modules") else ())
     )

@@ -293,12 +293,12 @@ def _time_spent(timings: Mapping[str, float]) -> str:
     A recording is replayed in less time than its activities once took: there is no total then.
     """
     parts = {name: seconds for name, seconds in timings.items() if name not in (TOTAL, QUEUE)}
-    least = max(timings.values(), default=0.0) / 100
+    least = max(parts.values(), default=0.0) / 100
     listed = ", ".join(f"{name.replace('_', ' ')} {seconds_text(s)}" for name, s in parts.items() if s > least)
     total = timings.get(TOTAL, 0.0)
     spent = f"{seconds_text(total)} in total: {listed}" if total > max(parts.values(), default=0.0) else listed
     waited = timings.get(QUEUE, 0.0)
-    return f"{spent}; before it, {seconds_text(waited)} in the queue" if waited > least else spent
+    return f"{spent}; before it, {seconds_text(waited)} in the queue" if waited > least and spent else spent
 
 
 def variant_table(variants: Sequence[VariantAnswer]) -> Table:

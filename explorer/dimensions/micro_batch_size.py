@@ -186,12 +186,18 @@ class MicroBatchSize(Dimension):
         return column_of("micro_batch_size", [size for size in sizes if most is None or size <= most])
 
     def bases(self, place: ReportedPlace) -> Column:
-        """Return the smallest size, or the one that the request names."""
+        """Return the smallest size, or the one that the request names; the largest below that has enough samples."""
         stated = place.model.fixed_micro_batch_size or place.base_micro_batch_size
+        most = place.model.largest_micro_batch_size(place.num_devices)
 
         def smallest(known: Point) -> Iterable[Point]:
-            sizes = self.considered_over(known["context_parallel_size"], place)
-            return [{"micro_batch_size": size} for size in (sizes[:1] if stated is None else (stated,))]
+            sizes = [
+                m for m in self.considered_over(known["context_parallel_size"], place) if most is None or m <= most
+            ]
+            if stated is None:
+                return [{"micro_batch_size": size} for size in sizes[:1]]
+            is_too_large = most is not None and stated > most
+            return [{"micro_batch_size": size} for size in (sizes[-1:] if is_too_large else (stated,))]
 
         return smallest
 

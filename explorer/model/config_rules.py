@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from bexp.explorer.model.base import FieldPath, RuleError
-from bexp.explorer.model.model import EXPERT_COUNTS
+from bexp.explorer.model.model import EXPERT_COUNTS, TOP_KS
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_CONFIG_DEPTH = 16
@@ -128,9 +128,9 @@ def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
 def _check_routes(part: Mapping[str, Any], path: FieldPath) -> None:
     """Raise RuleError if a token would go to more experts than there are, or to none."""
     most = max((part[key] for key in EXPERT_COUNTS if type(part.get(key)) is int), default=0)
-    top_k = part.get("num_experts_per_tok")
-    if most > 1 and type(top_k) is int and not 1 <= top_k <= most:
-        raise RuleError(f"must be from 1 to {most}, the number of experts", (*path, "num_experts_per_tok"))
+    for key in TOP_KS:
+        if most > 1 and type(part.get(key)) is int and not 1 <= part[key] <= most:
+            raise RuleError(f"must be from 1 to {most}, the number of experts", (*path, key))
 
 
 def check_size(config: Mapping[str, Any]) -> None:

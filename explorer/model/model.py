@@ -20,6 +20,8 @@ Dimension = Annotated[int, Field(ge=1, le=1 << 20)]
 CapacityFactor = Annotated[float, Field(gt=0, le=MAX_EXPERTS)]
 
 
+TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+"""The names of the number of a token's experts in configurations of the transformers library."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in a config.json."""
 

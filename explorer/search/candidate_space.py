@@ -155,6 +155,8 @@ class CandidateSpace(SearchSpace):
     @property
     def first_too_large(self) -> Candidate | None:
         """A trusted candidate that ran out of memory, or does not fit as now measured; None if all seem to fit."""
+        if self._reuse is not None and not self._reuse.is_decided:
+            return None
         for trial in self._context.trials:
             if trial.measurement.outcome is Outcome.OUT_OF_MEMORY and trial.candidate in self._trusted:
                 return trial.candidate

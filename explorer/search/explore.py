@@ -101,6 +101,7 @@ def _explore_variant(
         log.describe_space(wider.legal.summarize())
         if not said:
             log.add(wider_space_event(wider.legal, large))
+            yield log.step()
         space = CandidateSpace(context, wider, log)
         recommendation = yield from SearchLoop(context, space, log).run()
     if recommendation is None:

@@ -51,7 +51,7 @@ class ProgressLog:
 
     def resume(self, recommendation: Recommendation | None) -> None:
         """Take `recommendation` as emitted, because an earlier lease has stored it."""
-        if recommendation is not None:
+        if recommendation is not None and not self._last_message:
             self._last_message = render_message(recommendation_event(recommendation))
 
     def step(
@@ -117,14 +117,15 @@ class SearchLoop:
     def run(self) -> Generator[Progress, None, Recommendation | None]:
         """Explore until the confidence target or the budget is reached, then compare and check; returns the answer.
 
-        There is none, and no more than what is in flight is measured, as soon as the space is refuted.
+        There is none, and nothing more is suggested, as soon as the space is refuted.
 
         Each `Progress` is stored before the next is asked for.
         """
         if self._space.is_refuted:
             return None
         yield from self._prepare()
-        yield from self._finish_contaminated()
+        if not self._space.is_refuted:
+            yield from self._finish_contaminated()
         while not self._space.is_refuted:
             before = self._history.next_number
             yield from self._search()
@@ -197,8 +198,8 @@ class SearchLoop:
         """Measure what the answer still needs."""
         for _ in range(MOST_COMPARISONS):
             suggestion = self._space.compare()
-            hopeless = self._history.is_hopeless(self._context.variant)
-            if suggestion is None or hopeless or self._history.overdrawn(self._context.index):
+            ended = self._history.is_hopeless(self._context.variant) or self._space.is_refuted
+            if suggestion is None or ended or self._history.overdrawn(self._context.index):
                 return
             self._scheduler.queue(suggestion)
             yield from self._complete_all()

@@ -81,6 +81,10 @@ class _StoppedError(Exception):
     """Nothing is measured any more."""
 
 
+class SizesError(ValueError):
+    """The sizes are none that a search takes."""
+
+
 def search_step(
     description: StepDescription,
     ask: Callable[[int], SizeResult | None],
@@ -90,10 +94,10 @@ def search_step(
 
     `tell` takes each event of the search.
 
-    Raises ValueError for more than 64 sizes, or for one above 256.
+    Raises SizesError for more than 64 sizes, or for one above 256.
     """
     if len(description.sizes) > MAX_SIZES or max(description.sizes) > MAX_MICRO_BATCH_SIZE:
-        raise ValueError(f"it takes at most {MAX_SIZES} sizes, up to {MAX_MICRO_BATCH_SIZE}")
+        raise SizesError(f"it takes at most {MAX_SIZES} sizes, up to {MAX_MICRO_BATCH_SIZE}")
     request, report = _request(description), _report(description)
     measurer = _Measurer(description, request, report, ask)
     spaces: list[PrunedSpace] = []

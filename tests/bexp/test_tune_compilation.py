@@ -83,7 +83,9 @@ def test_what_was_compiled_before_the_first_noted_step_belongs_to_it(now: list[f
 
 @pytest.fixture
 def followed() -> Iterator[None]:
-    """Compilations of torch are followed."""
+    """Compilations of torch are followed, and there were none before."""
+    torch._dynamo.reset()
+    compilation._has_compiled.clear()
     handler = callback.callback_handler
     before = len(handler.start_callbacks), len(handler.end_callbacks)
     compilation.patch(callback)
@@ -102,9 +104,8 @@ def test_torch_says_when_it_compiles() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*script_method")  # torch's own code, which is imported late
 @pytest.mark.usefixtures("followed")
-@pytest.mark.parametrize(("anew", "are_dynamic"), [(True, [False, False]), (False, [False, True])])
+@pytest.mark.parametrize(("anew", "are_dynamic"), [(True, [False] * 4), (False, [False, True])])
 def test_each_size_is_compiled_for_itself(anew: bool, are_dynamic: list[bool]) -> None:
-    torch._dynamo.reset()
     found: list[bool] = []
 
     def compile_noted(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
@@ -113,11 +114,14 @@ def test_each_size_is_compiled_for_itself(anew: bool, are_dynamic: list[bool]) -
         return graph.forward
 
     run = torch.compile(lambda x: x.sin(), backend=compile_noted)
-    for size in (2, 8):
+    seconds = []
+    for size in (2, 8, 16, 32):
         run(torch.ones(size, 3))
+        seconds.append(compilation.new_seconds())
         if anew:
             compilation.compile_anew()
     assert found == are_dynamic
+    assert all(seconds[: len(found)]), "each compilation is timed"
 
 
 class Parts(nn.Module):
@@ -128,8 +132,17 @@ class Parts(nn.Module):
         self.layer = nn.Linear(2, 2)
 
 
+class CompiledForward(Parts):
+    """A model whose class compiles what it computes."""
+
+    @torch.compile(backend="eager")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]  # torch has no types for it
+
+
 def test_each_way_to_compile_a_model_is_seen() -> None:
     assert not compilation.is_compiled(Parts())
+    assert compilation.is_compiled(CompiledForward())
     assert not compilation.is_compiled(torch.optim.SGD(Parts().parameters()))
     assert compilation.is_compiled(torch.compile(Parts(), backend="eager"))
     by_itself, by_forward, by_layer = Parts(), Parts(), Parts()

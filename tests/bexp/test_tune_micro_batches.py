@@ -538,6 +538,23 @@ def test_the_optimizer_that_steps_counts_even_if_the_command_has_frozen_its_obje
     assert {id(parameter) for parameter in layers[1].parameters()} == {id(parameter) for parameter in alone}
 
 
+def test_micro_batches_that_are_drawn_before_the_first_backward_are_micro_steps_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All have the number of the one that was drawn last."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Clock(torch.device("cpu"), Ranks(), 1)
+    clock.begin_micro_step()
+    for step in range(6):
+        for _ in range(2):
+            now[0] += 0.5
+            clock.end_micro_step(2 * step + 1, 64)
+        clock.end_step()
+    clock.end_early()
+    assert clock.figures()["micro_step_seconds"] == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("calls", [1, 3])
 def test_several_calls_of_backward_are_one_micro_step_of_their_micro_batch(
     monkeypatch: pytest.MonkeyPatch, calls: int

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.api.examples import RUN_REPORT
+from bexp.explorer.answers.answer import _time_spent
 from bexp.explorer.answers.lines import render_run_report
 from bexp.explorer.dimensions.candidate import Candidate
 from bexp.explorer.dimensions.parallelism import Schedule
@@ -454,3 +455,10 @@ def test_code_of_a_persons_own_is_measured_whole(whole_model: WholeModelCheck | 
     whole, summary = told(answer), told(answer, brief=True)
     assert "in whole steps of its own code" in whole
     assert not {"composed", "blocks", "about"} & set(f"{whole} {summary}".split())
+
+
+def test_a_long_wait_hides_no_activity() -> None:
+    timings = {"total": 310.0, "queue": 36000.0, "timed": 200.0, "process_start": 100.0}
+    spent = _time_spent(timings)
+    assert spent.startswith("310.0 s in total: timed 200.0 s, process start 100.0 s; before it, ")
+    assert _time_spent({"queue": 1e-3, "timed": 200.0}) == "timed 200.0 s"

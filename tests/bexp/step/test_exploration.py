@@ -40,7 +40,7 @@ def without_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search fails before its first size."""
 
     def refuse(*_: Any) -> Any:
-        raise RuntimeError("the search is broken")
+        raise ValueError("the search is broken")
 
     monkeypatch.setattr("bexp.step.exploration.search_step", refuse)
 

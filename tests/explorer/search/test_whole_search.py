@@ -203,6 +203,10 @@ def test_no_size_is_tried_that_the_training_has_too_few_samples_for() -> None:
     assert last.answer is not None
     assert last.answer.recommendation is not None
     assert max(task.candidate.micro_batch_size for task in command.tasks) == 8
+    command.tasks.clear()
+    of_a_large_base = ExplorationRequest.model_validate({"target": LOCAL, "base_micro_batch_size": 16})
+    assert [*explore(of_a_large_base, few, command, clock=lambda: 0.0)]
+    assert max(task.candidate.micro_batch_size for task in command.tasks) <= 10
     asked = ExplorationRequest.model_validate({"target": LOCAL, "micro_batch_size": 16})
     [*_, last] = explore(asked, few, command, clock=lambda: 0.0)
     assert last.answer is not None

@@ -167,9 +167,17 @@ def _with_floats(made: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
     jq and JavaScript write 1.0 as 1, which the class would refuse.
     """
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
+
     types = {each.name: each.type for each in fields(made)} if is_dataclass(made) else {}
     alone = {name for name, kind in types.items() if float in (kinds := {kind, *get_args(kind)}) and int not in kinds}
-    return {name: float(value) if name in alone and is_int(value) else value for name, value in arguments.items()}
+    found = {name: float(value) if name in alone and is_int(value) else value for name, value in arguments.items()}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            named = value.get("model_type")
+            own = CONFIG_MAPPING[named] if named in CONFIG_MAPPING else getattr(made, "sub_configs", {}).get(name)
+            found[name] = value if own is None else _with_floats(own, value)
+    return found
 
 
 def _as_causal(config: Any, model_type: str) -> Any:

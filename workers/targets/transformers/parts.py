@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, get_args
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.model.model import EXPERT_COUNTS
+from bexp.explorer.model.model import EXPERT_COUNTS, TOP_KS
 from bexp.explorer.model.parts import LayerPart, Part
 from bexp.explorer.model.quantization import Quantization, WeightBytes, WeightKind
 from bexp.explorer.model.spelling import shortened
@@ -25,7 +25,6 @@ from bexp.workers.targets.transformers.results import results_of
 
 _LINEAR_MIXER = re.compile(r".*(Linear|Lightning|Mamba|DeltaNet|ShortConv|Retention|Rwkv|LSTM|Recurrent).*")
 _ATTENTION = re.compile(r".*(Attention|Attn|MLA).*")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 
 
 LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
@@ -142,7 +141,7 @@ def _window(layer: nn.Module) -> int | None:
 def count_experts(config: Any) -> tuple[int, int]:
     """Return the experts of a layer, and those that a token is sent to; one of each for a dense model."""
     num_experts = _first_count(config, EXPERT_COUNTS) or 1
-    top_k = _first_count(config, _TOP_K) or num_experts
+    top_k = _first_count(config, TOP_KS) or num_experts
     return num_experts, min(top_k, num_experts)
 
 

@@ -17,7 +17,7 @@ from bexp.explorer.formats.model_types import TEXT_TWINS
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.model.target import OWN_TARGET
 from bexp.targets.process import load_target
-from bexp.workers.targets.transformers.config import ResolvedConfig, resolve_config
+from bexp.workers.targets.transformers.config import ResolvedConfig, _with_floats, resolve_config
 from tests.explorer.formats.refusals import refusal
 
 transformers = pytest.importorskip("transformers")
@@ -169,3 +169,11 @@ def test_a_number_that_jq_writes_without_its_point_is_a_float_where_the_class_ta
     found = getattr(resolve_config(values, TOKENS).config, field)
     assert (found, type(found)) == (values[field], float)
     assert type(resolve_config(values, TOKENS).config.vocab_size) is int
+
+
+def test_so_is_one_of_a_configuration_within_another() -> None:
+    inner = {"model_type": "gemma3n_text", "final_logit_softcapping": 30}
+    for given in (inner, {"final_logit_softcapping": 30}):
+        found = _with_floats(transformers.CONFIG_MAPPING["gemma3n"], {"text_config": given, "hidden_size": 8})
+        assert type(found["text_config"]["final_logit_softcapping"]) is float
+        assert found["hidden_size"] == 8
