@@ -81,7 +81,7 @@ class TunedCommand:
         """
         lines = []
         adds_flags = takes_flags and any(self.has_flag(field) for field in _FIELDS)
-        where = " or ".join(["the script", *self._files, *(["its arguments"] if self._has_other_arguments else [])])
+        where = " or ".join(["the script", *(["its arguments"] if self._has_other_arguments else []), *self._files])
         for field, value in values.items():
             name, new = self._names.get(field, field), text_of(value)
             flags = list(self._flags(name))

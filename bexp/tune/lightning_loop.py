@@ -47,8 +47,8 @@ def patch(module: ModuleType) -> None:
         bound = signature(fit).bind(self, model, *given, **named)
         bound.arguments["ckpt_path"] = None
         data = [bound.arguments.get(name) for name in ("datamodule", "train_dataloaders")]
-        own, package_of_it = getattr(model, "_orig_mod", model), import_module(package)
-        _prepare(self, own, data, package_of_it, is_compiled=is_compiled(model))
+        own = getattr(model, "_orig_mod", model)
+        _prepare(self, own, data, import_module(package), is_compiled=is_compiled(model))
         fit(*bound.args, **bound.kwargs)
         os._exit(0)  # the command's code for its end is not for a trial
 

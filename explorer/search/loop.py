@@ -121,16 +121,12 @@ class SearchLoop:
 
         Each `Progress` is stored before the next is asked for.
         """
-        if self._space.is_refuted:
-            return None
         yield from self._prepare()
         if not self._space.is_refuted:
             yield from self._finish_contaminated()
         while not self._space.is_refuted:
             before = self._history.next_number
             yield from self._search()
-            if self._space.is_refuted:
-                return None
             yield from self._compare()
             if self._history.next_number > before:
                 continue
@@ -197,9 +193,9 @@ class SearchLoop:
     def _compare(self) -> Iterator[Progress]:
         """Measure what the answer still needs."""
         for _ in range(MOST_COMPARISONS):
-            suggestion = self._space.compare()
-            ended = self._history.is_hopeless(self._context.variant) or self._space.is_refuted
-            if suggestion is None or ended or self._history.overdrawn(self._context.index):
+            suggestion = None if self._space.is_refuted else self._space.compare()
+            hopeless = self._history.is_hopeless(self._context.variant)
+            if suggestion is None or hopeless or self._history.overdrawn(self._context.index):
                 return
             self._scheduler.queue(suggestion)
             yield from self._complete_all()

@@ -538,38 +538,31 @@ def test_the_optimizer_that_steps_counts_even_if_the_command_has_frozen_its_obje
     assert {id(parameter) for parameter in layers[1].parameters()} == {id(parameter) for parameter in alone}
 
 
-def test_micro_batches_that_are_drawn_before_the_first_backward_are_micro_steps_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("numbers", "seconds", "accumulation"),
+    [
+        ([0, 1], 0.5, 2),
+        ([0, 0, 0, 1, 1, 1], 1.5, 2),
+        ([1, 1], 0.5, None),
+    ],
+    ids=["one call each", "three calls each", "all drawn before the first call"],
+)
+def test_calls_of_backward_for_one_micro_batch_are_one_micro_step(
+    monkeypatch: pytest.MonkeyPatch, numbers: list[int], seconds: float, accumulation: int | None
 ) -> None:
-    """All have the number of the one that was drawn last."""
+    """As of adversarial training, or of an optimizer that evaluates a closure several times.
+
+    Micro-batches that are drawn before the first call all have the number of the last one, and are not one.
+    """
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     clock = Clock(torch.device("cpu"), Ranks(), 1)
     clock.begin_micro_step()
     for step in range(6):
-        for _ in range(2):
+        for number in numbers:
             now[0] += 0.5
-            clock.end_micro_step(2 * step + 1, 64)
+            clock.end_micro_step(2 * step + number, 64)
         clock.end_step()
     clock.end_early()
-    assert clock.figures()["micro_step_seconds"] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("calls", [1, 3])
-def test_several_calls_of_backward_are_one_micro_step_of_their_micro_batch(
-    monkeypatch: pytest.MonkeyPatch, calls: int
-) -> None:
-    """As of adversarial training, or of an optimizer that evaluates a closure several times."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Clock(torch.device("cpu"), Ranks(), 1)
-    clock.begin_micro_step()
-    for step in range(6):
-        for number in range(2 * step, 2 * step + 2):
-            for _ in range(calls):
-                now[0] += 0.5
-                clock.end_micro_step(number, 64)
-        clock.end_step()
-    clock.end_early()
-    assert clock.accumulation == 2
-    assert clock.figures()["micro_step_seconds"] == pytest.approx(0.5 * calls)
+    assert clock.figures()["micro_step_seconds"] == pytest.approx(seconds)
+    assert accumulation in (None, clock.accumulation)

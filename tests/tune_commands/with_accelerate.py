@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -43,7 +44,7 @@ def main() -> None:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if options.other == "midway":
         other = accelerator.prepare(other)
-    priors = endless(other)
+    priors, own = endless(other), GPT2Config()
     for _ in range(100):
         for number, (x,) in enumerate(loader):
             if options.by_hand:
@@ -55,6 +56,7 @@ def main() -> None:
                 continue
             if options.other == "midway" and number == 0:
                 list(other)
+            own.save_pretrained(options.output.parent / "config")  # as loops keep their newest model
             prior = next(priors)[0] if options.other == "prior" else x[:0]
             with accelerator.accumulate(model):
                 accelerator.backward((model(torch.cat([x, prior])) - torch.cat([x, prior])).square().mean())

@@ -222,8 +222,8 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
         (
             "python train.py run.yaml --lr 1",
             [
-                ("for the command", f"{SIZE} 1 -> 8 in the script or run.yaml or its arguments"),
-                ("", f"{STEPS} 16 -> 2 in the script or run.yaml or its arguments"),
+                ("for the command", f"{SIZE} 1 -> 8 in the script or its arguments or run.yaml"),
+                ("", f"{STEPS} 16 -> 2 in the script or its arguments or run.yaml"),
             ],
             {},
         ),

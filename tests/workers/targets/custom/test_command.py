@@ -183,7 +183,7 @@ def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) ->
     assert measure(process, 8).repeats > 0
     process.end()
     assert not psutil.pid_exists(first)
-    assert not out.exists()
+    assert list(commands.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
