@@ -148,5 +148,5 @@ def test_each_way_to_compile_a_model_is_seen() -> None:
     by_itself, by_forward, by_layer = Parts(), Parts(), Parts()
     by_itself.compile(backend="eager")
     by_forward.forward = torch.compile(by_forward.forward, backend="eager")
-    by_layer.layer = torch.compile(by_layer.layer, backend="eager")  # type: ignore[assignment]  # likewise
+    by_layer.layer = torch.compile(by_layer.layer, backend="eager")  # type: ignore[assignment]  # as people do
     assert all(map(compilation.is_compiled, (by_itself, by_forward, by_layer)))
