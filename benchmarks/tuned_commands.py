@@ -39,7 +39,7 @@ from benchmarks.commands.texts import real_lengths
 from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.trainer_runs import varied_seconds
 
-BATCHES = {"full": 64, "adapters": 16, "reward": 64, "encoder": 256, "plain": 64}
+BATCHES = {"full": 64, "adapters": 16, "reward": 64, "encoder": 256, "plain": 64, "compiled": 64}
 """Sequences of an optimizer step of each command. Sizes are their divisors, as those of `bexp tune` are."""
 HAS_OWN_LOOP = ("plain",)
 """Commands whose size stands in the command."""
