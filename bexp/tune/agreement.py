@@ -9,6 +9,7 @@ from typing import Protocol
 
 from bexp.out_of_memory import is_out_of_memory
 from bexp.tune.agreement_text import AccumulationCheck, Cause, Finding
+from bexp.tune.compilation import eagerly
 from bexp.tune.gradients import Gradient, best_weights, cosine, difference, differences_by_kind
 
 ALLOWED = 3.0
@@ -69,10 +70,12 @@ class _Judged:
         return self.share > self.tolerance and left.share <= max(left.tolerance, EXPLAINED * self.share)
 
 
+@eagerly()
 def check(training: Training, number: int, size: int, note: str | None = None) -> AccumulationCheck:
     """Compare the gradients of `number` samples as one micro-batch and in micro-batches of `size`.
 
     If one micro-batch does not fit the memory, the largest that fits is compared, and `size` shrinks if it must.
+    Nothing is compiled: each shape would take as long as a trial.
 
     Raises CannotCheckError if two orders of the same samples have different gradients, or no numbers at all.
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +50,14 @@ def compile_anew() -> None:
         _has_compiled.clear()
         sys.modules["torch._dynamo"].reset()  # which forgets who listens, too
         patch(sys.modules["torch._dynamo.callback"])
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run what is compiled as it was written, and compile nothing."""
+    dynamo = sys.modules.get("torch._dynamo")  # which takes seconds to import, and whatever compiles has done it
+    with nullcontext() if dynamo is None else dynamo.set_stance("force_eager"):
+        yield
 
 
 def is_compiled(model: Any) -> bool:

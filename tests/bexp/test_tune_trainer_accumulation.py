@@ -69,6 +69,21 @@ def test_no_weight_changes_and_a_second_check_says_the_same(checked: Any) -> Non
     assert all(map(torch.equal, weights, trainer.model.parameters()))
 
 
+def test_a_compiled_model_is_checked_without_a_compilation(checked: Any) -> None:
+    _, trainer = checked()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compile_noted(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    trainer.model.compile(backend=compile_noted)
+    found = TrainerCheck(trainer, trainer.train, Ranks()).answer({})
+    assert (found["agrees"], graphs) == (True, []), found["text"]
+    trainer.model(input_ids=torch.ones(2, 8, dtype=torch.long))
+    assert graphs, "the training compiles as before"
+
+
 def test_samples_of_one_length_do_not_check_those_of_others(checked: Any) -> None:
     found, _ = checked("--length", "20")
     assert found["agrees"], found["text"]
