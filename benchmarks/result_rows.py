@@ -421,3 +421,24 @@ def expert_layers(result: Row) -> Iterator[Row]:
         if "seconds" in row:
             seconds, device = row["seconds"] * 1e3, row["device_seconds"] * 1e3
             yield row | {"text": f"{seconds:.2f} ms ({device:.2f}), {row['peak_bytes'] / 2**30:.1f} GiB"}
+
+
+def expert_gains(result: Row, other: str) -> Iterator[Row]:
+    """Yield ours over the best other contender, in the run of two in which the gain is smaller; then all layers."""
+    runs = [each["summary"]["shapes"] for each in (result, load(other))]
+    found: dict[str, list[Row]] = {"seconds": [], "device_seconds": []}
+    for cells in zip(*runs, strict=True):
+        layer, same = ("E={num_experts} top_k={top_k} T={num_tokens} {load}".format(**cell) for cell in cells)
+        assert layer == same, "both runs have the same layers"
+        for clock, gains in found.items():
+            gains.append(min((cell[clock] for cell in cells), key=itemgetter("ratio")))
+        texts = {clock: "{ratio:.2f}x of {best_other} ({ours})".format(**gains[-1]) for clock, gains in found.items()}
+        yield {"layer": layer, "peak_ratio": found["seconds"][-1]["peak_ratio"], **texts}
+    for layer, of in (("geometric mean", statistics.geometric_mean), ("least", min)):
+        ratios = {clock: [gain["ratio"] for gain in gains] for clock, gains in found.items()}
+        yield {"layer": layer, **{clock: f"{of(each):.2f}x" for clock, each in ratios.items()}}
+    level = {
+        clock: sum(gain["ratio"] * (1 + 2 * gain["relative_error"]) >= 1 for gain in gains)
+        for clock, gains in found.items()
+    }
+    yield {"layer": "level or better", **{clock: f"{number} of {len(found[clock])}" for clock, number in level.items()}}

@@ -13,7 +13,10 @@ from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
 from tests.gpu.needs import one_gpu
 
-pytestmark = one_gpu()
+pytestmark = [
+    *one_gpu(),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of CuTe DSL, when sonic-moe is imported
+]
 
 CUDA = torch.device("cuda")
 NAMES = tuple(kernel.name for kernel in EXPERT_KERNELS if not kernel.is_explored)
