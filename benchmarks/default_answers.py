@@ -139,10 +139,10 @@ def _since(moment: datetime, begun_at: float) -> float:
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> Row:
-    """Return the seconds of the runs by their caches, and the names of those that are firm."""
+    """Return the seconds of each name's last run by its caches, and the names of those that are firm."""
     summary: Row = {}
     for caches in ("empty", "filled"):
-        of_one = [run for run in runs if run["caches"] == caches]
+        of_one = list({_name(run): run for run in runs if run["caches"] == caches}.values())
         if of_one:
             seconds = {_name(run): run["seconds"] for run in of_one}
             firm = [_name(run) for run in of_one if run.get("provisional") is False]

@@ -85,9 +85,18 @@ def other_experts(result: Row) -> Iterable[Row]:
             if trainer_contenders.kind_of(name) != name:
                 best = trainer_contenders.best_of(runs)
                 reached = {} if best is None else {"best": best}
-                said = [runs[-1].get("error", ""), *runs[-1].get("message", "").splitlines()[:1]]
+                if best is not None:
+                    reached["over"] = statistics.median(_speeds(row, "recommended")) / best["tokens_per_second"]
+                message = runs[-1].get("message", "")
+                within = re.search(r"got (\w+Error)\((['\"])(.*?)\2\)", message)  # what the compiler passes on
+                said = within.group(1, 3) if within else (runs[-1].get("error", ""), *message.splitlines()[:1])
                 failed = None if best else " ".join(said)[:160]
                 yield row | {"experts": name.partition(" ")[2], "failed": failed} | reached
+
+
+def _speeds(row: Row, name: str) -> list[float]:
+    """Tokens/s of a contender in each round."""
+    return [made[name]["tokens_per_second"] for made in row["rounds"]]
 
 
 def default_answers(result: Row) -> Iterable[Row]:
@@ -99,13 +108,17 @@ def default_answers(result: Row) -> Iterable[Row]:
         checks = [(line, found) for line in run["lines"] if (found := CHECK.search(line))]
         errors = {}
         for name, has_graphs in (("plain", False), ("graphs", True)):
-            of_kind = [tuple(map(float, check.groups())) for line, check in checks if ("graph" in line) is has_graphs]
-            largest = [max(values, key=abs) for values in zip(*of_kind, strict=True)]
-            errors[name] = "{:+.1f}%, {:+.1f}%".format(*largest) if largest else "-"
+            errors[name] = largest_errors([check for line, check in checks if ("graph" in line) is has_graphs])
         spent = Counter[str]()
         for trial in run["trials"]:
             spent[trial["kind"]] += trial["seconds"]
         yield run | {"errors": errors, "spent": spent}
+
+
+def largest_errors(checks: list[re.Match[str]]) -> str:
+    """Return the largest errors of composed steps and peaks."""
+    largest = [max(values, key=abs) for values in zip(*(map(float, check.groups()) for check in checks), strict=True)]
+    return "{:+.1f}%, {:+.1f}%".format(*largest) if largest else "-"
 
 
 def checkpointed(result: Row) -> Iterable[Row]:
@@ -236,7 +249,17 @@ def explorations(result: Row) -> Iterable[Row]:
         recommendation, timings = run["answer"]["variants"][0]["recommendation"], run["overheads"]["timings"]
         moments = zip(run["lines"], run.get("line_seconds") or (), strict=False)
         eager = next((seconds for line, seconds in moments if line.startswith(f"BEXP{int(EventCode.EAGER)}")), None)
-        yield {"comparisons": {}, **run, "eager": eager, "final": final, "found": recommendation, "t": timings}
+        checks = [found for line in run["lines"] if (found := CHECK.search(line))]
+        errors = {"errors": largest_errors(checks)} if checks else {}
+        yield {
+            "comparisons": {},
+            **run,
+            "eager": eager,
+            "final": final,
+            "found": recommendation,
+            "t": timings,
+            **errors,
+        }
 
 
 def checked(result: Row) -> Iterable[Row]:
