@@ -18,10 +18,9 @@ import sqlalchemy as sa
 from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.model.hardware import SoftwareVersions
 from bexp.explorer.model.target import BEXP, describe_target
-from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event
+from bexp.explorer.records.event import EventCode, EventDraft, end_event, recommendation_event
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.request.request import ExplorationRequest, request_key
-from bexp.explorer.search.event_messages import end_event
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.matching import MEMORY_TOLERANCE, find_takers, needs_of

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from bexp.explorer.model.amounts import rate_text
 from bexp.explorer.model.base import Frozen
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Trial
@@ -83,6 +84,30 @@ def recommendation_event(recommendation: Recommendation) -> EventDraft:
         ),
         data={"recommendation": recommendation.model_dump(mode="json")},
     )
+
+
+def end_event(answer: Answer, confidence_target: int) -> EventDraft:
+    """Return the last event of an exploration: its recommendation, called provisional below the target, or why none."""
+    data = {"answer": answer.model_dump(mode="json")}
+    best = answer.recommendation
+    if best is None:
+        reason = answer.variants[0].reason or "no candidate fits"
+        return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
+    doubt = f", provisional: {confidence_target} was asked for" if best.confidence < confidence_target else ""
+    gain = f"{best.performance:.2f}x base"
+    return EventDraft(
+        code=EventCode.SUCCEEDED,
+        message=f"Recommended: {_with_rate(best)}, {gain}, confidence {best.confidence}{doubt}",
+        data=data,
+    )
+
+
+def _with_rate(best: Recommendation) -> str:
+    """Return the candidate and its rate, and first how devices share the model, if they do."""
+    rate = rate_text(best.expected_tokens_per_second, best.rate_unit)
+    if best.plan is None:
+        return f"{best.candidate.describe()}: {rate}"
+    return f"{best.plan.parallelism.describe_candidate(best.candidate)}: {rate} of each device"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from bexp.explorer.model.parts import ExploredModel
 from bexp.explorer.model.quantization import WeightBytes, describe_weights
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
+from bexp.explorer.records.recommendation import WholeModelCheck
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.legal_space import LegalSpace
@@ -249,27 +249,3 @@ def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:
         message=f"Whole models change the answer from {before.describe()} to {after.describe()}",
         data={"before": before.model_dump(mode="json"), "after": after.model_dump(mode="json")},
     )
-
-
-def end_event(answer: Answer, confidence_target: int) -> EventDraft:
-    """Return the last event of an exploration: its recommendation, called provisional below the target, or why none."""
-    data = {"answer": answer.model_dump(mode="json")}
-    best = answer.recommendation
-    if best is None:
-        reason = answer.variants[0].reason or "no candidate fits"
-        return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
-    doubt = f", provisional: {confidence_target} was asked for" if best.confidence < confidence_target else ""
-    gain = f"{best.performance:.2f}x base"
-    return EventDraft(
-        code=EventCode.SUCCEEDED,
-        message=f"Recommended: {_with_rate(best)}, {gain}, confidence {best.confidence}{doubt}",
-        data=data,
-    )
-
-
-def _with_rate(best: Recommendation) -> str:
-    """Return the candidate and its rate, and first how devices share the model, if they do."""
-    rate = rate_text(best.expected_tokens_per_second, best.rate_unit)
-    if best.plan is None:
-        return f"{best.candidate.describe()}: {rate}"
-    return f"{best.plan.parallelism.describe_candidate(best.candidate)}: {rate} of each device"

@@ -11,14 +11,13 @@ from bexp.explorer.cost.step import memory_limit
 from bexp.explorer.dimensions.place import EmptySpaceError
 from bexp.explorer.model.parts import ModelParts
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.event import Progress
+from bexp.explorer.records.event import Progress, end_event
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial, executor_of
 from bexp.explorer.request.request import ExplorationRequest
 from bexp.explorer.search.candidate_space import CandidateSpace
 from bexp.explorer.search.event_messages import (
     adapted_experts_event,
-    end_event,
     space_event,
     variant_event,
     weights_event,

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from bexp.explorer.records.event import EventCode, EventDraft, Progress, recommendation_event
+from bexp.explorer.records.event import EventCode, EventDraft, Progress, end_event, recommendation_event
 from bexp.explorer.records.recommendation import Note, NoteCode
-from bexp.explorer.search.event_messages import end_event
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job

@@ -155,3 +155,10 @@ def test_the_command_line_is_installed() -> None:
 
 def test_the_changelog_has_this_version() -> None:
     assert f"## [{PROJECT['project']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_neither_the_service_nor_a_command_that_reads_imports_what_a_search_needs() -> None:
+    """Those take a second to import, and much memory."""
+    code = "import bexp.api.app, bexp.api.stored, sys; print({'numpy', 'scipy', 'optuna', 'torch'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -16,7 +16,7 @@ from bexp.explorer.meshes.mesh import Mesh, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.model.amounts import bytes_text
 from bexp.explorer.model.target import OWN_ATTENTION
 from bexp.explorer.model.training import Sharding
-from bexp.explorer.records.event import recommendation_event
+from bexp.explorer.records.event import end_event, recommendation_event
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import (
     Answer,
@@ -32,7 +32,6 @@ from bexp.explorer.records.recommendation import (
 )
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.request.request import ExplorationRequest
-from bexp.explorer.search.event_messages import end_event
 from tests.api.cli.samples import (
     ANSWER,
     BASE,
