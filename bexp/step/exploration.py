@@ -22,9 +22,10 @@ from bexp.explorer.model.spelling import shortened
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.search.step_exploration import SizesError, StepAnswer, StepDescription, search_step
-from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
+from bexp.measure.left_alone import left_alone
+from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes, release
 from bexp.step.results import StepRecommendation, describe_result
-from bexp.step.training_step import OptimizerState, TrainingStep, left_alone
+from bexp.step.training_step import OptimizerState, TrainingStep
 
 _LOGGER = logging.getLogger(__name__)
 SCATTERED = 0.15
@@ -85,13 +86,16 @@ def explore(
     buffers = list(parameters.buffers()) if isinstance(parameters, nn.Module) else []
     measured = TrainingStep(step, batch, no_sync, trained, _device(trained), repeats, deadline_seconds)
     processes = Together(deadline_seconds) if num_processes() > 1 else Alone()
+    devices = range(torch.cuda.device_count()) if measured.device.type == "cuda" else ()
     try:
-        with left_alone(measured, buffers):
+        with left_alone(trained, buffers, (torch.device("cuda", number) for number in devices)):
+            measured.clear()
             state = OptimizerState.open(optimizer, measured, processes)
             tell = numbered_printer() if (is_watched() if progress is None else progress) else _say_nothing
             exploration = _Exploration(measured, processes, asked, state, effective_batch_size, max_seconds, tell)
             return exploration.run()
     finally:
+        release(measured.device)
         processes.close()
 
 

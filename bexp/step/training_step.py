@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -148,27 +146,3 @@ class OptimizerState:
             release(step.device)
             return cls(note=f"the optimizer's state is left out: {failure.reason}")
         return cls(made, figures[0])
-
-
-@contextlib.contextmanager
-def left_alone(step: TrainingStep, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Save gradients, buffers (such as running means) and random states, and restore them at the end."""
-    gradients = [parameter.grad for parameter in step.trained]
-    kept = [buffer.detach().clone() for buffer in buffers]
-    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-    cuda = torch.cuda.get_rng_state_all() if step.device.type == "cuda" else None
-    step.clear()
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(step.trained, gradients, strict=True):
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        release(step.device)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from bexp.graphs.graphed_loss import GraphedLoss
-from bexp.graphs.recorder import Recorder
 from bexp.transformers.undo import Changes
 
 _MASK, _POSITIONS, _NUMBER = "attention_mask", "position_ids", "num_items_in_batch"
@@ -37,12 +36,12 @@ class GraphedForward:
     once a micro-step, as transformers does, too. A loader that makes no masks saves the reading.
     """
 
-    def __init__(self, model: nn.Module, plain: Callable[..., Any], recorder: Recorder | None = None) -> None:
+    def __init__(self, model: nn.Module, plain: Callable[..., Any]) -> None:
         self.__signature__ = inspect.signature(plain)
         self._model = model
         self._plain = plain
         self._output_type: type[Any] | None = None
-        self.loss = GraphedLoss(model, self._loss_of, within=_plain_masks, recorder=recorder)
+        self.loss = GraphedLoss(model, self._loss_of, within=_plain_masks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy make graphs of its own."""

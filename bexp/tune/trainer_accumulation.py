@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from bexp.measure.left_alone import left_alone
 from bexp.tune.agreement import CannotCheckError, Parts, check, divisors
 from bexp.tune.agreement_text import AccumulationCheck, Cause
 from bexp.tune.gradients import Gradient, steps_of
@@ -324,7 +325,8 @@ def check_accumulation(
         raise CannotCheckError(f"{number} samples cannot be split into micro-batches of {size}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CannotCheckError("the model has no parameters that are trained")
-    with _left_alone(model), nothing_random(model):
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with left_alone(model.parameters(), model.buffers(), devices), nothing_random(model):
         order = most_unequal([label_tokens(sample) for sample in samples])
         return check(_Loop(model, loss, [samples[place] for place in order]), number, size)
 
@@ -372,26 +374,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-@contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Save gradients, buffers and random states, and restore them at the end."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    on_devices = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        for device, state in on_devices:
-            torch.cuda.set_rng_state(state, device)

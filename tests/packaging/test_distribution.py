@@ -159,6 +159,8 @@ def test_the_changelog_has_this_version() -> None:
 
 def test_neither_the_service_nor_a_command_that_reads_imports_what_a_search_needs() -> None:
     """Those take a second to import, and much memory."""
-    code = "import bexp.api.app, bexp.api.stored, sys; print({'numpy', 'scipy', 'optuna', 'torch'} & sys.modules.keys())"
+    code = (
+        "import bexp.api.app, bexp.api.stored, sys; print({'numpy', 'scipy', 'optuna', 'torch'} & sys.modules.keys())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

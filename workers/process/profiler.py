@@ -36,6 +36,8 @@ from bexp.workers.process.trial_run import (
     UnexpectedReplyError,
 )
 
+START_TIMEOUT_SECONDS = 180.0
+"""For importing torch, and again for measuring the device."""
 START_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """The pauses before a process that was killed as it started is started again."""
 
@@ -72,7 +74,6 @@ class Profiler:
         environment: of the profiler process; default: this process's own.
         lock_timeout_seconds: how long to wait for the device; None: as long as it takes.
         lock_directory: where the host's device locks lie; default: see `bexp.workers.devices.lock`.
-        start_timeout_seconds: for importing torch, and again for measuring the device.
         setup_allowance_seconds: added to the deadline of each trial.
         start_pauses_seconds: before each further attempt to start a process; empty: there is one attempt.
         spare: whether to start spares while the device is in use; default: see `uses_spares`.
@@ -86,7 +87,6 @@ class Profiler:
         environment: Mapping[str, str] | None = None,
         lock_timeout_seconds: float | None = None,
         lock_directory: Path | None = None,
-        start_timeout_seconds: float = 180.0,
         setup_allowance_seconds: float = 10.0,
         start_pauses_seconds: Sequence[float] = START_PAUSES_SECONDS,
         spare: bool | None = None,
@@ -111,7 +111,7 @@ class Profiler:
             environment=environment,
             on_wait=self._note_held,
             lock_timeout_seconds=lock_timeout_seconds,
-            start_timeout_seconds=start_timeout_seconds,
+            start_timeout_seconds=START_TIMEOUT_SECONDS,
             started=started,
         )
         self._setup_allowance_seconds = setup_allowance_seconds

@@ -89,26 +89,16 @@ def _with_limit(values: dict[str, Any], config: Any) -> dict[str, Any]:
     return limited
 
 
-def resolve(
-    raw: Mapping[str, Any],
-    seq_length: int,
-    *,
-    settings: BuildSettings | None = None,
-    max_parameters: int | None = None,
-) -> ResolvedModel:
+def resolve(raw: Mapping[str, Any], seq_length: int, *, settings: BuildSettings | None = None) -> ResolvedModel:
     """Return the model that `raw` (a config.json's content) describes, built on the meta device.
 
     Raises:
-        UnsupportedModelError: it cannot be built, is larger than allowed, or has no positions for `seq_length` tokens.
+        UnsupportedModelError: it cannot be built, or has no positions for `seq_length` tokens.
     """
     config = resolve_config(raw, seq_length)
     require_positions(config)
     settings = settings or BuildSettings()
-    model = build_model(config, settings, META)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if max_parameters is not None and count > max_parameters:
-        raise UnsupportedModelError(f"{count} parameters; at most {max_parameters} are allowed")
-    return ResolvedModel(config, settings, model)
+    return ResolvedModel(config, settings, build_model(config, settings, META))
 
 
 @dataclass(frozen=True)

@@ -142,11 +142,6 @@ def test_a_configuration_that_cannot_be_built_is_refused_with_the_version(raw: d
     assert str(library_version()) in str(refusal.value)
 
 
-def test_a_model_with_too_many_parameters_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="at most 1000 are allowed"):
-        resolve(GPT2, 64, max_parameters=1000)
-
-
 def test_positions_of_padding_hold_no_token() -> None:
     roberta = {"model_type": "roberta", "is_decoder": True, "hidden_size": 32, "num_hidden_layers": 1}
     roberta |= {"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 66}
