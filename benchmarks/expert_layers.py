@@ -145,9 +145,9 @@ class Layer(Experts):
 
 @functools.cache
 def compiled(name: str) -> Callable[..., Tensor]:
-    """The back end, compiled; sizes that differ between shapes become symbols."""
+    """The back end, compiled for each shape by itself, as a training of one shape is."""
     torch._dynamo.config.recompile_limit = 64
-    return torch.compile(expert_backend(name).forward)
+    return torch.compile(expert_backend(name).forward, dynamic=False)
 
 
 @functools.cache
