@@ -9,9 +9,8 @@ that need the first would copy the others in each forward, and have the first.
 liger-kernel tunes its tiles beforehand; sonic-moe runs with its default tiles unless `--tune-sonicmoe` is given, for it
 tunes each shape for minutes.
 
-Results are compared with float64. All contenders of a shape are timed in turns, with standard errors: by the clock, and
-on the device with the launches queued ahead. By the clock, a run of more than 2 ms waits for its first launch, as
-between synchronisations; shorter ones follow each other in a loop. The peak counts operands, results and
+Results are compared with float64. All contenders of a shape are timed in turns: by the clock in a loop of forwards and
+backwards, and on the device with the launches queued ahead, with standard errors. The peak counts operands, results and
 gradients. If the file exists, the run continues it.
 """
 

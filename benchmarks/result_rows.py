@@ -85,18 +85,14 @@ def other_experts(result: Row) -> Iterable[Row]:
             if trainer_contenders.kind_of(name) != name:
                 best = trainer_contenders.best_of(runs)
                 reached = {} if best is None else {"best": best}
-                if best is not None:
-                    reached["over"] = statistics.median(_speeds(row, "recommended")) / best["tokens_per_second"]
+                answers = [made["recommended"].get("tokens_per_second") for made in row.get("rounds", [])]
+                if best is not None and answers and all(answers):
+                    reached["over"] = statistics.median(answers) / best["tokens_per_second"]
                 message = runs[-1].get("message", "")
                 within = re.search(r"got (\w+Error)\((['\"])(.*?)\2\)", message)  # what the compiler passes on
                 said = within.group(1, 3) if within else (runs[-1].get("error", ""), *message.splitlines()[:1])
                 failed = None if best else " ".join(said)[:160]
                 yield row | {"experts": name.partition(" ")[2], "failed": failed} | reached
-
-
-def _speeds(row: Row, name: str) -> list[float]:
-    """Tokens/s of a contender in each round."""
-    return [made[name]["tokens_per_second"] for made in row["rounds"]]
 
 
 def default_answers(result: Row) -> Iterable[Row]:

@@ -27,7 +27,9 @@ from bexp.measure.timing import collector_off, standard_error
 
 Run = Callable[[], object]
 FEWEST_ROUNDS = 5
-MOST_REPEATS = 50
+FEWEST_REPEATS, MOST_REPEATS = 3, 50
+LONG_SECONDS = 0.02
+"""A longer run stands alone: waiting for its first launch adds nothing to it."""
 LONGER_SLEEP = 5.0
 AHEAD = 1.5
 """A run that takes this many times as long as its issue keeps the host ahead by itself."""
@@ -35,7 +37,7 @@ AHEAD = 1.5
 
 @dataclass(frozen=True, slots=True)
 class TurnsBudget:
-    """How often and how long: `rounds` turns each, of `chain_seconds` or more each.
+    """How often and how long: `rounds` turns each, of about `chain_seconds` or FEWEST_REPEATS runs each.
 
     After `most_seconds` no further round begins, but for the first `FEWEST_ROUNDS`.
     """
@@ -125,7 +127,8 @@ def _warm_up(each: _Contender, device: torch.device, budget: TurnsBudget) -> Non
     each.issue_seconds = time.perf_counter() - started
     synchronize(device)
     each.seconds = min(time.perf_counter() - started, _chain(each.run, 2, device))
-    each.repeats = max(1, min(MOST_REPEATS, int(budget.chain_seconds / max(each.seconds, 1e-9))))
+    fewest = 1 if each.seconds >= LONG_SECONDS else FEWEST_REPEATS
+    each.repeats = max(fewest, min(MOST_REPEATS, int(budget.chain_seconds / max(each.seconds, 1e-9))))
     queue = int(MAX_QUEUED_LAUNCHES * FASTEST_LAUNCH_SECONDS / max(each.issue_seconds, 1e-9))
     each.queued = max(1, min(each.repeats, queue))
 

@@ -25,9 +25,9 @@ def test_contenders_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         now += seconds
 
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now))
-    runs = {"a": lambda: run("a", 2e-3), "b": lambda: run("b", 3e-3)}
+    runs = {"a": lambda: run("a", 3e-2), "b": lambda: run("b", 4e-2)}
     found = time_in_turns(runs, CPU, TurnsBudget(rounds=4, chain_seconds=1e-3))
-    assert {name: each.clock_seconds for name, each in found.items()} == pytest.approx({"a": 2e-3, "b": 3e-3})
+    assert {name: each.clock_seconds for name, each in found.items()} == pytest.approx({"a": 3e-2, "b": 4e-2})
     assert found["a"].device_seconds == found["a"].clock_seconds, "the CPU is the host"
     assert [found[name].rounds for name in runs] == [4, 4]
     rounds = [tuple(order[i : i + 2]) for i in range(len(order) - 8, len(order), 2)]
@@ -91,9 +91,9 @@ def test_a_run_that_waits_for_the_device_has_one_time_and_is_no_longer_queued(cu
     found = time_in_turns({"waits": kernel}, CUDA, TurnsBudget(rounds=6, chain_seconds=1e-3))["waits"]
     assert found.device_seconds == found.clock_seconds == pytest.approx(4e-4)
     assert found.device_error_seconds == found.clock_error_seconds
-    sleep = 1.5 * 2 * 4e-4 + 1e-3
+    sleep = 1.5 * 3 * 4e-4 + 1e-3
     assert cuda.slept == pytest.approx([*CLOCK_SLEEPS, sleep, 5 * sleep, sleep, 5 * sleep]), "in two turns, and longer"
-    assert kernel.count == WARM_UP + 6 * 2 + 4 * 2
+    assert kernel.count == WARM_UP + 6 * 3 + 4 * 3
 
 
 def test_a_run_that_is_blocked_in_one_turn_alone_does_not_count_as_waiting(cuda: FakeCuda) -> None:
