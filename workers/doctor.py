@@ -12,7 +12,7 @@ from pydantic import Field
 
 from bexp.explorer.dimensions.execution import EXECUTION, Execution
 from bexp.explorer.model.base import Frozen
-from bexp.explorer.model.hardware import BackendSupport
+from bexp.explorer.model.hardware import NAME_IT, BackendSupport
 from bexp.explorer.model.model import ModelSpec, MoESpec
 from bexp.explorer.model.target import TRANSFORMERS, describe_target
 from bexp.explorer.records.device_report import DeviceReport
@@ -163,6 +163,8 @@ def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str,
 
 
 def _describe(backend: BackendSupport, *, default: bool) -> str:
+    if backend.reason == NAME_IT:
+        return "explored only if a request names it"
     if not backend.usable:
         return f"not usable: {backend.reason}"
     return "usable, the default" if default else "usable"

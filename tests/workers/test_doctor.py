@@ -41,6 +41,7 @@ def test_a_cpu_is_diagnosed_with_all_of_it(capsys: pytest.CaptureFixture[str], m
     printed = " ".join(printed.split())
     assert "needs a CUDA device" in printed
     assert "CUDA graphs not usable: CUDA graphs need a GPU" in printed
+    assert "experts block_sparse explored only if a request names it" in printed
 
 
 def test_an_unusable_device_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
