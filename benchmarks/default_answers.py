@@ -139,7 +139,7 @@ def _since(moment: datetime, begun_at: float) -> float:
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> Row:
-    """Return the seconds of each name's last run by its caches, and the names of those that are firm."""
+    """Return the seconds of the last run of each name, by its caches, and the names of those that are firm."""
     summary: Row = {}
     for caches in ("empty", "filled"):
         of_one = list({_name(run): run for run in runs if run["caches"] == caches}.values())

@@ -5,7 +5,7 @@
 24 shapes: 8 to 128 experts of 2048 x 1024 with a gated SiLU in bfloat16, top-1 to top-8, 512 to 32,768 tokens, under
 even loads and Zipf loads. Contenders are all expert back ends, torch's also compiled. Each takes its matrices in
 the layout in which it is faster: as transformers stores them, (E, 2H, D) and (E, D, H), or their transposes. Packages
-that need the first would copy the others in each forward, and have the first.
+that would copy the transposes in each forward take the first.
 liger-kernel tunes its tiles beforehand; sonic-moe runs with its default tiles unless `--tune-sonicmoe` is given, for it
 tunes each shape for minutes.
 
